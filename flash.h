@@ -1,0 +1,122 @@
+// flash.h: the contract. What attention is computed, as one plain struct: main.cpp checks and fills it,
+// the machines (flash.cu, flash_cpu.cpp) compute it. No torch, no templates.
+//
+//     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
+//
+// Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc are the sizes of a tile of scores, i counts
+// queries, j counts keys. What every machine needs to know about the mask stands here once.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+// The functions below run on both sides; a plain C++ compiler doesn't know the words for that.
+#ifdef __CUDACC__
+#define MINIMAL_ATTN_HOST_DEVICE __host__ __device__
+#else
+#define MINIMAL_ATTN_HOST_DEVICE
+#endif
+
+struct CUstream_st;  // cudaStream_t is a pointer to it; named here so that main.cpp needs no CUDA header
+
+namespace minimal_attn {
+
+enum class Dtype { float32, float16, bfloat16 };
+
+// Of a (B, H, N, d) tensor, in elements; the last dimension is contiguous.
+struct Strides {
+    int64_t batch, head, row;
+};
+
+struct Attention {
+    // q (B, Hq, Nq, d); k, v (B, Hkv, Nk, d). Query head h reads key head h / (Hq / Hkv).
+    Dtype dtype;
+    int64_t B, Hq, Hkv;
+    int Nq, Nk, d;
+    const void *q, *k, *v;
+    Strides q_stride, k_stride, v_stride;
+    float softmax_scale;
+
+    // The mask: see band_of. The arrays are (B,) on the device of q, or null.
+    const int *seqlens_k, *leftpad_k, *offset;
+    bool offset_from_end;  // where offset is null: whether positions count from the last key or from key 0
+    int64_t first, last;   // main.cpp keeps both within +-2^40, beyond every key, so that sums can't overflow
+
+    // The state so far, float32, or null: o_in (B, Hq, Nq, d); l_in, m_in (B, Hq, Nq), contiguous.
+    const float *o_in, *l_in, *m_in;
+    Strides o_in_stride;
+
+    // The results. With l and m (else null: not wanted) o is float32, without them it has q's dtype.
+    void *o;
+    float *l, *m;  // (B, Hq, Nq), contiguous
+    Strides o_stride;
+
+    int shared_memory_limit;  // bytes a block may use at most, whatever the device has; a test lowers it
+};
+
+// Keys begin <= j < end.
+struct Keys {
+    int begin, end;
+};
+
+MINIMAL_ATTN_HOST_DEVICE inline bool empty(Keys keys) { return keys.begin >= keys.end; }
+
+// What the queries of one batch see: query i sees the keys of `keys` with i + first <= j <= i + last.
+struct Band {
+    Keys keys;
+    int64_t first, last;
+};
+
+MINIMAL_ATTN_HOST_DEVICE inline int64_t clamp(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Band band_of(const Attention &a, int64_t b) {
+    const int end = a.seqlens_k ? (int)clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
+    const int begin = a.leftpad_k ? (int)clamp(a.leftpad_k[b], 0, end) : 0;
+    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
+    return {{begin, end}, position + a.first, position + a.last};
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Band &band, int i) {
+    const int begin = (int)clamp(i + band.first, band.keys.begin, band.keys.end);
+    return {begin, (int)clamp(i + band.last + 1, begin, band.keys.end)};
+}
+
+// The band's bounds only grow with i, so a tile of queries i0 <= i < i1 is told by its first and last row.
+// Keys that any of them sees: no other tile of keys need be loaded.
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Band &band, int i0, int i1) {
+    return {keys_of_row(band, i0).begin, keys_of_row(band, i1 - 1).end};
+}
+
+// Keys that all of them see: a tile of keys within needs no mask.
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Band &band, int i0, int i1) {
+    return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
+}
+
+// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in, where what is not read counts as 0, NaN or not
+// (o_in is read only where there is one, too).
+struct RowEnd {
+    float l, m, weight_Oi, weight_o_in;
+    bool reads_Oi, reads_o_in;
+};
+
+// Step 12 of Algorithm 1 with the earlier state as one more tile, and the division by l: the sums li, mi and
+// Oi (not divided by li yet) of the keys seen in this call, and (l_in, m_in), which is (0, -inf) without
+// state.
+MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float mi, float l_in, float m_in) {
+    if (!sees_key) return {l_in, m_in, 0.f, 1.f, false, true};
+    const float m = fmaxf(mi, m_in);
+    const float alpha = l_in == 0.f ? 0.f : l_in * expf(m_in - m);
+    const float beta = li == 0.f ? 0.f : expf(mi - m);
+    const float l = alpha + beta * li;
+    if (l == 0.f)
+        return {0.f, m, NAN, 0.f, true, false};  // every score seen so far was -inf: 0 / 0, as in softmax
+    return {l, m, beta / l, alpha / l, true, l_in != 0.f};
+}
+
+// The machines. Each computes the whole contract; null, or what went wrong before or at the launch.
+void forward_cpu(const Attention &attention);
+const char *forward_portable(const Attention &attention, CUstream_st *stream);
+
+}  // namespace minimal_attn
