@@ -1,0 +1,416 @@
+// main.cpp: from Python's arguments to a machine's launch, and the result back.
+//
+// minimal_attn.forward (minimal_attn/__init__.py) -> pybind11 below -> PyTorch's dispatcher, operator
+// minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a machine.
+// The dispatcher chooses between Autograd (refuses gradients), Meta (shapes only), CPU and CUDA.
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "flash.h"
+
+#ifdef WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
+namespace minimal_attn {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr int64_t kFar = int64_t(1) << 40;  // further than any key from any query
+constexpr int64_t kMaxTokens =
+    (int64_t(1) << 31) - (1 << 16);  // i and j are 32 bits, and so is a tile past the last one
+std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
+
+// The operator's arguments, as the dispatcher hands them over.
+struct Arguments {
+    const Tensor &q, &k, &v;
+    bool causal;
+    c10::SymIntArrayRef window_size;
+    std::optional<double> softmax_scale;
+    const MaybeTensor &seqlens_k, &leftpad_k;
+    const std::optional<SymInt> &offset;
+    const MaybeTensor &offsets;
+    std::string_view machine;
+};
+
+// The earlier state, as forward.state gets it: all three or none.
+struct State {
+    const MaybeTensor &o, &l, &m;
+};
+
+// ---------------------------------------------------------------------------------------------- checks
+// All of them work on symbolic sizes, so that Meta refuses what the machines refuse.
+
+const std::vector<std::string> &machines() {
+#ifdef WITH_CUDA
+    static const std::vector<std::string> names = {"cpu", "portable"};
+#else
+    static const std::vector<std::string> names = {"cpu"};
+#endif
+    return names;
+}
+
+const char *cuda_architectures() {
+#ifdef WITH_CUDA
+    return MINIMAL_ATTN_ARCHS;
+#else
+    return "";
+#endif
+}
+
+std::string name_of(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+
+void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
+    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ",
+                      t.layout());
+    TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on q's device ", q.device(), ", but is on ",
+                      t.device());
+    TORCH_CHECK_VALUE(t.scalar_type() == dtype, name, " must be ", name_of(dtype), ", but is ",
+                      name_of(t.scalar_type()));
+}
+
+void check_q_k_v(const Arguments &a) {
+    const auto dtype = a.q.scalar_type();
+    TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                      "q must be float32, float16 or bfloat16, but is ", name_of(dtype));
+    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) {
+        check_like_q(a.q, *t, name, dtype);
+        TORCH_CHECK_VALUE(t->dim() == 4, name, " must have 4 dimensions, (B, H, N, d), but has shape ",
+                          t->sym_sizes());
+        TORCH_CHECK_VALUE(t->sym_size(2) < kMaxTokens, name, " must have fewer than ", kMaxTokens,
+                          " tokens, but has shape ", t->sym_sizes());
+    }
+    const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
+    TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256,
+                      "q must have a head dimension d from 1 to 256, but has shape ", q);
+    TORCH_CHECK_VALUE(k[0] == q[0] && k[3] == q[3], "k must have q's batch size and head dimension, (", q[0],
+                      ", Hkv, Nk, ", q[3], "), but has shape ", k);
+    TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ",
+                      k, ", but has shape ", v);
+    TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0,
+                      "q must have a multiple of k's heads, but q has ", q[1], " and k has ", k[1]);
+}
+
+void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
+    if (!t) return;
+    check_like_q(q, *t, name, at::kInt);
+    TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
+                      q.sym_size(0), ",), but has shape ", t->sym_sizes());
+}
+
+void check_options(const Arguments &a) {
+    TORCH_CHECK_VALUE(a.window_size.size() == 2 && a.window_size[0] >= -1 && a.window_size[1] >= -1,
+                      "window_size must be (left, right), each at least 0, or -1 for no bound, but was ",
+                      a.window_size);
+    TORCH_CHECK_VALUE(!a.softmax_scale || std::isfinite((float)*a.softmax_scale),
+                      "softmax_scale must be a finite float32, but was ", *a.softmax_scale);
+    TORCH_CHECK_VALUE(!(a.offset && a.offsets), "offset must be an int or a tensor, but was both");
+    check_per_batch(a.q, a.seqlens_k, "seqlens_k");
+    check_per_batch(a.q, a.leftpad_k, "leftpad_k");
+    check_per_batch(a.q, a.offsets, "offset");
+}
+
+void check_machine(const Arguments &a) {
+    const auto &names = machines();
+    TORCH_CHECK_VALUE(a.machine == "auto" || std::find(names.begin(), names.end(), a.machine) != names.end(),
+                      "machine must be \"auto\" or one of this build's machines ", names, ", but was \"",
+                      a.machine, "\"");
+    if (a.machine == "auto" || a.q.is_meta()) return;
+    const bool serves = a.q.is_cpu() == (a.machine == "cpu");
+    TORCH_CHECK_VALUE(serves, "machine must serve q's device, but machine \"", a.machine, "\" runs on ",
+                      a.machine == "cpu" ? "cpu" : "cuda", " and q is on ", a.q.device());
+}
+
+void check_state(const Tensor &q, const State &state) {
+    const bool any = state.o || state.l || state.m, all = state.o && state.l && state.m;
+    TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
+    if (!any) return;
+    check_like_q(q, *state.o, "state's o", at::kFloat);
+    TORCH_CHECK_VALUE(state.o->sym_sizes() == q.sym_sizes(), "state's o must have q's shape ", q.sym_sizes(),
+                      ", but has shape ", state.o->sym_sizes());
+    for (const auto &[t, name] : {std::pair{&*state.l, "state's l"}, {&*state.m, "state's m"}}) {
+        check_like_q(q, *t, name, at::kFloat);
+        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
+                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
+                          t->sym_sizes());
+    }
+}
+
+void check(const Arguments &a) {
+    check_q_k_v(a);
+    check_options(a);
+    check_machine(a);
+}
+
+// ---------------------------------------------------------------------------------------------- results
+
+// A dense tensor of q's shape in the order of its strides, so that transpose(1, 2) of it is as free as of q.
+Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
+    const auto size = q.sym_sizes(), stride = q.sym_strides();
+    std::array<int, 3> order = {0, 1, 2};  // outermost first; sorted by insertion
+    for (int i = 1; i < 3; ++i) {
+        int at = i;
+        for (int j = i - 1; j >= 0; --j) {
+            const int outer = order[j], inner = order[at];
+            // A dimension of size 1 or stride 0 has no place of its own.
+            if (size[outer] == 1 || size[inner] == 1 || stride[outer] == 0 || stride[inner] == 0) continue;
+            if (stride[outer] >= stride[inner]) break;
+            std::swap(order[j], order[at]);
+            at = j;
+        }
+    }
+    std::array<SymInt, 4> strides;
+    strides[3] = 1;
+    SymInt step = size[3];
+    for (int i = 2; i >= 0; --i) {
+        strides[order[i]] = step;
+        step = step * size[order[i]].max(1);
+    }
+    return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
+}
+
+struct Results {
+    Tensor o, l, m;
+};
+
+Results allocate(const Arguments &a, const State *state) {
+    if (!state) return {empty_like_q(a.q, a.q.scalar_type()), {}, {}};
+    const auto rows = a.q.sym_sizes().slice(0, 3);
+    const auto options = a.q.options().dtype(at::kFloat);
+    return {empty_like_q(a.q, at::kFloat), at::empty_symint(rows, options), at::empty_symint(rows, options)};
+}
+
+// ---------------------------------------------------------------------------------------------- a call
+
+Dtype dtype_of(const Tensor &t) {
+    return t.scalar_type() == at::kFloat  ? Dtype::float32
+           : t.scalar_type() == at::kHalf ? Dtype::float16
+                                          : Dtype::bfloat16;
+}
+
+Strides strides_of(const Tensor &t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
+
+// The machines read rows of d neighbours; any other last stride costs a copy.
+Tensor with_contiguous_rows(const Tensor &t) {
+    return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous();
+}
+
+int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kFar
+    const __int128 sum = (__int128)x + y;
+    return sum < -kFar ? -kFar : sum > kFar ? kFar : (int64_t)sum;
+}
+
+void set_mask(Attention &attention, const Arguments &a) {
+    const int64_t left = a.window_size[0].expect_int(), right = a.causal ? 0 : a.window_size[1].expect_int();
+    const int64_t offset = a.offset ? a.offset->expect_int() : 0;
+    attention.first = left < 0 ? -kFar : sum_within(offset, -left);
+    attention.last = right < 0 ? kFar : sum_within(offset, right);
+    attention.offset_from_end = !a.offset && !a.offsets;
+}
+
+void launch(const Attention &attention, const Tensor &q) {
+    if (attention.B * attention.Hq * attention.Nq == 0) return;
+    if (q.is_cpu()) return forward_cpu(attention);
+#ifdef WITH_CUDA
+    const char *error = forward_portable(attention, at::cuda::getCurrentCUDAStream());
+    const auto *gpu = at::cuda::getCurrentDeviceProperties();
+    TORCH_CHECK(!error, "minimal_attn on ", q.device(), " (", gpu->name, ", compute capability ", gpu->major,
+                ".", gpu->minor, "): ", error, "; this build has code for ", cuda_architectures(),
+                ", another is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".", gpu->minor, " make build");
+#endif
+}
+
+Results run(const Arguments &a, const State *state) {
+    check(a);
+    if (state) check_state(a.q, *state);
+#ifdef WITH_CUDA
+    const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
+#else
+    TORCH_CHECK_VALUE(
+        !a.q.is_cuda(), "q must be on the cpu, but is on ", a.q.device(),
+        ": this build of minimal_attn has no CUDA code; rebuild by TORCH_CUDA_ARCH_LIST=native make build");
+#endif
+    Results results = allocate(a, state);
+    if (a.q.is_meta()) return results;
+
+    // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
+    const Tensor q = with_contiguous_rows(a.q), k = with_contiguous_rows(a.k), v = with_contiguous_rows(a.v);
+    const auto dense = [](const MaybeTensor &t) { return t ? t->contiguous() : Tensor(); };
+    const Tensor seqlens_k = dense(a.seqlens_k), leftpad_k = dense(a.leftpad_k), offset = dense(a.offsets);
+    Tensor o_in, l_in, m_in;
+    if (state && state->o)
+        o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
+    const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
+    const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
+    const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
+
+    Attention attention{};
+    attention.dtype = dtype_of(q);
+    attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
+    attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
+    attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
+    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k),
+    attention.v_stride = strides_of(v);
+    attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
+    attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k),
+    attention.offset = ints(offset);
+    set_mask(attention, a);
+    attention.o_in = floats(o_in), attention.l_in = floats(l_in), attention.m_in = floats(m_in);
+    if (o_in.defined()) attention.o_in_stride = strides_of(o_in);
+    attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
+    attention.l = out(results.l), attention.m = out(results.m);
+    attention.shared_memory_limit = shared_memory_limit;
+    launch(attention, q);
+    return results;
+}
+
+// ---------------------------------------------------------------------------------------------- the operator
+// Two overloads, since an operator returns what its schema says: forward gives o, forward.state (o, l, m).
+
+Tensor forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
+               c10::SymIntArrayRef window_size, std::optional<double> softmax_scale,
+               const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<SymInt> offset,
+               const MaybeTensor &offsets, std::string_view machine) {
+    const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
+                              seqlens_k, leftpad_k, offset, offsets, machine};
+    return run(arguments, nullptr).o;
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &k, const Tensor &v,
+                                                 bool causal, c10::SymIntArrayRef window_size,
+                                                 std::optional<double> softmax_scale,
+                                                 const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+                                                 std::optional<SymInt> offset, const MaybeTensor &offsets,
+                                                 std::string_view machine, const MaybeTensor &o,
+                                                 const MaybeTensor &l, const MaybeTensor &m) {
+    const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
+                              seqlens_k, leftpad_k, offset, offsets, machine};
+    const State state{o, l, m};
+    Results results = run(arguments, &state);
+    return {std::move(results.o), std::move(results.l), std::move(results.m)};
+}
+
+constexpr std::array<const char *, 14> kNames = {
+    "q",         "k",      "v",      "causal",  "window_size", "softmax_scale", "seqlens_k",
+    "leftpad_k", "offset", "offset", "machine", "state's o",   "state's l",     "state's m"};
+
+template <class Signature>
+const c10::TypedOperatorHandle<Signature> &handle(const char *overload) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("minimal_attn::forward", overload).typed<Signature>();
+    return op;
+}
+const auto &forward_handle() { return handle<decltype(forward)>(""); }
+const auto &forward_state_handle() { return handle<decltype(forward_state)>("state"); }
+
+bool wants_grad(const Tensor &t) { return t.requires_grad() || t._fw_grad(/*level=*/0).defined(); }
+bool wants_grad(const MaybeTensor &t) { return t && wants_grad(*t); }
+template <class T>
+bool wants_grad(const T &) {
+    return false;
+}
+
+// There is no backward pass yet: refuse what needs one. This must be the Autograd kernel, since torch.compile
+// runs the others with grad mode off, where the question can't be asked any more.
+template <const auto &(*op)(), class R, class... Args>
+R refuse_grad(c10::DispatchKeySet keys, Args... args) {
+    if (at::GradMode::is_enabled()) {
+        size_t i = 0;
+        (..., [&] {
+            TORCH_CHECK(!wants_grad(args), kNames[i],
+                        " must not require grad, but does: minimal_attn has no backward "
+                        "pass; call it under torch.no_grad(), or with ",
+                        kNames[i], ".detach()");
+            ++i;
+        }());
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
+}
+
+template <const auto &(*op)(), class R, class... Args>
+auto refuse_grad_as(R (*)(Args...)) {
+    return &refuse_grad<op, R, Args...>;
+}
+
+// What Python calls while not compiling: the same operator, by a handle looked up once instead of torch.ops.
+std::variant<Tensor, std::tuple<Tensor, Tensor, Tensor>> eager(
+    const Tensor &q, const Tensor &k, const Tensor &v, bool causal, std::pair<int64_t, int64_t> window_size,
+    std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+    std::optional<int64_t> offset, const MaybeTensor &offsets, const std::string &machine,
+    const std::optional<std::tuple<Tensor, Tensor, Tensor>> &state, bool return_state) {
+    const std::array<SymInt, 2> window = {window_size.first, window_size.second};
+    const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
+    if (!state && !return_state)
+        return forward_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position,
+                                     offsets, machine);
+    MaybeTensor o, l, m;
+    if (state) std::tie(o, l, m) = *state;
+    return forward_state_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position,
+                                       offsets, machine, o, l, m);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(minimal_attn, m) {
+    m.def(
+        "forward(Tensor q, Tensor k, Tensor v, *, bool causal=False, SymInt[2] window_size=-1, "
+        "float? softmax_scale=None, Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, "
+        "Tensor? offsets=None, str machine=\"auto\") -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+    m.def(
+        "forward.state(Tensor q, Tensor k, Tensor v, *, bool causal=False, SymInt[2] window_size=-1, "
+        "float? softmax_scale=None, Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, "
+        "Tensor? offsets=None, str machine=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None) "
+        "-> (Tensor o, Tensor l, Tensor m)",
+        {at::Tag::pt2_compliant_tag});
+}
+
+// CUDA is there without CUDA code, too: run() then says what to do about it.
+TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) {
+    m.impl("forward", forward), m.impl("forward.state", forward_state);
+}
+TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) {
+    m.impl("forward", forward), m.impl("forward.state", forward_state);
+}
+TORCH_LIBRARY_IMPL(minimal_attn, Meta, m) {
+    m.impl("forward", forward), m.impl("forward.state", forward_state);
+}
+TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
+    m.impl("forward", refuse_grad_as<forward_handle>(&forward));
+    m.impl("forward.state", refuse_grad_as<forward_state_handle>(&forward_state));
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
+    m.def("forward", torch::wrap_pybind_function_no_gil(eager));
+    m.def("machines", &machines, "The machines that this build can run on, by name");
+    m.def("cuda_architectures", &cuda_architectures,
+          "What CUDA code was compiled for; empty in a CPU-only build");
+    m.def(
+        "shared_memory_limit", [](int bytes) { return shared_memory_limit.exchange(bytes); },
+        "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last "
+        "limit");
+}
+
+}  // namespace minimal_attn

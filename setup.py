@@ -1,0 +1,203 @@
+"""Builds minimal_attn and its extension minimal_attn._C, of every .cpp here and, with CUDA, every .cu.
+
+    pip install --no-build-isolation .     into a Python that has torch
+    python setup.py build_ext --inplace    here, beside the sources (make does this)
+
+TORCH_CUDA_ARCH_LIST says what GPUs to build for, entries separated by spaces, commas or semicolons:
+    9.0           machine code for that compute capability; 9.0 always means 9.0a, all that Hopper has
+    9.0+PTX       that, and PTX, which the driver compiles for a newer GPU
+    compute_80    PTX alone, for any GPU from 8.0 on
+    native        the GPUs of this machine; the same as an empty or unset variable
+    none          the CPU part alone, which is also what a machine without a GPU gets
+The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
+version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
+shows the commands.
+"""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where pip runs this, it isn't there
+import bootstrap  # noqa: E402
+from bootstrap import die, say  # noqa: E402
+
+OLDEST_GPU = (7, 5)
+
+HERE = bootstrap.describe()  # the Python that runs this, and its torch
+if "torch" not in HERE["has"]:
+    die(f"{HERE['python']} has no torch 2.11 or newer (if pip runs this: does it have --no-build-isolation?)")
+
+
+def cuda_targets():
+    """What CUDA code to build, {name: [values of -gencode]}, empty for none; a line says why."""
+    entries = bootstrap.cuda_targets()
+    if not HERE["cuda"]:
+        why = f"torch {HERE['torch']} has no CUDA"
+        entries = []
+    elif os.environ.get("TORCH_CUDA_ARCH_LIST") == "none":
+        why = "TORCH_CUDA_ARCH_LIST=none"
+    else:
+        why = "no GPU of compute capability 7.5 or more, here or in TORCH_CUDA_ARCH_LIST"
+    targets = {name: codes for name, codes in map(target, entries) if codes}
+    if not targets:
+        say(f"building the CPU part alone: {why}")
+    return targets
+
+
+def target(entry):
+    match = re.fullmatch(r"(compute_)?(\d+)\.?(\d)([af]?)(\+PTX)?", entry)
+    if not match or (match[1] and match[5]):
+        die(f"TORCH_CUDA_ARCH_LIST must have entries like 8.0, 8.0+PTX or compute_80, but has {entry}")
+    ptx_alone, major, minor, feature, ptx = match.groups(default="")
+    if (int(major), int(minor)) < OLDEST_GPU:
+        say(f"leaving out {entry}: it needs compute capability 7.5 or more")
+        return entry, []
+    arch = major + minor
+    feature = "a" if arch == "90" else feature
+    as_code = f"arch=compute_{arch}{feature},code=sm_{arch}{feature}"
+    as_ptx = f"arch=compute_{arch},code=compute_{arch}"
+    if ptx_alone:
+        return f"compute_{arch}", [as_ptx]
+    return f"{major}.{minor}{feature}{ptx}", [as_code] + [as_ptx] * bool(ptx)
+
+
+# ------------------------------------------------------------------------------------ the commands
+# As lists of words; $in and $out are ninja's. `cuda` is the toolkit's folder, or None.
+
+COMPILE = ["-MMD", "-MF", "$out.d", "-c", "$in", "-o", "$out"]
+
+
+def cpp(cxx, cuda, targets):
+    torch = HERE["torch_home"]
+    standard = "c++20" if bootstrap.two_numbers(HERE["torch"]) >= (2, 12) else "c++17"  # what torch needs
+    defines = ["-DTORCH_EXTENSION_NAME=_C"]
+    includes = [f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")]
+    if cuda:
+        defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
+        includes += [*cuda_includes(cuda), *package_includes()]
+    flags = ["-O3", f"-std={standard}", "-Wall", "-fPIC", "-fvisibility=hidden", *openmp(cxx)]
+    flags += [f"-isystem{folder}" for folder in includes]  # not -I: warnings in there aren't ours
+    return [*cxx, *flags, *defines, *COMPILE]
+
+
+def cu(cxx, cuda, targets):
+    codes = [code for codes in targets.values() for code in codes]
+    flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
+    flags += ["-Xcompiler=-Wall,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
+    flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
+    if not any(os.path.isfile(f"{folder}/cuda_runtime.h") for folder in cuda_includes(cuda)):
+        # nvcc of PyPI in .venv, while torch and with it these headers are somewhere else
+        flags += [f"-I{folder}" for folder in package_includes()]
+    return [f"{cuda}/bin/nvcc", *flags, *COMPILE]
+
+
+def link(cxx, cuda):
+    torch = HERE["torch_home"]
+    flags = ["-shared", "-Wl,--as-needed"]
+    if platform.system() == "Darwin":
+        flags = ["-bundle", "-undefined", "dynamic_lookup"]
+    libraries = [f"-L{torch}/lib", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    # torch's own OpenMP: another one would be another pool of threads
+    libraries += (glob(f"{torch}/lib/libgomp*") + glob(f"{torch}.libs/libgomp*"))[:1]
+    if cuda:
+        # Named by its file, since PyPI's package has only libcudart.so.13, which -lcudart doesn't find.
+        cudart = [f"{package}/lib/libcudart.so.{cuda_major()}" for package in packages()]
+        cudart += [f"{cuda}/lib64/libcudart.so", *glob(f"{cuda}/targets/*/lib/libcudart.so")]
+        libraries += ["-ltorch_cuda", "-lc10_cuda", next(filter(os.path.isfile, cudart), "-lcudart")]
+    return [*cxx, *flags, "$in", "-o", "$out", *libraries]
+
+
+def cuda_major():
+    return bootstrap.two_numbers(HERE["cuda"])[0]
+
+
+def cuda_includes(cuda):
+    return [f"{cuda}/include", *glob(f"{cuda}/targets/*/include")]
+
+
+def packages():
+    """Where pip puts CUDA's parts: nvidia/cu13, or nvidia/cuda_runtime, nvidia/cublas, ..."""
+    return [folder for path in HERE["path"] for folder in sorted(glob(f"{path}/nvidia/*"))]
+
+
+def package_includes():
+    return [f"{package}/include" for package in packages() if os.path.isdir(f"{package}/include")]
+
+
+def openmp(cxx):
+    """Without it at::parallel_for is serial."""
+    test = [*cxx, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
+    if subprocess.run(test, input=b"#include <omp.h>", stderr=subprocess.DEVNULL).returncode == 0:
+        return ["-fopenmp"]
+    say(f"{cxx[-1]} has no OpenMP: the CPU part will run on one thread")
+    return []
+
+
+# ------------------------------------------------------------------------------------ the build
+
+
+class Build(build_ext):
+    """By ninja, which compiles only what has changed: its source, a header or the command."""
+
+    targets = {}
+
+    def build_extension(self, extension):
+        ninja = bootstrap.find_ninja() or die("no ninja: pip install ninja")
+        cxx = bootstrap.find_compiler() or die(bootstrap.no_compiler())
+        cuda = None
+        rules = {}
+        if self.targets:
+            cuda = bootstrap.find_cuda(HERE["cuda"], HERE["path"]) or die(bootstrap.no_cuda(HERE["cuda"]))
+            say(f"building for the CPU and CUDA {', '.join(self.targets)}, with {cuda}/bin/nvcc")
+            rules["cu"] = cu(cxx, cuda, self.targets)
+        rules["cpp"] = cpp(cxx, cuda, self.targets)
+        rules["link"] = link(cxx, cuda)
+        # A folder for each torch, whose headers are too many to watch one by one.
+        folder = os.path.join(self.build_temp, "torch-" + HERE["torch"])
+        output = self.get_ext_fullpath(extension.name)
+        for needed in folder, os.path.dirname(output):
+            os.makedirs(needed, exist_ok=True)
+        file = os.path.join(folder, "build.ninja")
+        with open(file, "w") as stream:
+            stream.write(ninja_file(folder, output, extension.sources, rules))
+        say(f"compiling {', '.join(extension.sources)}")
+        if subprocess.call([ninja, "-f", file] + ["-v"] * bool(os.environ.get("VERBOSE"))):
+            die("the build failed (see above)")
+
+
+def ninja_file(folder, output, sources, rules):
+    def escape(path):
+        return re.sub(r"([$ :])", r"$\1", path)
+
+    def quote(word):
+        return word if word.startswith("$") else shlex.quote(word).replace("$", "$$")
+
+    text = f"builddir = {escape(folder)}\n"  # where ninja keeps its log
+    for name, words in rules.items():
+        text += f"rule {name}\n  command = {' '.join(map(quote, words))}\n"
+        text += "  description = $out\n" + "  depfile = $out.d\n  deps = gcc\n" * (name != "link")
+    objects = {source: escape(os.path.join(folder, source + ".o")) for source in sources}
+    for source, object in objects.items():
+        text += f"build {object}: {source.split('.')[-1]} {escape(source)}\n"
+    return text + f"build {escape(output)}: link {' '.join(objects.values())}\n"
+
+
+if __name__ == "__main__":
+    Build.targets = cuda_targets()
+    sources = sorted(glob("*.cpp") + (glob("*.cu") if Build.targets else []))
+    setup(
+        packages=["minimal_attn"],
+        ext_modules=[Extension("minimal_attn._C", sources)],
+        cmdclass={"build_ext": Build},
+        # torch promises no binary compatibility between its versions: what one built needs that one.
+        install_requires=["torch=={}.{}.*".format(*bootstrap.two_numbers(HERE["torch"]))],
+    )

@@ -1,0 +1,138 @@
+"""The machines that tests run on, and what a test does with one: draw inputs, call it, compare.
+
+pytest --seed 123                     the inputs of an earlier failure (each test prints its seed)
+pytest --shared-memory-limit 65536    as on a GPU with 64 KB of shared memory a block
+pytest -m sanitizer                   few and tiny cases, for compute-sanitizer
+"""
+
+import os
+import random
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it
+
+import pytest
+import torch
+from reference import attention
+
+import minimal_attn
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Of o on ordinary inputs, relative Frobenius error.
+ERROR_BOUND = {torch.float32: 1.5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, help="seed of the random inputs; by default another for each test")
+    parser.addoption("--shared-memory-limit", type=int, help="bytes of shared memory that a block may use")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "sanitizer: tiny cases that reach every code path of the kernels")
+    if limit := config.getoption("--shared-memory-limit"):
+        minimal_attn._C.shared_memory_limit(limit)
+
+
+class Machine:
+    """One of this build's machines, by name, with inputs drawn for it at random."""
+
+    def __init__(self, name, seed):
+        self.name = name
+        self.device = torch.device("cpu" if name == "cpu" else "cuda")
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape, dtype=torch.float32):
+        return torch.randn(shape, generator=self.generator).to(self.device, dtype)
+
+    def integers(self, low, high, *shape, dtype=torch.float32):
+        """From low to high, both included."""
+        return torch.randint(low, high + 1, shape, generator=self.generator).to(self.device, dtype)
+
+    def qkv(self, B=2, Hq=4, Hkv=2, Nq=70, Nk=90, d=64, dtype=torch.float32):
+        return tuple(self.randn(B, H, N, d, dtype=dtype) for H, N in ((Hq, Nq), (Hkv, Nk), (Hkv, Nk)))
+
+    def ints(self, *values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def forward(self, q, k, v, **options):
+        return minimal_attn.forward(q, k, v, machine=self.name, **options)
+
+    def check(self, q, k, v, **options):
+        """The contract on these inputs: o, with and without the state, l and m against float64."""
+        expected = attention(q, k, v, **options)
+        alone = self.forward(q, k, v, **options)
+        assert alone.dtype == q.dtype
+        check_o(alone, expected, q.dtype)
+        o, l, m = self.forward(q, k, v, return_state=True, **options)
+        assert {t.dtype for t in (o, l, m)} == {torch.float32}
+        assert l.is_contiguous() and m.is_contiguous()
+        check_o(o, expected, q.dtype)
+        check_l_m(l, m, expected)
+        return alone
+
+
+def check_o(o, expected, dtype):
+    """Every row within what rounding explains; what isn't finite must be the same."""
+    assert o.shape == expected.o.shape and o.device == expected.o.device
+    special = ~expected.o.isfinite()
+    assert torch.equal(o.isnan(), expected.o.isnan())
+    assert torch.equal(o[special].double().nan_to_num(), expected.o[special].nan_to_num())
+    error, size = (t.masked_fill(special, 0).norm(dim=-1) for t in (o.double() - expected.o, expected.size))
+    # A row may be a single element: all of o's rounding and all of P's at their worst.
+    wrong = ~(error <= 2 * ERROR_BOUND[dtype] * size)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} rows are wrong, the first at {wrong.nonzero()[0].tolist()}, "
+        f"the worst by {(error / size).nan_to_num(0).max():.1e}"
+    )
+
+
+def check_l_m(l, m, expected):
+    known = ~expected.m.isnan() & (expected.m != torch.inf)  # softmax has no use for other rows
+    l, m, expected_l, expected_m = (t[known].double() for t in (l, m, expected.l, expected.m))
+    torch.testing.assert_close(m, expected_m, rtol=2e-6, atol=2e-6)
+    # A rounding of m, where it is large, is a factor of l.
+    assert ((l - expected_l).abs() <= (1e-5 + 2e-7 * expected_m.abs()) * expected_l)[expected_l > 0].all()
+    assert not l[expected_l == 0].any()
+    torch.testing.assert_close(m + l.log(), expected_m + expected_l.log(), rtol=2e-6, atol=2e-6)
+
+
+def cuda_machines():
+    return [name for name in minimal_attn._C.machines() if name != "cpu"] if torch.cuda.is_available() else []
+
+
+def why_no_cuda():
+    return "this build has no CUDA code" if torch.cuda.is_available() else "there is no GPU"
+
+
+@pytest.fixture(params=["cpu", *cuda_machines()])
+def machine(request, seed):
+    return Machine(request.param, seed)
+
+
+@pytest.fixture(params=cuda_machines() or [pytest.param(None, marks=pytest.mark.skip(reason=why_no_cuda()))])
+def cuda_machine(request, seed):
+    return Machine(request.param, seed)
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def seed(request):
+    fixed = request.config.getoption("--seed")
+    seed = random.SystemRandom().getrandbits(32) if fixed is None else fixed
+    print(f"inputs drawn by --seed {seed}")  # pytest shows it where a test fails
+    return seed
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan(request):
+    """New tensors start as NaN, so that an element that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    # Not under compute-sanitizer, whose initcheck finds more: a filled tensor counts as written.
+    torch.utils.deterministic.fill_uninitialized_memory = request.node.get_closest_marker("sanitizer") is None
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,0 +1,65 @@
+"""Attention as the contract's words define it: float64, plain, slow, and sharing nothing with flash.h."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Attention(NamedTuple):
+    o: torch.Tensor
+    l: torch.Tensor
+    m: torch.Tensor
+    size: torch.Tensor  # P |V|: what o would be if nothing cancelled, the yardstick of o's rounding errors
+
+
+def visible_keys(
+    B, Nq, Nk, *, causal=False, window_size=(-1, -1), seqlens_k=None, leftpad_k=None, offset=None
+):
+    """Which keys each query sees, (B, 1, Nq, Nk); rows are told in Python's ints, which can't overflow."""
+    left, right = window_size
+    if causal:
+        right = 0
+    seen = torch.zeros(B, 1, Nq, Nk, dtype=torch.bool)
+    for b in range(B):
+        n = Nk if seqlens_k is None else min(max(int(seqlens_k[b]), 0), Nk)
+        begin = 0 if leftpad_k is None else min(max(int(leftpad_k[b]), 0), Nk)
+        if offset is None:
+            position = n - Nq
+        else:
+            position = int(offset[b]) if isinstance(offset, torch.Tensor) else offset
+        for i in range(Nq):
+            first = begin if left == -1 else max(begin, i + position - left)
+            last = n - 1 if right == -1 else min(n - 1, i + position + right)
+            if first <= last:
+                seen[b, 0, i, first : last + 1] = True
+    return seen
+
+
+def attention(q, k, v, *, softmax_scale=None, state=None, dtype=torch.float64, **band):
+    """Manual attention in `dtype`, and the softmax state (l, m) of each row."""
+    (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
+    seen = visible_keys(B, Nq, Nk, **band).to(q.device)
+    # No query may see a key outside leftpad_k..seqlens_k, whatever is there: NaN times 0 isn't 0.
+    limits = {name: band[name] for name in ("seqlens_k", "leftpad_k") if name in band}
+    inside = visible_keys(B, 1, Nk, **limits).to(q.device).mT
+    k, v = (t.to(dtype).masked_fill(~inside, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for t in (k, v))
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    s = (scale * (q.to(dtype) @ k.mT)).masked_fill(~seen, -torch.inf)
+    m = s.amax(-1) if Nk else s.new_full(s.shape[:-1], -torch.inf)
+    p = torch.exp(s - m.masked_fill(m == -torch.inf, 0)[..., None])
+    l = p.sum(-1)
+    blind = ~seen.any(-1)[..., None]
+    o = (p @ v / l[..., None]).masked_fill(blind, 0)
+    size = (p @ v.abs() / l[..., None]).masked_fill(blind, 0)
+    return Attention(o, l, m, size)
+
+
+def relative_error(x, expected, dim=None):
+    """Frobenius norm of the error over that of the expected values, of the whole or along one dimension."""
+    norm = torch.linalg.vector_norm
+    return norm(x - expected, dim=dim) / norm(expected, dim=dim)
+
+
+def worst_error(x, expected):
+    """The largest relative error of the whole tensor, of a row and of a channel."""
+    return max(relative_error(x, expected, dim).max() for dim in (None, -1, -2))

@@ -1,0 +1,68 @@
+"""What only the CPU has: threads, and memory that the process itself pays for."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Machine
+
+import minimal_attn
+
+
+@pytest.fixture
+def cpu(seed):
+    return Machine("cpu", seed)
+
+
+@pytest.fixture
+def set_num_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("Nq", [1, 200])
+def test_same_bits_on_any_number_of_threads(cpu, set_num_threads, dtype, Nq):
+    q, k, v = cpu.qkv(B=2, Nq=Nq, Nk=300, dtype=dtype)
+    results = []
+    for threads in 1, 2, 3, 8:
+        set_num_threads(threads)
+        results.append(cpu.forward(q, k, v, causal=True, return_state=True))
+    for result in results:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_calls_from_several_threads(cpu, dtype):
+    inputs = [cpu.qkv(Nq=100, Nk=200, d=d, dtype=dtype) for d in (16, 64, 80, 128) * 4]
+    expected = [cpu.forward(*tensors) for tensors in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(
+            map(torch.equal, pool.map(lambda tensors: cpu.forward(*tensors), inputs * 4), expected * 4)
+        )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(cpu, dtype, mode):
+    """These modes belong to a thread, and the threads that share the work have modes of their own."""
+    with mode():
+        cpu.check(*cpu.qkv(B=4, Hq=8, Hkv=8, Nq=200, Nk=200, dtype=dtype), causal=True)
+
+
+def test_extra_memory():
+    """Nothing like the scores, which would be 1.6 GB here."""
+    program = """
+import resource, torch, minimal_attn
+q = torch.randn(1, 1, 20000, 16)
+minimal_attn.forward(q[:, :, :100], q, q)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+minimal_attn.forward(q, q, q, causal=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    here = Path(minimal_attn.__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) < 100 * 1024  # KB

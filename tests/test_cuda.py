@@ -1,0 +1,129 @@
+"""What only a GPU has: streams, graphs, other devices, shared memory, and that nobody waits for it."""
+
+import pytest
+import torch
+from conftest import check_l_m, check_o
+from reference import attention
+
+KB = 1024
+
+
+@pytest.fixture
+def shared_memory_limit():
+    """Sets the limit of shared memory a block, as a smaller GPU has it."""
+    from minimal_attn import _C
+
+    before = []
+    yield lambda limit: before.append(_C.shared_memory_limit(limit))
+    if before:
+        _C.shared_memory_limit(before[0])
+
+
+@pytest.mark.parametrize("limit", [64 * KB, 99 * KB, 163 * KB])
+@pytest.mark.parametrize("d", [32, 64, 80, 128, 192, 256])
+def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, limit):
+    shared_memory_limit(limit)
+    machine = cuda_machine
+    machine.check(*machine.qkv(d=d, dtype=dtype, Nq=200, Nk=300), causal=True)
+    machine.check(*machine.qkv(B=1, d=d, dtype=dtype, Nq=1, Nk=1000), window_size=(700, -1))
+    tensors = machine.qkv(d=d + 1, dtype=dtype)
+    machine.check(
+        *(t[..., 1:] for t in tensors), seqlens_k=machine.ints(50, 90), leftpad_k=machine.ints(0, 33)
+    )
+
+
+def test_no_room_in_shared_memory(cuda_machine, shared_memory_limit):
+    """Too little for any tile: an error in one line, nothing launched, and the next call is right."""
+    tensors = cuda_machine.qkv(d=256)
+    shared_memory_limit(1 * KB)
+    with pytest.raises(RuntimeError, match="shared memory") as error:
+        cuda_machine.forward(*tensors)
+    assert "\n" not in str(error.value)
+    shared_memory_limit(2**31 - 1)
+    cuda_machine.check(*tensors)
+
+
+def test_current_stream(cuda_machine, dtype):
+    """Work queued before on the same stream is seen, however long it takes; two streams don't interfere."""
+    machine = cuda_machine
+    inputs = [machine.qkv(dtype=dtype, Nq=300, Nk=500) for _ in range(2)]
+    empty = [[torch.zeros_like(t) for t in tensors] for tensors in inputs]
+    seqlens = [machine.ints(0, 0), machine.ints(0, 0)]
+    results = [None, None]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for n, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            for late, t in zip(empty[n], inputs[n], strict=True):
+                late.copy_(t)
+            seqlens[n].fill_(450 + n)
+            results[n] = machine.forward(*empty[n], causal=True, seqlens_k=seqlens[n], return_state=True)
+    torch.cuda.synchronize()
+    for n, (o, l, m) in enumerate(results):
+        expected = attention(*inputs[n], causal=True, seqlens_k=[450 + n] * 2)
+        check_o(o, expected, dtype)
+        check_l_m(l, m, expected)
+
+
+def test_other_gpu(cuda_machine, dtype):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    machine = cuda_machine
+    tensors = [t.to("cuda:1") for t in machine.qkv(dtype=dtype)]
+    assert torch.cuda.current_device() == 0
+    o, l, m = machine.forward(*tensors, causal=True, return_state=True)
+    assert o.device == l.device == m.device == torch.device("cuda:1")
+    assert torch.cuda.current_device() == 0
+    expected = attention(*tensors, causal=True)
+    check_o(o, expected, dtype)
+    check_l_m(l, m, expected)
+
+
+def test_does_not_synchronize(cuda_machine, dtype):
+    machine = cuda_machine
+    q, k, v = machine.qkv(dtype=dtype)
+    counts, padding = machine.ints(50, 90), machine.ints(0, 20)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state = machine.forward(q, k, v, causal=True, seqlens_k=counts, leftpad_k=padding, return_state=True)
+        machine.forward(q.mT.contiguous().mT, k, v, offset=counts, state=state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graph(cuda_machine, dtype):
+    """Captured once, replayed on new contents, lengths and positions included."""
+    machine = cuda_machine
+    tensors = machine.qkv(dtype=dtype, Nq=65, Nk=300)
+    state = machine.forward(*machine.qkv(dtype=dtype, Nq=65, Nk=20), return_state=True)
+    limits = {name: machine.ints(0, 0) for name in ("seqlens_k", "leftpad_k", "offset")}
+    machine.forward(*tensors, causal=True, **limits, state=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = machine.forward(*tensors, causal=True, **limits)
+        with_state = machine.forward(*tensors, causal=True, **limits, state=state)
+    for counts in ((300, 70), (5, 17), (70, 300)), ((0, 0), (0, 0), (0, 0)), ((299, 128), (0, 0), (100, 200)):
+        for t, new in zip(tensors, machine.qkv(dtype=dtype, Nq=65, Nk=300), strict=True):
+            t.copy_(new)
+        for limit, new in zip(limits.values(), counts, strict=True):
+            limit.copy_(machine.ints(*new))
+        graph.replay()
+        check_o(o, attention(*tensors, causal=True, **limits), dtype)
+        eager = machine.forward(*tensors, causal=True, **limits, state=state)
+        assert all(map(torch.equal, with_state, eager))
+
+
+@pytest.mark.parametrize("misaligned", [False, True])
+def test_extra_memory(cuda_machine, dtype, misaligned):
+    """At most a few times the inputs, where the scores would be hundreds of times as large."""
+    machine, N = cuda_machine, 16384
+    tensors = machine.qkv(B=1, Hq=2, Hkv=2, Nq=N, Nk=N, d=65, dtype=dtype)
+    tensors = [t[..., 1:] if misaligned else t[..., :64].contiguous() for t in tensors]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    machine.forward(*tensors, causal=True, return_state=True)
+    extra = torch.cuda.max_memory_allocated() - before
+    results = 4 * 2 * N * (64 + 2)
+    assert extra <= results + 3 * sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,319 @@
+"""Bad input: one line that names the argument, its value and what it must be; the next call is right."""
+
+import re
+
+import pytest
+import torch
+
+import minimal_attn
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own
+
+
+def refuses(machine, error, /, *patterns, **changes):
+    """A good call but for `changes` raises `error`, in one line with all of `patterns`; the next is right."""
+    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=5, Nk=7, d=8)
+    call = {"q": q, "k": k, "v": v, "machine": machine.name, **changes}
+    with pytest.raises(error) as caught:
+        minimal_attn.forward(**call)
+    message = str(caught.value)
+    assert "\n" not in message.strip() and len(message) < 400, message
+    for pattern in patterns:
+        assert re.search(pattern, message), f"no {pattern!r} in {message!r}"
+    machine.check(q, k, v)
+
+
+def zeros(machine, *shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=machine.device)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rank(machine, name):
+    for shape in (), (8,), (7, 8), (2, 7, 8), (2, 2, 1, 7, 8):
+        refuses(
+            machine,
+            ValueError,
+            rf"^{name} ",
+            r"\(B, H, N, d\)",
+            re.escape(str(list(shape))),
+            **{name: zeros(machine, *shape)},
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.float64, torch.int32, torch.complex64, torch.bool, torch.float8_e4m3fn]
+)
+def test_dtype(machine, wrong):
+    tensors = {name: zeros(machine, 2, 2, 7, 8).to(wrong) for name in "qkv"}
+    refuses(machine, ValueError, r"^q ", "float32, float16 or bfloat16", dtype_name(wrong), **tensors)
+
+
+def dtype_name(dtype):
+    """As C++ spells it, or Python."""
+    spelt = {
+        torch.float64: "Double|float64",
+        torch.float16: "Half|float16",
+        torch.bfloat16: "BFloat16|bfloat16",
+        torch.int32: "Int|int32",
+        torch.int64: "Long|int64",
+        torch.float32: "Float|float32",
+        torch.complex64: "ComplexFloat|complex64",
+        torch.bool: "Bool|bool",
+        torch.float8_e4m3fn: "Float8_e4m3fn|float8_e4m3fn",
+    }
+    return rf"\b({spelt[dtype]})\b"
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("wrong", [torch.float16, torch.bfloat16, torch.float64])
+def test_mixed_dtypes(machine, name, wrong):
+    t = zeros(machine, 2, 2, 7, 8, dtype=wrong)
+    refuses(machine, ValueError, rf"^{name} ", dtype_name(torch.float32), dtype_name(wrong), **{name: t})
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7, 8), (1, 2, 7, 8), (2, 2, 7, 9), (2, 2, 7, 1)])
+def test_k_that_does_not_fit_q(machine, shape):
+    k = zeros(machine, *shape)
+    refuses(machine, ValueError, "^k must", r"\(2, Hkv, Nk, 8\)", re.escape(str(list(shape))), k=k, v=k)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7, 8), (2, 1, 7, 8), (2, 4, 7, 8), (2, 2, 6, 8), (2, 2, 7, 16)])
+def test_v_that_does_not_fit_k(machine, shape):
+    shapes = re.escape("[2, 2, 7, 8]"), re.escape(str(list(shape)))
+    refuses(machine, ValueError, "^v must", *shapes, v=zeros(machine, *shape))
+
+
+@pytest.mark.parametrize("Hq, Hkv", [(3, 2), (4, 3), (2, 4), (1, 2), (4, 0)])
+def test_heads(machine, Hq, Hkv):
+    q, k = zeros(machine, 2, Hq, 5, 8), zeros(machine, 2, Hkv, 7, 8)
+    refuses(machine, ValueError, r"^q ", "multiple", rf"\b{Hq}\b", rf"\b{Hkv}\b", q=q, k=k, v=k)
+
+
+@pytest.mark.parametrize("d", [0, 257, 320, 512])
+def test_head_dimension(machine, d):
+    q, k = zeros(machine, 2, 4, 5, d), zeros(machine, 2, 2, 7, d)
+    refuses(machine, ValueError, r"^q ", "1 to 256", rf"\b{d}\b", q=q, k=k, v=k)
+
+
+def test_device(machine):
+    """Tensors of two devices, "meta" for one that is always there."""
+    for name in "k", "v":
+        refuses(
+            machine,
+            ValueError,
+            rf"^{name} ",
+            "device",
+            "meta",
+            **{name: zeros(machine, 2, 2, 7, 8).to("meta")},
+        )
+    for name in "seqlens_k", "leftpad_k", "offset":
+        refuses(machine, ValueError, rf"^{name} ", "device", "meta", **{name: machine.ints(1, 2).to("meta")})
+
+
+def test_cpu_and_cuda(cuda_machine):
+    machine = cuda_machine
+    for name in "k", "v":
+        refuses(
+            machine, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: torch.zeros(2, 2, 7, 8)}
+        )
+    for name in "seqlens_k", "leftpad_k", "offset":
+        wrong = torch.zeros(2, dtype=torch.int32)
+        refuses(machine, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["seqlens_k", "leftpad_k", "offset"])
+def test_one_int_a_batch(machine, name):
+    for wrong in torch.int64, torch.float32, torch.bool, torch.uint8, torch.int16:
+        t = zeros(machine, 2, dtype=wrong)
+        refuses(machine, ValueError, rf"^{name} ", dtype_name(torch.int32), **{name: t})
+    for shape in (), (1,), (3,), (0,), (2, 1), (1, 2):
+        t = zeros(machine, *shape, dtype=torch.int32)
+        refuses(machine, ValueError, rf"^{name} ", r"\(B,\)", re.escape(str(list(shape))), **{name: t})
+    for wrong in [3, 4], "3", 3.5, (1, 2), object():
+        must_be = "int.*tensor" if name == "offset" else "tensor"
+        refuses(machine, TypeError, rf"^{name} ", must_be, re.escape(str(wrong)), **{name: wrong})
+
+
+def test_offset_beyond_64_bits(machine):
+    for wrong in 2**63, -(2**63) - 1, 10**30:
+        refuses(machine, TypeError, r"^offset ", "int of 64 bits", str(wrong), offset=wrong)
+
+
+@pytest.mark.parametrize("wrong", [(-2, 0), (0, -2), (-3, -3), (5, -(2**62))])
+def test_window_size(machine, wrong):
+    refuses(
+        machine,
+        ValueError,
+        r"^window_size ",
+        "left, right",
+        "-1",
+        str(wrong[0]),
+        str(wrong[1]),
+        window_size=wrong,
+    )
+
+
+@pytest.mark.parametrize("wrong", [(), (1,), (1, 2, 3), 5, None, (1.5, 2), ("a", "b"), "ab", (2**63, 0)])
+def test_window_size_of_another_type(machine, wrong):
+    refuses(machine, TypeError, r"^window_size ", "left, right", re.escape(str(wrong)), window_size=wrong)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_softmax_scale(machine, wrong):
+    refuses(machine, ValueError, r"^softmax_scale ", "finite", str(wrong), softmax_scale=wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["softmax_scale", "causal", "return_state", "machine", "state", "q", "k", "v"]
+)
+@pytest.mark.parametrize("wrong", ["wrong", [1, 2], {3: 4}, object()], ids=str)
+def test_other_types(machine, name, wrong):
+    if name == "machine" and isinstance(wrong, str):
+        pytest.skip("a string is right")
+    refuses(machine, TypeError, rf"^{name} must be ", re.escape(str(wrong)), **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_lists_and_arrays(machine, name):
+    numbers = zeros(machine, 2, 2, 7, 8).cpu()
+    refuses(machine, TypeError, rf"^{name} must be a tensor", "list", **{name: numbers.tolist()})
+    refuses(machine, TypeError, rf"^{name} must be a tensor", "None", **{name: None})
+
+
+def test_misspelt_keyword(machine):
+    refuses(machine, TypeError, "is_causal", is_causal=True)
+    refuses(machine, TypeError, "scale", scale=1.0)
+
+
+def test_missing_and_surplus_arguments(machine):
+    q, k, v = machine.qkv()
+    with pytest.raises(TypeError, match="'v'"):
+        minimal_attn.forward(q, k)
+    with pytest.raises(TypeError, match="positional"):
+        minimal_attn.forward(q, k, v, True)
+
+
+def test_machine(machine):
+    for wrong in "gpu", "", "CPU", "sm70":
+        refuses(machine, ValueError, r"^machine ", f'"{wrong}"|{wrong!r}', "auto", "cpu", machine=wrong)
+    unfit = [name for name in minimal_attn._C.machines() if (name == "cpu") != (machine.name == "cpu")]
+    for name in unfit:
+        refuses(machine, ValueError, r"^machine ", name, machine.device.type, machine=name)
+
+
+def state_of(machine, o=(2, 4, 5, 8), l=(2, 4, 5), m=(2, 4, 5), **dtypes):
+    shapes = {"o": o, "l": l, "m": m}
+    return tuple(
+        zeros(machine, *shapes[name], dtype=dtypes.get(f"{name}_dtype", torch.float32)) for name in "olm"
+    )
+
+
+@pytest.mark.parametrize("name", ["o", "l", "m"])
+def test_state(machine, name):
+    right = (2, 4, 5, 8) if name == "o" else (2, 4, 5)
+    for shape in (*right[:2], 6, *right[3:]), right[1:], (1, *right), (*right, 1), ():
+        refuses(
+            machine,
+            ValueError,
+            "state",
+            rf"\b{name}\b",
+            re.escape(str(list(shape))),
+            state=state_of(machine, **{name: shape}),
+        )
+    for wrong in torch.float64, torch.float16, torch.bfloat16, torch.int32:
+        state = state_of(machine, **{f"{name}_dtype": wrong})
+        refuses(
+            machine,
+            ValueError,
+            "state",
+            rf"\b{name}\b",
+            dtype_name(wrong),
+            dtype_name(torch.float32),
+            state=state,
+        )
+    state = [t.to("meta") if n == name else t for n, t in zip("olm", state_of(machine), strict=True)]
+    refuses(machine, ValueError, "state", rf"\b{name}\b", "device", "meta", state=tuple(state))
+
+
+def test_state_of_another_type(machine):
+    o, l, m = state_of(machine)
+    for wrong in (
+        (o,),
+        (o, l),
+        (o, l, m, m),
+        o,
+        (o, l, None),
+        (None, None, None),
+        (o, l, 3.0),
+        ("o", "l", "m"),
+    ):
+        refuses(machine, TypeError, r"^state ", r"\(o, l, m\)", state=wrong)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "state"])
+def test_requires_grad(machine, name):
+    """Refused while gradients are recorded, never detached in silence."""
+    q, k, v = tensors = machine.qkv(Nq=5, Nk=7, d=8)
+    state = machine.forward(q, k, v, return_state=True)
+    wants = state[0] if name == "state" else dict(zip("qkv", tensors, strict=True))[name]
+    options = {"state": state} if name == "state" else {}
+    expected = machine.forward(q, k, v, **options)
+    wants.requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"^{name}.* must not require grad.*no_grad") as error:
+        machine.forward(q, k, v, **options)
+    assert "\n" not in str(error.value)
+    with torch.no_grad():
+        first = machine.forward(q, k, v, **options)
+    with torch.inference_mode():
+        second = machine.forward(q, k, v, **options)
+    wants.requires_grad_(False)
+    third = machine.forward(q, k, v, **options)
+    for results in first, second, third:
+        if name == "state":
+            assert all(map(torch.equal, results, expected))
+        else:
+            assert torch.equal(results, expected)
+
+
+def test_activations_that_require_grad(machine):
+    """What a layer with parameters puts out requires grad without being a leaf."""
+    x = machine.randn(2, 4, 5, 8)
+    weight = machine.randn(8, 8).requires_grad_()
+    with pytest.raises(RuntimeError, match="^k must not require grad"):
+        machine.forward(x, x @ weight, x)
+    assert machine.forward(x, (x @ weight).detach(), x).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_forward_mode_gradients(machine, name):
+    from torch.autograd import forward_ad
+
+    tensors = dict(zip("qkv", machine.qkv(Nq=5, Nk=7, d=8), strict=True))
+    with forward_ad.dual_level():
+        tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+        with pytest.raises(RuntimeError, match=rf"^{name} must not require grad"):
+            machine.forward(**tensors)
+
+
+def test_functional_gradients(machine):
+    q, k, v = machine.qkv(Nq=5, Nk=7, d=8)
+    with pytest.raises(RuntimeError, match="must not require grad"):
+        torch.func.grad(lambda q: machine.forward(q, k, v).sum())(q)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(minimal_attn._C.cuda_architectures()),
+    reason="needs a GPU and a build without CUDA code",
+)
+def test_gpu_and_a_build_without_cuda():
+    q = torch.zeros(1, 1, 2, 8, device="cuda")
+    with pytest.raises(ValueError, match="^q .*cuda.*no CUDA code.*make") as error:
+        minimal_attn.forward(q, q, q)
+    assert "\n" not in str(error.value)
+    q = q.cpu()
+    assert not minimal_attn.forward(q, q, q).any()
+
+
+def test_nothing_is_printed(machine, capfd):
+    machine.forward(*machine.qkv(), causal=True, return_state=True)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,169 @@
+"""Inputs that break careless numerics: never much worse than manual float32 attention.
+
+The error is the largest of the whole tensor's, the worst row's and the worst channel's, so that nothing hides
+behind larger numbers.
+"""
+
+import pytest
+import torch
+from reference import attention, worst_error
+
+N, d = 300, 64
+
+
+def qkv(machine):
+    return machine.qkv(B=1, Hq=2, Hkv=2, Nq=N, Nk=N, d=d)
+
+
+def powers_of_ten(machine, low, high, n):
+    return 10 ** torch.linspace(low, high, n)[torch.randperm(n, generator=machine.generator)].to(
+        machine.device
+    )
+
+
+def ordinary(machine):
+    return qkv(machine)
+
+
+def scores_of_30(machine):
+    q, k, v = qkv(machine)
+    return 30 * q, k, v
+
+
+def scores_of_1e8(machine):
+    q, k, v = qkv(machine)
+    q, k = 1e4 * q, 1e4 * k
+    # A near tie of such scores is decided by rounding, in manual attention too.
+    best, second = (q.double() @ k.double().mT * d**-0.5).topk(2).values.unbind(-1)
+    q[best - second < 1e4] = 0
+    return q, k, v
+
+
+def one_key_far_above_the_rest(machine):
+    q, k, v = qkv(machine)
+    k[:, :, 170] = 20 * q.mean(dim=2)
+    q += 5 * k[:, :, 170:171]
+    return q, k, v
+
+
+def channels_larger_in_k(machine):
+    q, k, v = qkv(machine)
+    k[..., ::7] *= 50
+    return q, k, v
+
+
+def channels_larger_in_q(machine):
+    k, q, v = channels_larger_in_k(machine)
+    return q, k, v
+
+
+def v_magnitudes_across_keys(machine):
+    q, k, v = qkv(machine)
+    return q, k, v * powers_of_ten(machine, -4, 3, N)[:, None]
+
+
+def v_magnitudes_across_channels(machine):
+    q, k, v = qkv(machine)
+    return q, k, v * powers_of_ten(machine, -4, 3, d)
+
+
+def one_row_of_v_1e12(machine):
+    q, k, v = qkv(machine)
+    v[:, :, 140] *= 1e12
+    return q, k, v
+
+
+def one_row_of_k_1e12(machine):
+    q, k, v = qkv(machine)
+    k[:, :, 140] *= 1e12
+    return q, k, v
+
+
+def v_tiny(machine):
+    q, k, v = qkv(machine)
+    return q, k, 1e-20 * v
+
+
+def v_huge(machine):
+    q, k, v = qkv(machine)
+    return q, k, 1e20 * v
+
+
+def q_huge_k_tiny(machine):
+    q, k, v = qkv(machine)
+    return 1e15 * q, 1e-15 * k, v
+
+
+def constant_rows(machine):
+    q, k, v = qkv(machine)
+    return q[..., :1].expand_as(q), k[..., :1].expand_as(k), v
+
+
+def the_same_everywhere(machine):
+    return tuple(torch.full_like(t, 1.7) for t in qkv(machine))
+
+
+def negative_scores(machine):
+    q, k, v = qkv(machine)
+    return 3 * q.abs(), -3 * k.abs(), v
+
+
+def means_far_from_zero(machine):
+    q, k, v = qkv(machine)
+    return q + 3, k - 4, v + 100
+
+
+HARD_INPUTS = [
+    ordinary,
+    scores_of_30,
+    scores_of_1e8,
+    one_key_far_above_the_rest,
+    channels_larger_in_k,
+    channels_larger_in_q,
+    v_magnitudes_across_keys,
+    v_magnitudes_across_channels,
+    one_row_of_v_1e12,
+    one_row_of_k_1e12,
+    v_tiny,
+    v_huge,
+    q_huge_k_tiny,
+    constant_rows,
+    the_same_everywhere,
+    negative_scores,
+    means_far_from_zero,
+]
+
+
+def errors(machine, inputs, dtype, causal):
+    """Of the machine and of manual float32 attention. One draw's worst row is chance, so is one order of sums
+    over d: the mean over a few draws, and of manual attention the worst of a few orders.
+    """
+    ours = manual = 0
+    for _ in range(4):
+        q, k, v = (t.to(dtype) for t in inputs(machine))
+        expected = attention(q, k, v, causal=causal).o
+        in_range = all(t.isfinite().all() for t in (q, k, v))
+        if not in_range or expected.abs().mean(dim=-2).min() < 100 * torch.finfo(dtype).tiny:
+            pytest.skip("beyond the range of float16")
+        ours += worst_error(machine.forward(q, k, v, causal=causal), expected) / 4
+        orders = [torch.randperm(d, device=q.device) for _ in range(4)]
+        by_order = [attention(q[..., c], k[..., c], v, causal=causal, dtype=torch.float32).o for c in orders]
+        manual += max(worst_error(o, expected) for o in by_order) / 4
+    return ours, manual
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("inputs", HARD_INPUTS)
+def test_float32(machine, inputs, causal):
+    ours, manual = errors(machine, inputs, torch.float32, causal)
+    # Where manual attention happens to be exact, a few roundings are as good.
+    assert ours <= max(1.5 * manual, 5e-7)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("inputs", HARD_INPUTS)
+def test_half(machine, inputs, half, causal):
+    """As exact as float32 arithmetic on the half inputs, but for the rounding of P and of o."""
+    ours, manual = errors(machine, inputs, half, causal)
+    assert ours <= 1.5 * manual + 2 * torch.finfo(half).eps

@@ -1,0 +1,203 @@
+"""Where the numbers lie in memory: strides, views, alignment, and sizes beyond 16 and 32 bits."""
+
+import os
+
+import pytest
+import torch
+from conftest import check_o
+from reference import Attention, attention
+
+
+def misaligned(t, by=1):
+    """The same values, beginning `by` elements behind an aligned address."""
+    storage = torch.empty(t.numel() + by, dtype=t.dtype, device=t.device)
+    return storage[by:].view(t.shape).copy_(t)
+
+
+def tokens_first(t):
+    """The same values in (B, N, H, d) storage, as a linear layer leaves them."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def heads_last(t):
+    return t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
+def rows_apart(t, by=1):
+    """A slice of wider rows: the row stride is d + by."""
+    return torch.cat([t, torch.full_like(t[..., :by], torch.nan)], dim=-1)[..., : t.shape[-1]]
+
+
+def every_second(t):
+    """Every second batch, head and row of a tensor whose others are NaN."""
+    B, H, N, d = t.shape
+    storage = torch.full((2 * B, 2 * H, 2 * N, d), torch.nan, dtype=t.dtype, device=t.device)
+    storage[::2, ::2, ::2] = t
+    return storage[::2, ::2, ::2]
+
+
+def column_major(t):
+    """The last dimension isn't contiguous: copied once."""
+    return t.mT.contiguous().mT
+
+
+def every_second_column(t):
+    return t.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+LAYOUTS = [
+    misaligned,
+    tokens_first,
+    heads_last,
+    rows_apart,
+    every_second,
+    column_major,
+    every_second_column,
+    lambda t: misaligned(t, 2),
+    lambda t: misaligned(t, 4),
+    lambda t: rows_apart(t, 8),
+    lambda t: misaligned(rows_apart(t, 3).contiguous(), 3),
+]
+
+
+@pytest.mark.parametrize("d", [40, 64, 65])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_layouts(machine, dtype, layout, d):
+    tensors = machine.qkv(d=d, dtype=dtype)
+    plain = machine.check(*tensors, causal=True)
+    for which in (0,), (1,), (2,), (0, 1, 2):
+        views = [layout(t) if n in which else t for n, t in enumerate(tensors)]
+        o = machine.check(*views, causal=True)
+        torch.testing.assert_close(o, plain, rtol=0, atol=1e-2)
+
+
+def test_one_tensor_for_all(machine, dtype):
+    """The usual fused projection: q, k and v are slices of one tensor."""
+    qkv = machine.randn(2, 70, 3, 4, 64, dtype=dtype)
+    machine.check(*(t.transpose(1, 2) for t in qkv.unbind(2)), causal=True)
+    x = machine.randn(2, 2, 70, 64, dtype=dtype)
+    machine.check(x, x, x)
+
+
+def test_expanded(machine, dtype):
+    """Stride 0: one prefix of keys for all batches, one head for all, one key for all, one query for all."""
+    q, k, v = machine.qkv(dtype=dtype)
+    k1, v1 = (t[:1].expand_as(t) for t in (k, v))
+    machine.check(q, k1, v1, causal=True)
+    k1, v1 = (t[:, :1].expand_as(t) for t in (k, v))
+    machine.check(q, k1, v1, causal=True)
+    k1, v1, q1 = (t[:, :, :1].expand_as(t) for t in (k, v, q))
+    machine.check(q1, k1, v1, causal=True)
+    machine.check(q[:1, :1, :1].expand_as(q), k, v, causal=True)
+    k1, v1, q1 = (t[..., :1].expand_as(t) for t in (k, v, q))
+    machine.check(q1, k1, v1, causal=True, softmax_scale=1 / 64)
+
+
+def test_lengths_and_state_need_not_be_contiguous(machine):
+    q, k, v = machine.qkv(B=3)
+    counts = machine.ints(50, 0, 20, 0, 90, 0)
+    machine.check(q, k, v, seqlens_k=counts[::2], leftpad_k=machine.ints(7).expand(3))
+    machine.check(q, k, v, offset=counts[::2])
+    o, l, m = state = machine.forward(q, k, v, return_state=True)
+    expected = machine.forward(q, k, v, state=state)
+    turned = tokens_first(o), l.mT.contiguous().mT, rows_apart(m)
+    shifted = column_major(o), misaligned(l), m
+    for state in turned, shifted:
+        assert all(map(torch.equal, machine.forward(q, k, v, state=state), expected))
+
+
+@pytest.mark.parametrize("return_state", [False, True])
+def test_o_has_the_stride_order_of_q(machine, dtype, return_state):
+    q, k, v = machine.qkv(B=3, Nq=50, dtype=dtype)
+
+    def o(q):
+        results = machine.forward(q, k, v, return_state=return_state)
+        return results[0] if return_state else results
+
+    assert o(q).is_contiguous()
+    assert o(tokens_first(q)).transpose(1, 2).is_contiguous()
+    assert o(heads_last(q)).permute(2, 0, 1, 3).is_contiguous()
+    # Dense where q isn't, too; one token or one head leaves the order open.
+    wide = machine.randn(3, 50, 4, 72, dtype=dtype).transpose(1, 2)
+    assert o(wide[..., :64]).transpose(1, 2).is_contiguous()
+    views = [
+        q[:1].expand_as(q),
+        q[:, :1].expand_as(q),
+        q[:, :, :1].expand_as(q),
+        column_major(q),
+        every_second(q),
+    ]
+    for view in [*views, tokens_first(q)[:, :1], tokens_first(q)[:, :, :1], tokens_first(q)[:1]]:
+        k, v = (t[: view.shape[0], : view.shape[1]] for t in (k, v))
+        result = o(view)
+        assert result.shape == view.shape and result.stride(-1) == 1
+        assert result.untyped_storage().nbytes() == result.numel() * result.element_size()
+
+
+def test_inputs_are_not_modified(machine, dtype):
+    q, k, v = machine.qkv(dtype=dtype)
+    inputs = [q, k, v, machine.ints(50, 90), machine.ints(3, -4), machine.ints(5, 6)]
+    inputs += machine.forward(q, k, v, return_state=True)
+    before = [t.clone() for t in inputs]
+    q, k, v, seqlens_k, leftpad_k, offset, *state = inputs
+    options = dict(seqlens_k=seqlens_k, leftpad_k=leftpad_k, offset=offset, causal=True)
+    results = machine.forward(q, k, v, **options, state=tuple(state))
+    assert all(map(torch.equal, inputs, before))
+    assert not {t.data_ptr() for t in results} & {t.data_ptr() for t in inputs}
+
+
+@pytest.mark.parametrize("B, Hq, Hkv", [(1, 70_000, 70_000), (1, 70_000, 1), (70_000, 1, 1), (300, 300, 150)])
+def test_more_than_65535_heads(machine, dtype, B, Hq, Hkv):
+    machine.check(*machine.qkv(B=B, Hq=Hq, Hkv=Hkv, Nq=2, Nk=3, d=4, dtype=dtype))
+
+
+def free_bytes(device):
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_strides_beyond_32_bits(machine, dimension):
+    """The last batch, head or row begins more than 2^31 elements behind the first; the rest is unused."""
+    elements = 2**31 + 2**20
+    if free_bytes(machine.device) < 3 * 2 * elements:
+        pytest.skip("too little memory for 2^31 elements")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the CPU has only to provide what is used
+    shape = [2, 2, 33, 8]
+    strides = [33 * 2 * 8, 33 * 8, 8, 1]
+    strides[dimension] = 2**31 // (shape[dimension] - 1) + 64
+    storage = torch.empty(elements, dtype=torch.float16, device=machine.device)
+    far = storage.as_strided(shape, strides)
+    for which in range(3):
+        tensors = list(machine.qkv(Hq=2, Nq=33, Nk=33, d=8, dtype=torch.float16))
+        tensors[which] = far.copy_(tensors[which])
+        machine.check(*tensors, causal=True)
+
+
+def test_tensors_beyond_32_bits(cuda_machine):
+    """q and o hold more than 2^31 elements; rows from both ends and around the limit are compared."""
+    machine, d = cuda_machine, 64
+    Nq = 2**31 // d + 300
+    if free_bytes(machine.device) < 3 * 2 * Nq * d:
+        pytest.skip("too little memory for 2^31 elements, twice")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would be 4 GB more to write
+    k, v = (machine.randn(1, 1, 5, d, dtype=torch.float16) for _ in range(2))
+    q = torch.empty(1, 1, Nq, d, dtype=torch.float16, device=machine.device)
+    rows = torch.tensor([0, 1, 2**31 // d - 1, 2**31 // d, 2**31 // d + 1, Nq - 1], device=machine.device)
+    q[:, :, rows] = machine.randn(1, 1, len(rows), d, dtype=torch.float16)
+    o = machine.forward(q, k, v)
+    check_o(o[:, :, rows], Attention(*attention(q[:, :, rows], k, v)), torch.float16)
+
+
+def test_keys_beyond_32_bits(cuda_machine):
+    machine, d = cuda_machine, 128
+    Nk = 2**31 // d + 77
+    if free_bytes(machine.device) < 3 * 2 * Nk * d:
+        pytest.skip("too little memory for 2^31 elements")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    k = torch.zeros(1, 1, Nk, d, dtype=torch.float16, device=machine.device)
+    q, end, _ = machine.qkv(B=1, Hq=1, Hkv=1, Nq=3, Nk=200, d=d, dtype=torch.float16)
+    k[:, :, -200:] = end
+    o = machine.forward(q, k, k, window_size=(150, 0))
+    check_o(o, attention(q, end, end, window_size=(150, 0)), torch.float16)

@@ -1,0 +1,246 @@
+"""PyTorch's view: the operator's schema, shapes without data, torch.compile, autocast, vmap."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import minimal_attn
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def keywords(machine):
+    """Each keyword alone, given in one way or another."""
+    return {
+        "nothing": {},
+        "causal": {"causal": True},
+        "window_size": {"window_size": (20, 3)},
+        "softmax_scale": {"softmax_scale": 0.3},
+        "softmax_scale as int": {"softmax_scale": 1},
+        "seqlens_k": {"seqlens_k": machine.ints(33, 90)},
+        "leftpad_k": {"leftpad_k": machine.ints(0, 12)},
+        "offset": {"causal": True, "offset": 7},
+        "negative offset": {"causal": True, "offset": -7},
+        "offset tensor": {"causal": True, "offset": machine.ints(5, 50)},
+        "machine": {"machine": machine.name},
+        "return_state": {"return_state": True},
+        "state": {"state": minimal_attn.forward(*machine.qkv(), return_state=True)},
+        "all": {
+            "causal": True,
+            "window_size": (20, 3),
+            "softmax_scale": -0.1,
+            "seqlens_k": machine.ints(33, 90),
+            "leftpad_k": machine.ints(0, 12),
+            "offset": machine.ints(5, 50),
+            "state": minimal_attn.forward(*machine.qkv(), return_state=True),
+            "return_state": True,
+            "machine": machine.name,
+        },
+    }
+
+
+KEYWORDS = [
+    "nothing",
+    "causal",
+    "window_size",
+    "softmax_scale",
+    "softmax_scale as int",
+    "seqlens_k",
+    "leftpad_k",
+    "offset",
+    "negative offset",
+    "offset tensor",
+    "machine",
+    "return_state",
+    "state",
+    "all",
+]
+
+
+def for_operator(options):
+    """The operator's overload and keywords: the function's offset and state are several there."""
+    options = dict(options)
+    if isinstance(options.get("offset"), torch.Tensor):
+        options["offsets"] = options.pop("offset")
+    state = options.pop("state", None)
+    wants_state = options.pop("return_state", False) or state is not None
+    if state is not None:
+        options |= dict(zip("olm", state, strict=True))
+    overload = "state" if wants_state else "default"
+    return getattr(torch.ops.minimal_attn.forward, overload), options
+
+
+def flat(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def same_bits(actual, expected):
+    return len(flat(actual)) == len(flat(expected)) and all(map(torch.equal, flat(actual), flat(expected)))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_opcheck(machine, name):
+    op, options = for_operator(keywords(machine)[name])
+    tensors = machine.qkv()
+    torch.library.opcheck(op, tensors, options)
+    torch.library.opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_operator_equals_function(machine, name):
+    options, tensors = keywords(machine)[name], machine.qkv()
+    op, op_options = for_operator(options)
+    assert same_bits(op(*tensors, **op_options), minimal_attn.forward(*tensors, **options))
+
+
+def layout(t):
+    return t.shape, t.stride(), t.dtype
+
+
+@pytest.mark.parametrize("without_data", ["meta", "fake"])
+@pytest.mark.parametrize("return_state", [False, True])
+def test_results_without_data(machine, dtype, return_state, without_data):
+    """Same shapes, strides and dtypes, whatever q's strides."""
+    q, k, v = machine.qkv(B=3, Nq=50, dtype=dtype)
+    tokens_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    queries = [
+        q,
+        tokens_first,
+        q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3),
+        tokens_first[:, 1:3, ::2],
+        tokens_first[:, :, :1],
+        q[:1].expand_as(q),
+        q.mT.contiguous().mT,
+        q[:0],
+    ]
+    for q in queries:
+        keys = k[: q.shape[0]], v[: q.shape[0]]
+        expected = map(layout, flat(machine.forward(q, *keys, return_state=return_state)))
+        if without_data == "meta":
+            q_meta = torch.empty_strided(q.shape, q.stride(), dtype=dtype, device="meta")
+            actual = minimal_attn.forward(q_meta, *(t.to("meta") for t in keys), return_state=return_state)
+            assert all(t.is_meta for t in flat(actual))
+        else:
+            with FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(t) for t in (q, *keys)]
+                actual = machine.forward(*fakes, return_state=return_state)
+        assert list(map(layout, flat(actual))) == list(expected)
+
+
+def test_bad_input_without_data():
+    q, k = torch.empty(1, 2, 5, 8, device="meta"), torch.empty(1, 2, 5, 9, device="meta")
+    with pytest.raises(ValueError, match="^k must"):
+        minimal_attn.forward(q, k, k)
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_compile(machine, dtype, name):
+    """The default backend, one graph, other operations before and after: eager's values."""
+    options = keywords(machine)[name]
+
+    def block(x, k, v):
+        results = minimal_attn.forward(x.transpose(1, 2), k, v, **options)
+        return results if isinstance(results, tuple) else results.transpose(1, 2).flatten(2)
+
+    q, k, v = machine.qkv(dtype=dtype)
+    x = q.transpose(1, 2).contiguous()
+    assert same_bits(torch.compile(block, fullgraph=True)(x, k, v), block(x, k, v))
+
+
+def test_compile_bad_input(machine):
+    forward = torch.compile(minimal_attn.forward, fullgraph=True)
+    q, k, v = machine.qkv()
+    with pytest.raises(Exception, match="window_size must be"):
+        forward(q, k, v, window_size=(-2, 0))
+    assert same_bits(forward(q, k, v), minimal_attn.forward(q, k, v))
+
+
+@pytest.mark.parametrize("return_state", [False, True])
+def test_compiled_once_for_all_lengths(machine, return_state):
+    """Neither a new length nor a new offset recompiles, once sizes are dynamic."""
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def forward(q, k, v, offset):
+        return minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
+
+    forward(*machine.qkv(Nq=70, Nk=90), 20)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for Nq, Nk, offset in (70, 91, 21), (65, 128, 3), (300, 33, -40), (2, 1000, 998), (512, 512, 5):
+            q, k, v = machine.qkv(Nq=Nq, Nk=Nk)
+            expected = minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
+            assert same_bits(forward(q, k, v, offset), expected)
+
+
+def test_compiled_lengths_become_dynamic(machine):
+    """Without being told: a second length makes the length dynamic, a third compiles nothing."""
+
+    @torch.compile(fullgraph=True)
+    def decode(q, k, v, seqlens_k, state):
+        return minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
+
+    def run(Nk):
+        q, k, v = machine.qkv(Nq=1, Nk=Nk)
+        state = minimal_attn.forward(*machine.qkv(Nq=1), return_state=True)
+        seqlens_k = machine.ints(Nk // 2, Nk)
+        expected = minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
+        assert same_bits(decode(q, k, v, seqlens_k, state), expected)
+
+    run(90)
+    run(91)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for Nk in 92, 128, 500, 33:
+            run(Nk)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_gradients_are_refused(machine, dynamic):
+    """As in eager mode: an error, never zero or missing gradients."""
+    q, k, v = machine.qkv()
+    weight = machine.randn(64, 64).requires_grad_()
+    forward = torch.compile(lambda q: minimal_attn.forward(q @ weight, k, v), fullgraph=True, dynamic=dynamic)
+    with pytest.raises(Exception, match="q must not require grad"):
+        forward(q)
+    with torch.no_grad():
+        torch.testing.assert_close(forward(q), minimal_attn.forward(q @ weight, k, v))
+
+
+def test_export(machine):
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v):
+            return minimal_attn.forward(q, k, v, causal=True)
+
+    q, k, v = machine.qkv()
+    program = torch.export.export(Block(), (q, k, v))
+    assert same_bits(program.module()(q, k, v), minimal_attn.forward(q, k, v, causal=True))
+
+
+def test_autocast_is_not_consulted(machine, dtype):
+    q, k, v = machine.qkv(dtype=dtype)
+    expected = machine.forward(q, k, v)
+    with torch.autocast(machine.device.type, dtype=torch.bfloat16):
+        assert same_bits(machine.forward(q, k, v), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("return_state", [False, True])
+def test_vmap(machine, return_state):
+    """The same as one call for each element."""
+    options = {"causal": True, "return_state": return_state}
+    q, k, v = machine.qkv(B=6)
+    stacked = [t.unflatten(0, (2, 3)) for t in (q, k, v)]
+    actual = torch.vmap(lambda q, k, v: machine.forward(q, k, v, **options))(*stacked)
+    assert same_bits(tuple(t.flatten(0, 1) for t in flat(actual)), flat(machine.forward(q, k, v, **options)))
+
+
+def test_profiler_sees_it(machine):
+    q, k, v = machine.qkv()
+    with torch.profiler.profile(acc_events=True) as profile:
+        machine.forward(q, k, v)
+    assert "minimal_attn::forward" in {event.key for event in profile.key_averages()}

@@ -1,0 +1,71 @@
+"""Tiny cases that reach every code path of the kernels, for compute-sanitizer (`pytest -m sanitizer`).
+
+The reference runs on the CPU, so that a GPU sees little but the kernels themselves.
+"""
+
+import pytest
+import torch
+from conftest import check_l_m, check_o
+from reference import attention
+
+pytestmark = pytest.mark.sanitizer
+
+
+def check(machine, tensors, **options):
+    def on_cpu(option):
+        return option.cpu() if isinstance(option, torch.Tensor) else option
+
+    expected = attention(*map(on_cpu, tensors), **{name: on_cpu(option) for name, option in options.items()})
+    o = machine.forward(*tensors, **options)
+    check_o(o.cpu(), expected, o.dtype)
+    o, l, m = (t.cpu() for t in machine.forward(*tensors, **options, return_state=True))
+    check_o(o, expected, tensors[0].dtype)
+    check_l_m(l, m, expected)
+
+
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize("Nq, Nk", [(1, 1), (65, 65), (1, 200), (200, 65)])
+def test_shapes(machine, dtype, d, Nq, Nk):
+    check(machine, machine.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype))
+
+
+@pytest.mark.parametrize("d", [1, 5, 33, 72, 100, 129, 250])
+def test_head_dimensions_between(machine, dtype, d):
+    check(machine, machine.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=70, d=d, dtype=dtype), causal=True)
+
+
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize("by", [1, 2, 4])
+def test_unaligned(machine, dtype, d, by):
+    """Neither the first element nor a row begins at a multiple of 16 bytes."""
+    tensors = machine.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=70, d=d + by, dtype=dtype)
+    check(machine, [t[..., by:] for t in tensors], causal=True)
+
+
+@pytest.mark.parametrize(
+    "band",
+    [
+        {"causal": True},
+        {"window_size": (10, 5)},
+        {"causal": True, "offset": -40},
+        {"window_size": (-1, 70), "offset": 30},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_masks(machine, dtype, d, band):
+    tensors = machine.qkv(B=3, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
+    check(machine, tensors, **band)
+    limits = {"seqlens_k": machine.ints(200, 70, 0), "leftpad_k": machine.ints(100, 64, 0)}
+    check(machine, tensors, **band, **limits)
+    check(machine, tensors, **{**band, **limits, "offset": machine.ints(100, 0, -5)})
+
+
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_state(machine, dtype, d):
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
+    expected = attention(q.cpu(), k.cpu(), v.cpu(), causal=True)
+    state = machine.forward(q, k[:, :, :150], v[:, :, :150], causal=True, offset=135, return_state=True)
+    o, l, m = machine.forward(q, k[:, :, 150:], v[:, :, 150:], causal=True, offset=-15, state=state)
+    check_o(o.cpu(), expected, dtype)
+    check_l_m(l.cpu(), m.cpu(), expected)
