@@ -127,6 +127,16 @@ def seed(request):
     return seed
 
 
+@pytest.fixture
+def shared_memory_limit():
+    """Sets the bytes of shared memory that a block may use, until the test ends."""
+    set_limit = minimal_attn._C.shared_memory_limit
+    before = set_limit(0)
+    set_limit(before)
+    yield set_limit
+    set_limit(before)
+
+
 @pytest.fixture(autouse=True)
 def unwritten_is_nan(request):
     """New tensors start as NaN, so that an element that nobody wrote shows."""

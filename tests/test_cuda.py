@@ -5,24 +5,12 @@ import torch
 from conftest import check_l_m, check_o
 from reference import attention
 
-KB = 1024
 
-
-@pytest.fixture
-def shared_memory_limit():
-    """Sets the limit of shared memory a block, as a smaller GPU has it."""
-    from minimal_attn import _C
-
-    before = []
-    yield lambda limit: before.append(_C.shared_memory_limit(limit))
-    if before:
-        _C.shared_memory_limit(before[0])
-
-
-@pytest.mark.parametrize("limit", [64 * KB, 99 * KB, 163 * KB])
+@pytest.mark.parametrize("kilobytes", [1, 64, 99, 163])
 @pytest.mark.parametrize("d", [32, 64, 80, 128, 192, 256])
-def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, limit):
-    shared_memory_limit(limit)
+def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, kilobytes):
+    """The tiles that smaller GPUs get: Turing has 64 KB, Ada 99, Ampere 163. 1 KB: the smallest there are."""
+    shared_memory_limit(1024 * kilobytes)
     machine = cuda_machine
     machine.check(*machine.qkv(d=d, dtype=dtype, Nq=200, Nk=300), causal=True)
     machine.check(*machine.qkv(B=1, d=d, dtype=dtype, Nq=1, Nk=1000), window_size=(700, -1))
@@ -30,17 +18,6 @@ def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, limi
     machine.check(
         *(t[..., 1:] for t in tensors), seqlens_k=machine.ints(50, 90), leftpad_k=machine.ints(0, 33)
     )
-
-
-def test_no_room_in_shared_memory(cuda_machine, shared_memory_limit):
-    """Too little for any tile: an error in one line, nothing launched, and the next call is right."""
-    tensors = cuda_machine.qkv(d=256)
-    shared_memory_limit(1 * KB)
-    with pytest.raises(RuntimeError, match="shared memory") as error:
-        cuda_machine.forward(*tensors)
-    assert "\n" not in str(error.value)
-    shared_memory_limit(2**31 - 1)
-    cuda_machine.check(*tensors)
 
 
 def test_current_stream(cuda_machine, dtype):
@@ -98,7 +75,8 @@ def test_graph(cuda_machine, dtype):
     tensors = machine.qkv(dtype=dtype, Nq=65, Nk=300)
     state = machine.forward(*machine.qkv(dtype=dtype, Nq=65, Nk=20), return_state=True)
     limits = {name: machine.ints(0, 0) for name in ("seqlens_k", "leftpad_k", "offset")}
-    machine.forward(*tensors, causal=True, **limits, state=state)
+    for warm_up in {}, {"state": state}:
+        machine.forward(*tensors, causal=True, **limits, **warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = machine.forward(*tensors, causal=True, **limits)

@@ -119,6 +119,7 @@ def test_cpu_and_cuda(cuda_machine):
     for name in "seqlens_k", "leftpad_k", "offset":
         wrong = torch.zeros(2, dtype=torch.int32)
         refuses(machine, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: wrong})
+    refuses(machine, ValueError, "^k ", "device", r"\bcpu\b", "cuda", q=torch.zeros(2, 4, 5, 8))
 
 
 @pytest.mark.parametrize("name", ["seqlens_k", "leftpad_k", "offset"])

@@ -24,9 +24,17 @@ def check(machine, tensors, **options):
 
 
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
-@pytest.mark.parametrize("Nq, Nk", [(1, 1), (65, 65), (1, 200), (200, 65)])
+@pytest.mark.parametrize("Nq, Nk", [(1, 1), (65, 65), (1, 200), (20, 65), (40, 65), (200, 65)])
 def test_shapes(machine, dtype, d, Nq, Nk):
     check(machine, machine.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype))
+
+
+@pytest.mark.parametrize("kilobytes", [64, 99, 163])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, kilobytes):
+    shared_memory_limit(1024 * kilobytes)
+    for Nq in 20, 65:
+        check(cuda_machine, cuda_machine.qkv(B=1, Hq=1, Hkv=1, Nq=Nq, Nk=70, d=d, dtype=dtype), causal=True)
 
 
 @pytest.mark.parametrize("d", [1, 5, 33, 72, 100, 129, 250])
