@@ -78,7 +78,7 @@ const char *cuda_architectures() {
 #endif
 }
 
-std::string name_of(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
 void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
     TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ",

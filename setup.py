@@ -106,6 +106,10 @@ def link(cxx, cuda):
     if platform.system() == "Darwin":
         flags = ["-bundle", "-undefined", "dynamic_lookup"]
     libraries = [f"-L{torch}/lib", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    # A g++ with nothing but a static libstdc++ would bring a second one, whose streams crash inside torch.
+    libstdcpp = ["-l:libstdc++.so.6"]
+    test = [*cxx, *flags, "-x", "c++", os.devnull, "-o", os.devnull, *libstdcpp]
+    libraries += libstdcpp if subprocess.run(test, stderr=subprocess.DEVNULL).returncode == 0 else []
     # torch's own OpenMP: another one would be another pool of threads
     libraries += (glob(f"{torch}/lib/libgomp*") + glob(f"{torch}.libs/libgomp*"))[:1]
     if cuda:

@@ -1,4 +1,4 @@
-"""FlashAttention's forward pass (Dao et al. 2022, Algorithm 1), small enough to read and fast enough to use."""
+"""FlashAttention's forward pass (Dao et al. 2022), small enough to read and fast enough to use."""
 
 import torch
 
@@ -22,35 +22,39 @@ def forward(
     return_state=False,
     machine="auto",
 ):
-    """softmax(softmax_scale * q k^T + mask) v without ever storing the scores; Algorithm 1 of arXiv 2205.14135.
+    """softmax(softmax_scale * q k^T + mask) v without ever storing the scores: Algorithm 1 of arXiv:2205.14135.
 
     Args:
-        q: queries (B, Hq, Nq, d), float32, float16 or bfloat16; B, Nq, Nk may be anything from 0, d 1 to 256.
-        k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device, where Hkv divides Hq: query head h reads key
-            head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose last
-            dimension isn't contiguous is copied once.
+        q: queries (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA GPU; d is 1 to 256, and all
+            other sizes may be anything from 0.
+        k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device, where Hkv divides Hq: query head h reads
+            key head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose
+            last dimension isn't contiguous is copied once.
         causal: query i sees the keys j <= i + offset; the same as a window with right = 0.
-        window_size: (left, right): query i sees the keys i + offset - left <= j <= i + offset + right; -1: no bound.
+        window_size: (left, right): query i sees the keys i + offset - left <= j <= i + offset + right; -1 is no
+            bound.
         softmax_scale: any finite number; None: 1 / sqrt(d).
         seqlens_k: (B,) int32 on q's device: batch b has only its first seqlens_k[b] keys, clamped to 0..Nk.
-        leftpad_k: (B,) int32 on q's device: batch b's keys begin at leftpad_k[b], clamped likewise; the position of a
-            key stays its index.
-        offset: position of query 0 among the keys, of any sign: an int, or (B,) int32 on q's device. None: the last
-            query sees the last key, seqlens_k[b] - Nq (Nk - Nq without seqlens_k).
-        state: (o, l, m) of an earlier call with the same queries and other keys, float32, in q's shape and (B, Hq, Nq)
-            twice: the result covers the keys of both. It isn't changed.
+        leftpad_k: (B,) int32 on q's device: batch b's keys begin at leftpad_k[b], clamped likewise; the position
+            of a key stays its index.
+        offset: position of query 0 among the keys, of any sign: an int, or (B,) int32 on q's device. None: the
+            last query sees the last key, so it is seqlens_k[b] - Nq, or Nk - Nq without seqlens_k.
+        state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape, l and
+            m (B, Hq, Nq): the result covers the keys of both calls. It isn't changed.
         return_state: return the state (implied by `state`).
-        machine: "auto", or by name "cpu" (flash_cpu.cpp) or "portable" (flash.cu): for tests, benchmarks, readers.
+        machine: "auto", or by name "cpu" (flash_cpu.cpp) or "portable" (flash.cu): for tests, benchmarks,
+            readers.
 
     Returns:
-        o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all float32:
-        m (B, Hq, Nq) is the row maximum of the scaled scores, l (B, Hq, Nq) the row sum of exp(score - m), so that
-        m + log(l) is the log-sum-exp. A row that sees no key has o = 0, l = 0, m = -inf.
+        o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all
+        float32: m (B, Hq, Nq) is the row maximum of the scaled scores, l (B, Hq, Nq) the row sum of
+        exp(score - m), so that m + log(l) is the log-sum-exp. A row that sees no key has o = 0, l = 0, m = -inf.
 
     Raises:
-        TypeError: an argument of another type; ValueError: another shape, dtype, device or value than said above;
-        RuntimeError: an input requires grad while grad mode is on (there is no backward pass), or a GPU that this
-        build has no code for. Nothing has been launched then.
+        TypeError: an argument of another type.
+        ValueError: another shape, dtype, device or value than said above.
+        RuntimeError: an input requires grad while grad mode is on (there is no backward pass), or this build has
+            no code for the GPU. In each case nothing has been launched.
     """
     offsets = None
     if isinstance(offset, torch.Tensor):

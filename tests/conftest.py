@@ -8,6 +8,8 @@ pytest -m sanitizer                   few and tiny cases, for compute-sanitizer
 import os
 import random
 
+# Threads that wait by spinning make small calls on a busy machine several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it
 
 import pytest
