@@ -3,8 +3,9 @@
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
-// Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc are the sizes of a tile of scores, i counts
-// queries, j counts keys. What every machine needs to know about the mask stands here once.
+// Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc is the size of a tile of scores. In Qi, Kj, Sij the letters
+// name tiles; alone, i is a query and j a key, and i0 and j0 begin a tile. What every machine needs to know about the
+// mask stands here once.
 #pragma once
 
 #include <cmath>
@@ -37,10 +38,13 @@ struct Attention {
     Strides q_stride, k_stride, v_stride;
     float softmax_scale;
 
-    // The mask: see band_of. The arrays are (B,) on the device of q, or null.
+    // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and Nk.
+    // Query i sees of them i + p + first <= j <= i + p + last, where p = offset[b], or without it n - Nq if
+    // offset_from_end, else 0: an int offset is already in first and last. Where there is no bound these are -+2^40,
+    // beyond every key, so that sums can't overflow. The arrays are (B,) on the device of q, or null.
     const int *seqlens_k, *leftpad_k, *offset;
-    bool offset_from_end;  // where offset is null: whether positions count from the last key or from key 0
-    int64_t first, last;   // main.cpp keeps both within +-2^40, beyond every key, so that sums can't overflow
+    bool offset_from_end;
+    int64_t first, last;
 
     // The state so far, float32, or null: o_in (B, Hq, Nq, d); l_in, m_in (B, Hq, Nq), contiguous.
     const float *o_in, *l_in, *m_in;
@@ -83,7 +87,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Band &band, int i) {
     return {begin, (int)clamp(i + band.last + 1, begin, band.keys.end)};
 }
 
-// The band's bounds only grow with i, so a tile of queries i0 <= i < i1 is told by its first and last row.
+// The band's bounds only grow with i, so the keys of a tile of queries i0 <= i < i1 follow from its first and last row.
 // Keys that any of them sees: no other tile of keys need be loaded.
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Band &band, int i0, int i1) {
     return {keys_of_row(band, i0).begin, keys_of_row(band, i1 - 1).end};
@@ -94,29 +98,29 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Band &band, int i0, int i
     return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
 }
 
-// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in, where what is not read counts as 0, NaN or not
-// (o_in is read only where there is one, too).
+// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. A term whose flag is false must be left out, not multiplied by
+// 0, since it may be NaN; so must o_in where there is none.
 struct RowEnd {
     float l, m, weight_Oi, weight_o_in;
     bool reads_Oi, reads_o_in;
 };
 
-// Step 12 of Algorithm 1 with the earlier state as one more tile, and the division by l: the sums li, mi and
-// Oi (not divided by li yet) of the keys seen in this call, and (l_in, m_in), which is (0, -inf) without
-// state.
+// Steps 12 and 13 for the last time: joins a row's li and mi (and Oi, not divided by li yet) with the earlier state's
+// l_in and m_in as if that were one more tile, and divides by l. Without a state l_in = 0 and m_in = -inf.
 MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float mi, float l_in, float m_in) {
     if (!sees_key) return {l_in, m_in, 0.f, 1.f, false, true};
+    if (l_in == 0.f) m_in = -INFINITY;  // nothing has counted yet
     const float m = fmaxf(mi, m_in);
     const float alpha = l_in == 0.f ? 0.f : l_in * expf(m_in - m);
     const float beta = li == 0.f ? 0.f : expf(mi - m);
     const float l = alpha + beta * li;
-    if (l == 0.f)
-        return {0.f, m, NAN, 0.f, true, false};  // every score seen so far was -inf: 0 / 0, as in softmax
+    if (l == 0.f) return {0.f, m, NAN, 0.f, true, false};  // every score seen so far was -inf: 0 / 0, as in softmax
     return {l, m, beta / l, alpha / l, true, l_in != 0.f};
 }
 
-// The machines. Each computes the whole contract; null, or what went wrong before or at the launch.
+// The machines, which main.cpp lists. Each computes the whole contract on its device.
 void forward_cpu(const Attention &attention);
-const char *forward_portable(const Attention &attention, CUstream_st *stream);
+const char *forward_portable(const Attention &attention,
+                             CUstream_st *stream);  // null, or why nothing was launched
 
 }  // namespace minimal_attn

@@ -37,8 +37,8 @@ using c10::SymInt;
 using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kFar = int64_t(1) << 40;  // further than any key from any query
-constexpr int64_t kMaxTokens =
-    (int64_t(1) << 31) - (1 << 16);  // i and j are 32 bits, and so is a tile past the last one
+// i and j are ints; and float32 sums of more equal terms than this (l, Oi) begin to stand still.
+constexpr int64_t kMaxTokens = int64_t(1) << 28;
 std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
 
 // The operator's arguments, as the dispatcher hands them over.
@@ -61,12 +61,30 @@ struct State {
 // ---------------------------------------------------------------------------------------------- checks
 // All of them work on symbolic sizes, so that Meta refuses what the machines refuse.
 
-const std::vector<std::string> &machines() {
+// The machines of this build, the fastest of each device first: that is what "auto" takes.
+struct Machine {
+    std::string name;
+    at::DeviceType device;
+    const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
+};
+
+const std::vector<Machine> &machines() {
+    static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
-    static const std::vector<std::string> names = {"cpu", "portable"};
-#else
-    static const std::vector<std::string> names = {"cpu"};
+        {"portable", at::kCUDA, forward_portable},
 #endif
+        {"cpu", at::kCPU,
+         [](const Attention &attention, CUstream_st *) -> const char * {
+             forward_cpu(attention);
+             return nullptr;
+         }},
+    };
+    return list;
+}
+
+std::vector<std::string> machine_names() {
+    std::vector<std::string> names;
+    for (const Machine &machine : machines()) names.push_back(machine.name);
     return names;
 }
 
@@ -81,8 +99,7 @@ const char *cuda_architectures() {
 std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
 void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
-    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ",
-                      t.layout());
+    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ", t.layout());
     TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on q's device ", q.device(), ", but is on ",
                       t.device());
     TORCH_CHECK_VALUE(t.scalar_type() == dtype, name, " must be ", name_of(dtype), ", but is ",
@@ -95,20 +112,18 @@ void check_q_k_v(const Arguments &a) {
                       "q must be float32, float16 or bfloat16, but is ", name_of(dtype));
     for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) {
         check_like_q(a.q, *t, name, dtype);
-        TORCH_CHECK_VALUE(t->dim() == 4, name, " must have 4 dimensions, (B, H, N, d), but has shape ",
-                          t->sym_sizes());
+        TORCH_CHECK_VALUE(t->dim() == 4, name, " must have 4 dimensions, (B, H, N, d), but has shape ", t->sym_sizes());
         TORCH_CHECK_VALUE(t->sym_size(2) < kMaxTokens, name, " must have fewer than ", kMaxTokens,
                           " tokens, but has shape ", t->sym_sizes());
     }
     const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
-    TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256,
-                      "q must have a head dimension d from 1 to 256, but has shape ", q);
+    TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256, "q must have a head dimension d from 1 to 256, but has shape ", q);
     TORCH_CHECK_VALUE(k[0] == q[0] && k[3] == q[3], "k must have q's batch size and head dimension, (", q[0],
                       ", Hkv, Nk, ", q[3], "), but has shape ", k);
-    TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ",
-                      k, ", but has shape ", v);
-    TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0,
-                      "q must have a multiple of k's heads, but q has ", q[1], " and k has ", k[1]);
+    TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ", k,
+                      ", but has shape ", v);
+    TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0, "q must have a multiple of k's heads, but q has ", q[1],
+                      " and k has ", k[1]);
 }
 
 void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
@@ -130,15 +145,23 @@ void check_options(const Arguments &a) {
     check_per_batch(a.q, a.offsets, "offset");
 }
 
-void check_machine(const Arguments &a) {
-    const auto &names = machines();
-    TORCH_CHECK_VALUE(a.machine == "auto" || std::find(names.begin(), names.end(), a.machine) != names.end(),
-                      "machine must be \"auto\" or one of this build's machines ", names, ", but was \"",
-                      a.machine, "\"");
-    if (a.machine == "auto" || a.q.is_meta()) return;
-    const bool serves = a.q.is_cpu() == (a.machine == "cpu");
-    TORCH_CHECK_VALUE(serves, "machine must serve q's device, but machine \"", a.machine, "\" runs on ",
-                      a.machine == "cpu" ? "cpu" : "cuda", " and q is on ", a.q.device());
+// The machine that "auto" or the name means; null for meta tensors, which need none.
+const Machine *check_machine(const Arguments &a) {
+    const auto device = a.q.device().type();
+    const bool is_auto = a.machine == "auto";
+    bool is_known = is_auto;
+    for (const Machine &machine : machines()) {
+        if (!is_auto && machine.name != a.machine) continue;
+        if (machine.device == device) return &machine;
+        is_known = true;
+    }
+    const auto name = std::string(a.machine.substr(0, 40));
+    TORCH_CHECK_VALUE(is_known, "machine must be \"auto\" or one of this build's machines ", machine_names(),
+                      ", but was \"", name, "\"");
+    if (device == at::kMeta) return nullptr;
+    TORCH_CHECK_VALUE(is_auto, "machine must serve q's device ", a.q.device(), ", but was \"", name, "\"");
+    TORCH_CHECK_VALUE(false, "q must be on the cpu, but is on ", a.q.device(),
+                      ": this build of minimal_attn has no CUDA code; rebuild it where the GPU is, by make build");
 }
 
 void check_state(const Tensor &q, const State &state) {
@@ -154,12 +177,6 @@ void check_state(const Tensor &q, const State &state) {
                           " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
                           t->sym_sizes());
     }
-}
-
-void check(const Arguments &a) {
-    check_q_k_v(a);
-    check_options(a);
-    check_machine(a);
 }
 
 // ---------------------------------------------------------------------------------------------- results
@@ -211,9 +228,7 @@ Dtype dtype_of(const Tensor &t) {
 Strides strides_of(const Tensor &t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
 // The machines read rows of d neighbours; any other last stride costs a copy.
-Tensor with_contiguous_rows(const Tensor &t) {
-    return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous();
-}
+Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
 int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kFar
     const __int128 sum = (__int128)x + y;
@@ -228,20 +243,29 @@ void set_mask(Attention &attention, const Arguments &a) {
     attention.offset_from_end = !a.offset && !a.offsets;
 }
 
-void launch(const Attention &attention, const Tensor &q) {
+void launch(const Attention &attention, const Machine &machine, const Tensor &q) {
     if (attention.B * attention.Hq * attention.Nq == 0) return;
-    if (q.is_cpu()) return forward_cpu(attention);
+    CUstream_st *stream = nullptr;
 #ifdef WITH_CUDA
-    const char *error = forward_portable(attention, at::cuda::getCurrentCUDAStream());
+    if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
+#endif
+    const char *error = machine.forward(attention, stream);
+    if (!error) return;
+#ifdef WITH_CUDA
     const auto *gpu = at::cuda::getCurrentDeviceProperties();
-    TORCH_CHECK(!error, "minimal_attn on ", q.device(), " (", gpu->name, ", compute capability ", gpu->major,
-                ".", gpu->minor, "): ", error, "; this build has code for ", cuda_architectures(),
-                ", another is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".", gpu->minor, " make build");
+    TORCH_CHECK(false, "q is on ", q.device(), ", a ", gpu->name, " of compute capability ", gpu->major, ".",
+                gpu->minor, ", where minimal_attn can't run: ", error, ". This build has code for ",
+                cuda_architectures(), "; code for this GPU is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".",
+                gpu->minor, " make build");
 #endif
 }
 
+// state: null for the operator `forward`, which returns o alone; forward.state always passes one, with tensors if there
+// is an earlier state.
 Results run(const Arguments &a, const State *state) {
-    check(a);
+    check_q_k_v(a);
+    check_options(a);
+    const Machine *machine = check_machine(a);
     if (state) check_state(a.q, *state);
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
@@ -251,15 +275,14 @@ Results run(const Arguments &a, const State *state) {
         ": this build of minimal_attn has no CUDA code; rebuild by TORCH_CUDA_ARCH_LIST=native make build");
 #endif
     Results results = allocate(a, state);
-    if (a.q.is_meta()) return results;
+    if (!machine) return results;
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const Tensor q = with_contiguous_rows(a.q), k = with_contiguous_rows(a.k), v = with_contiguous_rows(a.v);
     const auto dense = [](const MaybeTensor &t) { return t ? t->contiguous() : Tensor(); };
     const Tensor seqlens_k = dense(a.seqlens_k), leftpad_k = dense(a.leftpad_k), offset = dense(a.offsets);
     Tensor o_in, l_in, m_in;
-    if (state && state->o)
-        o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
+    if (state && state->o) o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
@@ -269,40 +292,36 @@ Results run(const Arguments &a, const State *state) {
     attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
     attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
     attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
-    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k),
-    attention.v_stride = strides_of(v);
+    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
     attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
-    attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k),
-    attention.offset = ints(offset);
+    attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k), attention.offset = ints(offset);
     set_mask(attention, a);
     attention.o_in = floats(o_in), attention.l_in = floats(l_in), attention.m_in = floats(m_in);
     if (o_in.defined()) attention.o_in_stride = strides_of(o_in);
     attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
     attention.l = out(results.l), attention.m = out(results.m);
     attention.shared_memory_limit = shared_memory_limit;
-    launch(attention, q);
+    launch(attention, *machine, q);
     return results;
 }
 
 // ---------------------------------------------------------------------------------------------- the operator
 // Two overloads, since an operator returns what its schema says: forward gives o, forward.state (o, l, m).
 
-Tensor forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
-               c10::SymIntArrayRef window_size, std::optional<double> softmax_scale,
-               const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<SymInt> offset,
-               const MaybeTensor &offsets, std::string_view machine) {
+Tensor forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
+               std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view machine) {
     const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
                               seqlens_k, leftpad_k, offset, offsets, machine};
     return run(arguments, nullptr).o;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &k, const Tensor &v,
-                                                 bool causal, c10::SymIntArrayRef window_size,
-                                                 std::optional<double> softmax_scale,
+std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
+                                                 c10::SymIntArrayRef window_size, std::optional<double> softmax_scale,
                                                  const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                                                  std::optional<SymInt> offset, const MaybeTensor &offsets,
-                                                 std::string_view machine, const MaybeTensor &o,
-                                                 const MaybeTensor &l, const MaybeTensor &m) {
+                                                 std::string_view machine, const MaybeTensor &o, const MaybeTensor &l,
+                                                 const MaybeTensor &m) {
     const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
                               seqlens_k, leftpad_k, offset, offsets, machine};
     const State state{o, l, m};
@@ -310,6 +329,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &
     return {std::move(results.o), std::move(results.l), std::move(results.m)};
 }
 
+// The arguments in forward_state's order, as errors call them: Python's one `offset` is two here.
 constexpr std::array<const char *, 14> kNames = {
     "q",         "k",      "v",      "causal",  "window_size", "softmax_scale", "seqlens_k",
     "leftpad_k", "offset", "offset", "machine", "state's o",   "state's l",     "state's m"};
@@ -323,34 +343,34 @@ const c10::TypedOperatorHandle<Signature> &handle(const char *overload) {
 const auto &forward_handle() { return handle<decltype(forward)>(""); }
 const auto &forward_state_handle() { return handle<decltype(forward_state)>("state"); }
 
-bool wants_grad(const Tensor &t) { return t.requires_grad() || t._fw_grad(/*level=*/0).defined(); }
-bool wants_grad(const MaybeTensor &t) { return t && wants_grad(*t); }
-template <class T>
-bool wants_grad(const T &) {
-    return false;
+void refuse_grad(const Tensor &t, const char *name) {
+    TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,
+                " must not require grad, but does: minimal_attn has no backward pass; call it under "
+                "torch.no_grad(), or "
+                "with a detached ",
+                name);
+    TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
+                " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
 }
+void refuse_grad(const MaybeTensor &t, const char *name) {
+    if (t) refuse_grad(*t, name);
+}
+template <class T>
+void refuse_grad(const T &, const char *) {}
 
-// There is no backward pass yet: refuse what needs one. This must be the Autograd kernel, since torch.compile
-// runs the others with grad mode off, where the question can't be asked any more.
+// There is no backward pass yet: refuse what needs one. This must be the Autograd kernel, since torch.compile runs
+// the others with grad mode off, where the question can't be asked any more.
 template <const auto &(*op)(), class R, class... Args>
-R refuse_grad(c10::DispatchKeySet keys, Args... args) {
-    if (at::GradMode::is_enabled()) {
-        size_t i = 0;
-        (..., [&] {
-            TORCH_CHECK(!wants_grad(args), kNames[i],
-                        " must not require grad, but does: minimal_attn has no backward "
-                        "pass; call it under torch.no_grad(), or with ",
-                        kNames[i], ".detach()");
-            ++i;
-        }());
-    }
+R autograd(c10::DispatchKeySet keys, Args... args) {
+    size_t i = 0;
+    (..., refuse_grad(args, kNames[i++]));
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
 }
 
 template <const auto &(*op)(), class R, class... Args>
-auto refuse_grad_as(R (*)(Args...)) {
-    return &refuse_grad<op, R, Args...>;
+auto autograd_of(R (*)(Args...)) {
+    return &autograd<op, R, Args...>;
 }
 
 // What Python calls while not compiling: the same operator, by a handle looked up once instead of torch.ops.
@@ -362,12 +382,12 @@ std::variant<Tensor, std::tuple<Tensor, Tensor, Tensor>> eager(
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     if (!state && !return_state)
-        return forward_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position,
-                                     offsets, machine);
+        return forward_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets,
+                                     machine);
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;
-    return forward_state_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position,
-                                       offsets, machine, o, l, m);
+    return forward_state_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets,
+                                       machine, o, l, m);
 }
 
 }  // namespace
@@ -387,26 +407,19 @@ TORCH_LIBRARY(minimal_attn, m) {
 }
 
 // CUDA is there without CUDA code, too: run() then says what to do about it.
-TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) {
-    m.impl("forward", forward), m.impl("forward.state", forward_state);
-}
-TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) {
-    m.impl("forward", forward), m.impl("forward.state", forward_state);
-}
-TORCH_LIBRARY_IMPL(minimal_attn, Meta, m) {
-    m.impl("forward", forward), m.impl("forward.state", forward_state);
-}
+TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
+TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
+TORCH_LIBRARY_IMPL(minimal_attn, Meta, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
 TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
-    m.impl("forward", refuse_grad_as<forward_handle>(&forward));
-    m.impl("forward.state", refuse_grad_as<forward_state_handle>(&forward_state));
+    m.impl("forward", autograd_of<forward_handle>(&forward));
+    m.impl("forward.state", autograd_of<forward_state_handle>(&forward_state));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(eager));
-    m.def("machines", &machines, "The machines that this build can run on, by name");
-    m.def("cuda_architectures", &cuda_architectures,
-          "What CUDA code was compiled for; empty in a CPU-only build");
+    m.def("machines", &machine_names, "The machines that this build can run on, by name");
+    m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def(
         "shared_memory_limit", [](int bytes) { return shared_memory_limit.exchange(bytes); },
         "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last "

@@ -177,8 +177,24 @@ def test_other_types(machine, name, wrong):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_lists_and_arrays(machine, name):
     numbers = zeros(machine, 2, 2, 7, 8).cpu()
-    refuses(machine, TypeError, rf"^{name} must be a tensor", "list", **{name: numbers.tolist()})
-    refuses(machine, TypeError, rf"^{name} must be a tensor", "None", **{name: None})
+    refuses(machine, TypeError, rf"^{name} must be a dense tensor", "list", **{name: numbers.tolist()})
+    refuses(machine, TypeError, rf"^{name} must be a dense tensor", "None", **{name: None})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_sparse_and_quantized(machine, name):
+    tensor = zeros(machine, 2, 2, 7, 8)
+    refuses(
+        machine, TypeError, rf"^{name} must be a dense tensor", "sparse_coo", **{name: tensor.to_sparse()}
+    )
+    if machine.device.type == "cpu":
+        quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+        refuses(machine, TypeError, rf"^{name} must be a dense tensor", **{name: quantized})
+
+
+def test_long_values(machine):
+    refuses(machine, ValueError, "^machine must be", machine="a" * 10000)
+    refuses(machine, TypeError, "^softmax_scale must be a number", softmax_scale=10**400)
 
 
 def test_misspelt_keyword(machine):
@@ -292,8 +308,9 @@ def test_forward_mode_gradients(machine, name):
     tensors = dict(zip("qkv", machine.qkv(Nq=5, Nk=7, d=8), strict=True))
     with forward_ad.dual_level():
         tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
-        with pytest.raises(RuntimeError, match=rf"^{name} must not require grad"):
-            machine.forward(**tensors)
+        for grad_mode in torch.enable_grad, torch.no_grad:  # no_grad doesn't switch forward mode off
+            with grad_mode(), pytest.raises(RuntimeError, match=rf"^{name} must not be a dual tensor"):
+                machine.forward(**tensors)
 
 
 def test_functional_gradients(machine):
@@ -317,4 +334,6 @@ def test_gpu_and_a_build_without_cuda():
 
 def test_nothing_is_printed(machine, capfd):
     machine.forward(*machine.qkv(), causal=True, return_state=True)
+    if machine.device.type == "cuda":
+        torch.cuda.synchronize()  # a kernel's printf shows only then
     assert capfd.readouterr() == ("", "")

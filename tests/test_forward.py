@@ -84,3 +84,10 @@ def test_same_bits_on_every_run(machine, dtype):
     for _ in range(5):
         again = machine.forward(q, k, v, causal=True, return_state=True)
         assert all(map(torch.equal, first, again))
+
+
+def test_scale_of_the_whole_sum(machine):
+    """Parts of q.k times the scale are beyond float32, q.k times the scale isn't."""
+    q = torch.ones(1, 1, 1, 32, device=machine.device)
+    k = torch.cat([q[..., :16], -q[..., 16:]], dim=-1)
+    torch.testing.assert_close(machine.forward(q, k, q, softmax_scale=1e38), q, rtol=0, atol=0)

@@ -64,11 +64,8 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
 def test_layouts(machine, dtype, layout, d):
     tensors = machine.qkv(d=d, dtype=dtype)
-    plain = machine.check(*tensors, causal=True)
     for which in (0,), (1,), (2,), (0, 1, 2):
-        views = [layout(t) if n in which else t for n, t in enumerate(tensors)]
-        o = machine.check(*views, causal=True)
-        torch.testing.assert_close(o, plain, rtol=0, atol=1e-2)
+        machine.check(*(layout(t) if n in which else t for n, t in enumerate(tensors)), causal=True)
 
 
 def test_one_tensor_for_all(machine, dtype):

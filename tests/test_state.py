@@ -100,12 +100,13 @@ def test_some_rows_without_keys(machine, dtype):
 
 
 def test_no_state_is_the_empty_state(machine, dtype):
-    """(0, 0, -inf), and (NaN, 0, -inf) too: o counts for nothing where l is 0."""
+    """(0, 0, -inf), and others too: o and m count for nothing where l is 0."""
     q, k, v = machine.qkv(dtype=dtype)
     expected = machine.forward(q, k, v, causal=True, return_state=True)
-    l, m = torch.zeros_like(expected[1]), torch.full_like(expected[1], -torch.inf)
-    for o in torch.zeros_like(expected[0]), torch.full_like(expected[0], torch.nan):
-        actual = machine.forward(q, k, v, causal=True, state=(o, l, m))
+    l = torch.zeros_like(expected[1])
+    for no_o, no_m in (0, -torch.inf), (torch.nan, -torch.inf), (0, 0), (0, 1000):
+        state = torch.full_like(expected[0], no_o), l, torch.full_like(l, no_m)
+        actual = machine.forward(q, k, v, causal=True, state=state)
         assert all(map(torch.equal, actual, expected))
 
 
