@@ -87,7 +87,8 @@ def test_expanded(machine, dtype):
     machine.check(q1, k1, v1, causal=True)
     machine.check(q[:1, :1, :1].expand_as(q), k, v, causal=True)
     k1, v1, q1 = (t[..., :1].expand_as(t) for t in (k, v, q))
-    machine.check(q1, k1, v1, causal=True, softmax_scale=1 / 64)
+    # Channels that are all the same round all the same way, which adds up: so let the scores be small.
+    machine.check(q1, k1, v1, causal=True, softmax_scale=1 / 640)
 
 
 def test_lengths_and_state_need_not_be_contiguous(machine):
