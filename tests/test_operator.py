@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 
 import minimal_attn
 
@@ -89,8 +90,8 @@ def fresh_compiler():
 def test_opcheck(machine, name):
     op, options = for_operator(keywords(machine)[name])
     tensors = machine.qkv()
-    torch.library.opcheck(op, tensors, options)
-    torch.library.opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
+    opcheck(op, tensors, options)
+    opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
