@@ -58,8 +58,7 @@ struct State {
     const MaybeTensor &o, &l, &m;
 };
 
-// ---------------------------------------------------------------------------------------------- checks
-// All of them work on symbolic sizes, so that Meta refuses what the machines refuse.
+// ---------------------------------------------------------------------------------------------- machines
 
 // The machines of this build, the fastest of each device first: that is what "auto" takes.
 struct Machine {
@@ -95,6 +94,9 @@ const char *cuda_architectures() {
     return "";
 #endif
 }
+
+// ---------------------------------------------------------------------------------------------- checks
+// All of them work on symbolic sizes, so that Meta refuses what the machines refuse.
 
 std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
@@ -269,10 +271,6 @@ Results run(const Arguments &a, const State *state) {
     if (state) check_state(a.q, *state);
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
-#else
-    TORCH_CHECK_VALUE(
-        !a.q.is_cuda(), "q must be on the cpu, but is on ", a.q.device(),
-        ": this build of minimal_attn has no CUDA code; rebuild by TORCH_CUDA_ARCH_LIST=native make build");
 #endif
     Results results = allocate(a, state);
     if (!machine) return results;
