@@ -343,9 +343,8 @@ const auto &forward_state_handle() { return handle<decltype(forward_state)>("sta
 
 void refuse_grad(const Tensor &t, const char *name) {
     TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,
-                " must not require grad, but does: minimal_attn has no backward pass; call it under "
-                "torch.no_grad(), or "
-                "with a detached ",
+                " must not require grad, but does: minimal_attn has no backward pass; call it under torch.no_grad(), "
+                "or with a detached ",
                 name);
     TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
                 " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
@@ -404,7 +403,7 @@ TORCH_LIBRARY(minimal_attn, m) {
         {at::Tag::pt2_compliant_tag});
 }
 
-// CUDA is there without CUDA code, too: run() then says what to do about it.
+// CUDA is there without CUDA code, too: check_machine then says what to do about it.
 TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
 TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
 TORCH_LIBRARY_IMPL(minimal_attn, Meta, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }

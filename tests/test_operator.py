@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.library import opcheck
 
 import minimal_attn
 
@@ -90,8 +90,8 @@ def fresh_compiler():
 def test_opcheck(machine, name):
     op, options = for_operator(keywords(machine)[name])
     tensors = machine.qkv()
-    opcheck(op, tensors, options)
-    opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
+    library.opcheck(op, tensors, options)
+    library.opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
