@@ -95,6 +95,14 @@ def tf32():
         torch.set_float32_matmul_precision("highest")
 
 
+def serves_sm90(dtype: str) -> bool:
+    q = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, dtype), device="cuda")
+    try:
+        return minimal_attn.forward(q, q, q, machine="sm90") is not None
+    except ValueError:
+        return False
+
+
 def peers_for(device: str, dtype: str, machines: list[str]) -> dict[str, tuple]:
     """By name: a function of (q, k, v, causal), and the context to call it in, entered once a turn."""
     peers = {"manual": (manual, nullcontext)}
@@ -108,7 +116,8 @@ def peers_for(device: str, dtype: str, machines: list[str]) -> dict[str, tuple]:
         peers["SDPA cuDNN"] = sdpa, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
         if dtype == "bfloat16" and find_spec("fa3_fwd_interface"):
             peers["FlashAttention-3"] = flash_attention_3, nullcontext
-    return peers | {name: (partial(minimal_attn.forward, machine=name), nullcontext) for name in machines}
+    ours = [name for name in machines if name != "sm90" or serves_sm90(dtype)]
+    return peers | {name: (partial(minimal_attn.forward, machine=name), nullcontext) for name in ours}
 
 
 def judge(q, k, v, causal):

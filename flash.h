@@ -56,6 +56,7 @@ struct Attention {
     Strides o_stride;
 
     int shared_memory_limit;  // bytes a block may use at most, whatever the device has; a test lowers it
+    int *scratch;             // an int in the GPU's memory to count with; null where there is no mask, or no GPU
 };
 
 // Keys begin <= j < end.
@@ -65,26 +66,30 @@ struct Keys {
 
 MINIMAL_ATTN_HOST_DEVICE inline bool empty(Keys keys) { return keys.begin >= keys.end; }
 
-// What the queries of one batch see: query i sees the keys of `keys` with i + first <= j <= i + last.
+// What the queries of one batch see: query i sees the keys of `keys` with i + first <= j <= i + last. i and j are below
+// 2^28, first and last within +-2^29, so ints do.
 struct Band {
     Keys keys;
-    int64_t first, last;
+    int first, last;
 };
+
+MINIMAL_ATTN_HOST_DEVICE inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
 MINIMAL_ATTN_HOST_DEVICE inline int64_t clamp(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
 }
 
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of(const Attention &a, int64_t b) {
-    const int end = a.seqlens_k ? (int)clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
-    const int begin = a.leftpad_k ? (int)clamp(a.leftpad_k[b], 0, end) : 0;
-    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
-    return {{begin, end}, position + a.first, position + a.last};
+    const int end = a.seqlens_k ? clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
+    const int begin = a.leftpad_k ? clamp(a.leftpad_k[b], 0, end) : 0;
+    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? end - a.Nq : 0, beyond = 1 << 29;
+    return {
+        {begin, end}, (int)clamp(position + a.first, -beyond, beyond), (int)clamp(position + a.last, -beyond, beyond)};
 }
 
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Band &band, int i) {
-    const int begin = (int)clamp(i + band.first, band.keys.begin, band.keys.end);
-    return {begin, (int)clamp(i + band.last + 1, begin, band.keys.end)};
+    const int begin = clamp(i + band.first, band.keys.begin, band.keys.end);
+    return {begin, clamp(i + band.last + 1, begin, band.keys.end)};
 }
 
 // The band's bounds only grow with i, so the keys of a tile of queries i0 <= i < i1 follow from its first and last row.
@@ -122,5 +127,6 @@ MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float
 void forward_cpu(const Attention &attention);
 const char *forward_portable(const Attention &attention,
                              CUstream_st *stream);  // null, or why nothing was launched
+const char *forward_sm90(const Attention &attention, CUstream_st *stream);
 
 }  // namespace minimal_attn

@@ -12,18 +12,12 @@
 // its P = R * W queries go through a tile together, and R * C sums of a product stay in registers. Query
 // heads that share a key head share its tiles: row i * group + g of Q is query i of the g-th of these heads.
 //
-// A thread's buffers, float32, in KB for d = 64 (all but Sij, mi and li grow with d):
-//     Qi 16, Oi 16   (strip, channel, query)
+// A thread's buffers, float32, in KB for d = 64 and Br = 128 (all but Sij, mi and li grow with d):
+//     Qi 32, Oi 32   (strip, channel, query)
 //     Sij 16         (key, query) of one strip, then Pij
-//     rows 16        (query, channel): Q before it is transposed, O after
+//     rows 32        (query, channel): Q before it is transposed, O after
 //     Kj 16, Vj 16   (key, channel), where they are converted or copied
-//     mi, li 0.5
-//
-// Why 64 x 64: GFLOP/s of one core with AVX-512 (peak 252), by Br x Bc, when the sizes were chosen:
-//     N (d)       64 x 32   64 x 64   64 x 128   128 x 32   128 x 64   128 x 128   256 x 64   256 x 128
-//     64 (64)         137       149        145        139        137         131        130         136
-//     1024 (64)       196       197        198        196        198         199        196         201
-//     2048 (128)      204       210        211        206        213         216        207         214
+//     mi, li 1
 //
 // GCC compiles a function for the instructions that it is told of, so this file has two parts: the first
 // includes the second once for each set of instructions, and chooses between them at run time.
@@ -43,17 +37,20 @@
 namespace minimal_attn {
 namespace {
 
-constexpr int Br = 64, Bc = 64;
+// Br is 128, or 64 where there are too few tiles for all threads. On two Intel cores 128 is 3 to 8 % faster than 64 from
+// N 512 on, on two AMD cores 4 %.
+constexpr int Bc = 64;
 
-// So many products are summed in registers before the sum goes to memory: sums in pieces round less.
-constexpr int channels_per_sum = 16, scores_per_sum = 8, keys_per_sum = 32;
+// So many products are summed in registers before the sum goes to memory: sums in pieces round less, but each piece
+// costs a pass over Sij (16 channels instead of 32: up to 5 % of the time).
+constexpr int channels_per_sum = 32, scores_per_sum = 8;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 struct Buffers {  // d is a multiple of 16, so that each begins at a multiple of 64 bytes
-    static int64_t size(int64_t d) { return 3 * Br * d + 2 * Bc * d + Bc * Br + 2 * Br; }
+    static int64_t size(int Br, int64_t d) { return 3 * Br * d + 2 * Bc * d + Bc * Br + 2 * Br; }
 
-    Buffers(float *memory, int64_t d) {
+    Buffers(float *memory, int Br, int64_t d) {
         Qi = memory, Oi = Qi + Br * d, rows = Oi + Br * d, Kj = rows + Br * d, Vj = Kj + Bc * d;
         Sij = Vj + Bc * d, mi = Sij + Bc * Br, li = mi + Br;
     }
@@ -122,12 +119,14 @@ void forward_cpu(const Attention &a) {
     if (a.B == 0 || a.Hq == 0 || a.Nq == 0) return;
     const auto forward = forward_of(a.dtype);
     const int group = a.Hq / a.Hkv;
-    const int64_t rows = (int64_t)a.Nq * group, Tr = round_up(rows, Br) / Br, tiles = a.B * a.Hkv * Tr;
+    const int64_t rows = (int64_t)a.Nq * group;
+    const int Br = a.B * a.Hkv * rows >= 4 * 128 * at::get_num_threads() ? 128 : 64;
+    const int64_t Tr = round_up(rows, Br) / Br, tiles = a.B * a.Hkv * Tr;
     const int64_t d = round_up(a.d, 16);
     std::atomic<int64_t> next_tile{0};
     at::parallel_for(0, std::min<int64_t>(tiles, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-        const auto memory = c10::GetCPUAllocator()->allocate(Buffers::size(d) * sizeof(float));
-        const Buffers buffers((float *)memory.get(), d);
+        const auto memory = c10::GetCPUAllocator()->allocate(Buffers::size(Br, d) * sizeof(float));
+        const Buffers buffers((float *)memory.get(), Br, d);
         for (int64_t tile; (tile = next_tile++) < tiles;) {
             const int64_t bh = tile / Tr, row = (Tr - 1 - tile % Tr) * Br;  // if causal, the longest first
             const int i0 = row / group, g0 = row % group, n = std::min<int64_t>(Br, rows - row);
@@ -151,7 +150,8 @@ const Vec &vec(const float *x) { return *(const Vec *)x; }
 
 // e^x for x <= 0 within 1 ulp, 0 below float32's normal numbers. e^x = 2^n e^r with |r| <= log(2) / 2.
 [[gnu::always_inline]] inline Vec exp(Vec x) {
-    const float magic = 0x1.8p23f;  // adding it rounds to an integer, which is then in the lowest bits
+    // Adding it rounds to an integer n, and leaves n + 127, the exponent of 2^n, in the lowest bits.
+    const float magic = 0x1.8p23f + 127.f;
     const Vec shifted = x * 0x1.715476p0f + magic, n = shifted - magic;
     const Vec r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;  // log(2) in two: n times the first is exact
     Vec p = r * 0x1.6a2448p-10f + 0x1.1239d6p-7f;
@@ -160,7 +160,7 @@ const Vec &vec(const float *x) { return *(const Vec *)x; }
     p = p * r + 0x1.fffffcp-2f;
     p = p * r + 1.f;
     p = p * r + 1.f;
-    const Vec power = (Vec)(((VecInt)shifted + 127) << 23);
+    const Vec power = (Vec)((VecInt)shifted << 23);
     return x < -87.3f ? Vec{} : p * power;
 }
 
@@ -232,10 +232,10 @@ struct KeyTile {
 // -inf for each of the P queries from a lane on that doesn't see the key.
 template <int P>
 void mask(const Band &band, const QueryTile &t, int lane, Keys keys, float *Sij) {
-    const int64_t row0 = (int64_t)t.i0 * t.group + t.g0 + lane;
+    const int64_t row0 = (int64_t)t.i0 * t.group + t.g0 + lane, none = 0, all = P;
     for (int64_t j = keys.begin; j < keys.end; ++j, Sij += P) {
-        std::fill(Sij, Sij + clamp((j - band.last) * t.group - row0, 0, P), -INFINITY);
-        std::fill(Sij + clamp((j - band.first + 1) * t.group - row0, 0, P), Sij + P, -INFINITY);
+        std::fill(Sij, Sij + clamp((j - band.last) * t.group - row0, none, all), -INFINITY);
+        std::fill(Sij + clamp((j - band.first + 1) * t.group - row0, none, all), Sij + P, -INFINITY);
     }
 }
 
@@ -289,32 +289,25 @@ void update(const Attention &a, const Band &band, const QueryTile &t, int lane, 
     for (int r = 0; r < R; ++r) vec(li + r * W) = alpha[r] * vec(li + r * W) + l[r];
 
     // 12. Oi = alpha Oi + Pij Vj; the division by li waits for the end of the row
-    for (int j0 = 0; j0 < n; j0 += keys_per_sum) {
-        const auto add = [&](int c, int r, Vec sum) {
-            Vec &o = vec(Oi + c * P + r * W);
-            o = (j0 == 0 ? alpha[r] * o : o) + sum;
-        };
-        const int keys = std::min(keys_per_sum, n - j0);
-        multiply<R, C>(0, a.d, keys, tile.Vj + j0 * tile.V_row, 1, tile.V_row, Sij + j0 * P, add);
-    }
+    const auto add = [&](int c, int r, Vec sum) {
+        Vec &o = vec(Oi + c * P + r * W);
+        o = alpha[r] * o + sum;
+    };
+    multiply<R, C>(0, a.d, n, tile.Vj, 1, tile.V_row, Sij, add);
 }
 
-// The rows travel from memory while others are computed.
+// A row travels from memory while others are computed: into the L2 cache, as the L1 holds what they need.
 template <class T>
 void prefetch(const T *row, int d) {
-    for (int c = 0; c < d; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
+    for (int c = 0; c < d; c += 64 / sizeof(T)) __builtin_prefetch(row + c, 0, 2);
 }
 
 // Step 6: a tile of K or V, in place or as float32 in the buffer.
 template <bool in_place, class T>
 const float *load(const T *x, int64_t stride, Keys keys, int d, float *buffer, int64_t *row) {
     *row = in_place ? stride : d;
-    for (int64_t j = keys.begin; j < keys.end; ++j)
-        if constexpr (in_place)
-            prefetch(x + j * stride, d);
-        else
-            convert(x + j * stride, buffer + (j - keys.begin) * d, d);
     if constexpr (in_place) return x + keys.begin * stride;
+    for (int64_t j = keys.begin; j < keys.end; ++j) convert(x + j * stride, buffer + (j - keys.begin) * d, d);
     return buffer;
 }
 
@@ -378,7 +371,9 @@ void forward(const Attention &a, const QueryTile &t, const Buffers &buffers) {
         // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
         constexpr bool in_place = std::is_same_v<T, float> && R > 1;
         KeyTile tile;
-        tile.keys = {j, (int)std::min<int64_t>(seen.end, (int64_t)j + Bc)};
+        tile.keys = {j, std::min(seen.end, j + Bc)};
+        for (int64_t next = tile.keys.end; next < std::min(seen.end, tile.keys.end + Bc); ++next)
+            prefetch(K + next * a.k_stride.row, a.d), prefetch(V + next * a.v_stride.row, a.d);
         tile.Kj = load<in_place>(K, a.k_stride.row, tile.keys, a.d, buffers.Kj, &tile.K_row);
         tile.Vj = load<in_place>(V, a.v_stride.row, tile.keys, a.d, buffers.Vj, &tile.V_row);
         return tile;

@@ -60,19 +60,62 @@ struct State {
 
 // ---------------------------------------------------------------------------------------------- machines
 
-// The machines of this build, the fastest of each device first: that is what "auto" takes.
+const char *cuda_architectures() {
+#ifdef WITH_CUDA
+    return MINIMAL_ATTN_ARCHS;
+#else
+    return "";
+#endif
+}
+
+// The machines read rows of d neighbours; any other last stride costs a copy.
+Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
+
+#ifdef WITH_CUDA
+// TMA wants 16-byte aligned addresses and strides, and knows no stride of 0 between rows; what has others is copied.
+Tensor with_aligned_rows(const Tensor &t) {
+    const int64_t chunk = 16 / t.element_size();
+    bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) &&
+                (t.stride(2) > 0 || t.size(2) <= 1);
+    for (int i = 0; i < 3; ++i) fits &= t.size(i) <= 1 || t.stride(i) % chunk == 0;
+    if (fits || t.numel() == 0) return t;
+    const int64_t padded = (t.size(3) + chunk - 1) / chunk * chunk;
+    Tensor copy = at::empty({t.size(0), t.size(1), t.size(2), padded}, t.options()).narrow(3, 0, t.size(3));
+    return copy.copy_(t);
+}
+
+std::string why_not_sm90(const Tensor &q) {
+    const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
+    if (gpu->major != 9 || gpu->minor != 0)
+        return c10::str("compute capability 9.0, but q is on ", q.device(), ", a ", gpu->name,
+                        " of compute capability ", gpu->major, ".", gpu->minor);
+    if (std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos)
+        return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
+                        "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
+    if (q.scalar_type() == at::kFloat) return "float16 and bfloat16, but q is float32";
+    if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > std::numeric_limits<int>::max())
+        return c10::str("fewer than 2^31 tiles of 64 queries, but q has shape ", q.sizes());
+    return "";
+}
+#endif
+
+// The machines of this build, the fastest of each device first: "auto" takes the first that serves q.
 struct Machine {
     std::string name;
     at::DeviceType device;
+    std::string (*why_not)(const Tensor &q);                   // what it serves, and why that isn't q; empty if it is
+    Tensor (*readable)(const Tensor &);                        // q, k or v as it can read it, copied if need be
     const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
 };
 
 const std::vector<Machine> &machines() {
+    static const auto serves_all = [](const Tensor &) { return std::string(); };
     static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
-        {"portable", at::kCUDA, forward_portable},
+        {"sm90", at::kCUDA, why_not_sm90, with_aligned_rows, forward_sm90},
+        {"portable", at::kCUDA, serves_all, with_contiguous_rows, forward_portable},
 #endif
-        {"cpu", at::kCPU,
+        {"cpu", at::kCPU, serves_all, with_contiguous_rows,
          [](const Attention &attention, CUstream_st *) -> const char * {
              forward_cpu(attention);
              return nullptr;
@@ -85,14 +128,6 @@ std::vector<std::string> machine_names() {
     std::vector<std::string> names;
     for (const Machine &machine : machines()) names.push_back(machine.name);
     return names;
-}
-
-const char *cuda_architectures() {
-#ifdef WITH_CUDA
-    return MINIMAL_ATTN_ARCHS;
-#else
-    return "";
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------- checks
@@ -154,8 +189,11 @@ const Machine *check_machine(const Arguments &a) {
     bool is_known = is_auto;
     for (const Machine &machine : machines()) {
         if (!is_auto && machine.name != a.machine) continue;
-        if (machine.device == device) return &machine;
         is_known = true;
+        if (machine.device != device) continue;
+        const std::string why_not = machine.why_not(a.q);
+        if (why_not.empty()) return &machine;
+        TORCH_CHECK_VALUE(is_auto, "machine \"", machine.name, "\" serves ", why_not);
     }
     const auto name = std::string(a.machine.substr(0, 40));
     TORCH_CHECK_VALUE(is_known, "machine must be \"auto\" or one of this build's machines ", machine_names(),
@@ -229,9 +267,6 @@ Dtype dtype_of(const Tensor &t) {
 
 Strides strides_of(const Tensor &t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
-// The machines read rows of d neighbours; any other last stride costs a copy.
-Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
-
 int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kFar
     const __int128 sum = (__int128)x + y;
     return sum < -kFar ? -kFar : sum > kFar ? kFar : (int64_t)sum;
@@ -276,11 +311,13 @@ Results run(const Arguments &a, const State *state) {
     if (!machine) return results;
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
-    const Tensor q = with_contiguous_rows(a.q), k = with_contiguous_rows(a.k), v = with_contiguous_rows(a.v);
+    const Tensor q = machine->readable(a.q), k = machine->readable(a.k), v = machine->readable(a.v);
     const auto dense = [](const MaybeTensor &t) { return t ? t->contiguous() : Tensor(); };
     const Tensor seqlens_k = dense(a.seqlens_k), leftpad_k = dense(a.leftpad_k), offset = dense(a.offsets);
     Tensor o_in, l_in, m_in;
     if (state && state->o) o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
+    const bool is_masked = a.causal || a.window_size[0] >= 0 || a.window_size[1] >= 0 || a.seqlens_k || a.leftpad_k;
+    const Tensor scratch = q.is_cuda() && is_masked ? at::empty({1}, q.options().dtype(at::kInt)) : Tensor();
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
@@ -299,6 +336,7 @@ Results run(const Arguments &a, const State *state) {
     attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
     attention.l = out(results.l), attention.m = out(results.m);
     attention.shared_memory_limit = shared_memory_limit;
+    attention.scratch = scratch.defined() ? scratch.mutable_data_ptr<int>() : nullptr;
     launch(attention, *machine, q);
     return results;
 }

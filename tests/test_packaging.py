@@ -168,3 +168,32 @@ def test_no_kernel_spills():
     with_machine_code = [name for name in built if not name.startswith("compute_")]
     assert found == {name.removesuffix("+PTX").replace(".", "") for name in with_machine_code}
     assert not spilling, "\n".join(spilling)
+
+
+def test_hopper_kernels_multiply_by_wgmma():
+    """And keep everything in registers; where ptxas serialises wgmma, only a warning would say so."""
+    if "9.0a" not in minimal_attn._C.cuda_architectures().split():
+        pytest.skip("this build has no code for compute capability 9.0")
+    if not (cuobjdump := find_cuobjdump()):
+        pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump")
+    done = run(cuobjdump, "-sass", "-arch", "sm_90a", minimal_attn._C.__file__)
+    assert done.returncode == 0, done.stderr
+    kernels = {
+        name: code
+        for name, code in re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", done.stdout, re.S)
+    }
+    kernels = {name: code for name, code in kernels.items() if "hopper_kernel" in name}
+    assert kernels
+    for name, code in kernels.items():
+        loops = [code[int(a) : int(b)] for a, b in backward_branches(code)]
+        assert any("HGMMA" in loop and "MUFU.EX2" in loop for loop in loops), f"{name} has no loop with HGMMA"
+        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} uses local memory"
+
+
+def backward_branches(code):
+    """Where in the text loops begin and end: from a branch's target to the branch."""
+    at = {int(m[1], 16): m.start() for m in re.finditer(r"/\*([0-9a-f]{4,5})\*/ ", code)}
+    for m in re.finditer(r"/\*([0-9a-f]{4,5})\*/ [^\n]*\bBRA (?:\w+, )?0x([0-9a-f]+)", code):
+        begin, end = int(m[2], 16), int(m[1], 16)
+        if begin < end and begin in at:
+            yield at[begin], at[end]

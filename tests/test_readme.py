@@ -15,5 +15,7 @@ def test_lines_of_the_steps():
             assert re.search(rf"// .*\b{step}\.", line), f"{file}:{number} isn't step {step}: {line}"
             found.add((file, step))
     assert found == {
-        (file, step) for file in ("flash.cu", "flash_cpu.cpp") for step in map(str, (5, 6, *range(8, 14)))
+        (file, step)
+        for file in ("flash.cu", "flash_sm90.cu", "flash_cpu.cpp")
+        for step in map(str, (5, 6, *range(8, 14)))
     }

@@ -1,0 +1,159 @@
+// hopper.h: the instructions of Hopper (sm_90a) that flash_sm90.cu speaks, a few lines each. Nothing here knows what
+// attention is. The PTX manual calls them by the names in the comments; cuda::ptx has those that it knows.
+#pragma once
+
+#include <cuda.h>  // CUtensorMap
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cuda/ptx>
+#include <type_traits>
+
+namespace minimal_attn::hopper {
+
+// ------------------------------------------------------------------------------ mbarriers
+// A barrier in shared memory. A phase ends when all have arrived and all bytes announced are there; waiters name its
+// parity: 0 for the first phase, 1 for the second, 0 for the third.
+
+using Barrier = uint64_t;
+
+__device__ inline void init(Barrier &barrier, int arrivals) { cuda::ptx::mbarrier_init(&barrier, arrivals); }
+
+__device__ inline void arrive(Barrier &barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
+
+__device__ inline void arrive_expecting(Barrier &barrier, int bytes) {
+    namespace ptx = cuda::ptx;
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier, bytes);
+}
+
+__device__ inline void wait(Barrier &barrier, int parity) {
+    while (!cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {
+    }
+}
+
+// Makes initialised barriers, and ordinary writes to shared memory, visible to TMA and wgmma.
+__device__ inline void fence_async() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
+
+// ------------------------------------------------------------------------------ named barriers
+// bar.sync, bar.arrive: one of 16 barriers of the block, for so many threads, those that wait and those that don't.
+
+__device__ inline void sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ inline void arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ------------------------------------------------------------------------------ registers
+// setmaxnreg: a warpgroup gives registers back, another takes them.
+
+template <int Registers>
+__device__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// ------------------------------------------------------------------------------ TMA
+// cp.async.bulk.tensor: one thread has a box of a 4-dimensional tensor copied to shared memory, zeros where it reaches
+// beyond the tensor; the barrier hears of the bytes.
+
+__device__ inline void load_box(void *to, const CUtensorMap &map, int x, int row, int head, int batch,
+                                Barrier &barrier) {
+    namespace ptx = cuda::ptx;
+    const int32_t at[4] = {x, row, head, batch};
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, to, &map, at, &barrier);
+}
+
+// ------------------------------------------------------------------------------ wgmma
+// A warpgroup multiplies 64 x 16 by 16 x N, asynchronously, and adds the product to an accumulator in registers, N / 2
+// floats a thread. Thread t of a warpgroup has in x[4 n + 2 r + c] row 16 (t / 32) + t % 32 / 4 + 8 r, column
+// 8 n + 2 (t % 4) + c. Operands in shared memory are named by descriptors.
+//
+// Between fence() and the end of wait_for() nobody else may touch the accumulators or the registers of A.
+
+// A tile of 16-bit numbers as TMA writes it with a 128-byte swizzle: columns in boxes of 64, a box being rows of 128
+// bytes, 8 of which are one swizzle pattern of 1024 bytes. `box_bytes` is from one box to the next, which only matters
+// where N (not the 16) runs along the columns. Adding bytes moves it along.
+struct Descriptor {
+    uint32_t low;  // what differs: the address, and box_bytes, in units of 16 bytes
+
+    __device__ Descriptor operator+(int bytes) const { return {low + bytes / 16}; }
+    __device__ operator uint64_t() const { return uint64_t(1 << 30 | 1024 / 16) << 32 | low; }
+};
+
+__device__ inline Descriptor descriptor(const void *tile, int box_bytes) {
+    return {((uint32_t)__cvta_generic_to_shared(tile) & 0x3ffff) / 16 | (uint32_t)(box_bytes / 16) << 16};
+}
+
+__device__ inline void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ inline void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all but the last Pending groups are done. x are the accumulators that may be read from here on.
+template <int Pending, int Count>
+__device__ void wait_for(float (&x)[Count]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#pragma unroll
+    for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(x[i])::"memory");  // no use of x moves before the wait
+}
+
+// The accumulator's registers in an instruction's text, 8 columns of N a line more, and as its operands.
+#define REGS_32                                                                                            \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS_40 REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define REGS_48 REGS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGS_64 REGS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS_80 REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define REGS_96 REGS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGS_128                                                                                       \
+    REGS_96                                                                                            \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, "                                             \
+    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
+    "%121, %122, %123, %124, %125, %126, %127"
+#define X_8(i)                                                                                                  \
+    "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), \
+        "+f"(x[i + 7])
+#define X_32 X_8(0), X_8(8), X_8(16), X_8(24)
+#define X_40 X_32, X_8(32)
+#define X_48 X_40, X_8(40)
+#define X_64 X_48, X_8(48), X_8(56)
+#define X_80 X_64, X_8(64), X_8(72)
+#define X_96 X_80, X_8(80), X_8(88)
+#define X_128 X_96, X_8(96), X_8(104), X_8(112), X_8(120)
+
+// wgmma.mma_async for numbers of type T, TYPE in PTX, and an accumulator x of COUNT floats; I0 to I4 number the operands
+// after it. The first argument, of any value, says T.
+//   A B^T, both in shared memory, the 16 running along the columns of both; `adds` or else x begins as 0
+//   A B, A in registers, the 16 running along the rows of B
+#define WGMMA(T, TYPE, N, COUNT, I0, I1, I2, I3, I4)                                                          \
+    __device__ inline void multiply_transposed(T, float(&x)[COUNT], uint64_t A, uint64_t B, bool adds) {      \
+        asm volatile("{ .reg .pred adds; setp.ne.b32 adds, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
+                     "k16.f32." TYPE "." TYPE " {" REGS_##COUNT "}, %" #I0 ", %" #I1 ", adds, 1, 1, 0, 0; }"  \
+                     : X_##COUNT                                                                              \
+                     : "l"(A), "l"(B), "r"((int)adds));                                                       \
+    }                                                                                                         \
+    __device__ inline void multiply(T, float(&x)[COUNT], const uint32_t *A, uint64_t B) {                     \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS_##COUNT        \
+                     "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", 1, 1, 1, 1;"                     \
+                     : X_##COUNT                                                                              \
+                     : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B));                                   \
+    }
+#define WGMMA_HALF_TYPES(N, COUNT, I0, I1, I2, I3, I4) \
+    WGMMA(__half, "f16", N, COUNT, I0, I1, I2, I3, I4) \
+    WGMMA(__nv_bfloat16, "bf16", N, COUNT, I0, I1, I2, I3, I4)
+
+WGMMA_HALF_TYPES(64, 32, 32, 33, 34, 35, 36)
+WGMMA_HALF_TYPES(80, 40, 40, 41, 42, 43, 44)
+WGMMA_HALF_TYPES(96, 48, 48, 49, 50, 51, 52)
+WGMMA_HALF_TYPES(128, 64, 64, 65, 66, 67, 68)
+WGMMA_HALF_TYPES(192, 96, 96, 97, 98, 99, 100)
+WGMMA_HALF_TYPES(256, 128, 128, 129, 130, 131, 132)
+
+}  // namespace minimal_attn::hopper
