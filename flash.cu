@@ -34,12 +34,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "device.h"
 #include "flash.h"
 
 namespace minimal_attn {
 namespace {
-
-constexpr float kLog2e = 1.44269504f;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -59,12 +58,7 @@ __device__ constexpr bool on_tensor_cores() {
 #endif
 }
 
-// e^x as one multiplication and one instruction; exp2f would spend three more on subnormal results.
-__device__ float exp_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2e));
-    return y;
-}
+__device__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
 
 // ------------------------------------------------------------------------------ shared by both kernels
 
@@ -166,21 +160,6 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
         store<Count>((float *)a.o + at, o, aligned, count);
     else
         store<Count>((T *)a.o + at, o, aligned, count);
-}
-
-// Over the Lanes neighbours in a warp that share a row.
-template <int Lanes>
-__device__ float row_max(float x) {
-#pragma unroll
-    for (int lane = 1; lane < Lanes; lane *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
-    return x;
-}
-
-template <int Lanes>
-__device__ float row_sum(float x) {
-#pragma unroll
-    for (int lane = 1; lane < Lanes; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
 }
 
 // 11. mi becomes m_new; returns alpha. As long as a row has seen nothing but -inf, exponentials are taken relative to
@@ -673,11 +652,6 @@ cudaError_t launch_for_d(const Attention &a, const Launch &launch) {
     return launch_tile<Kernels, T>(a, launch, typename Kernels::D256());
 }
 
-bool is_aligned(const void *tensor, const Strides &stride, int64_t element, int64_t d) {
-    const auto bytes = [&](int64_t elements) { return elements * element % 16 == 0; };
-    return (uintptr_t)tensor % 16 == 0 && bytes(stride.batch) && bytes(stride.head) && bytes(stride.row) && bytes(d);
-}
-
 // bfloat16 by the code that this device really got: PTX for sm_75 may be what runs on a newer GPU.
 cudaError_t launch_bfloat16(const Attention &a, const Launch &launch) {
     cudaFuncAttributes attributes;
@@ -706,11 +680,6 @@ cudaError_t launch_any(const Attention &a, CUstream_st *stream) {
 
 }  // namespace
 
-const char *forward_portable(const Attention &a, CUstream_st *stream) {
-    const cudaError_t error = launch_any(a, stream);
-    if (error == cudaSuccess) return nullptr;
-    cudaGetLastError();  // take it back, or the next launch of somebody else is blamed for it
-    return cudaGetErrorString(error);
-}
+const char *forward_portable(const Attention &a, CUstream_st *stream) { return why_not(launch_any(a, stream)); }
 
 }  // namespace minimal_attn

@@ -1,5 +1,5 @@
 // flash.h: the contract. What attention is computed, as one plain struct: main.cpp checks and fills it,
-// the machines (flash.cu, flash_cpu.cpp) compute it. No torch, no templates.
+// the machines (flash.cu, flash_sm90.cu, flash_cpu.cpp) compute it. No torch, no templates.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
@@ -55,7 +55,7 @@ struct Attention {
     float *l, *m;  // (B, Hq, Nq), contiguous
     Strides o_stride;
 
-    int shared_memory_limit;  // bytes a block may use at most, whatever the device has; a test lowers it
+    int shared_memory_limit;  // bytes a block of flash.cu may use at most, whatever the device has; a test lowers it
     int *scratch;             // an int in the GPU's memory to count with; null where there is no mask, or no GPU
 };
 
@@ -123,10 +123,10 @@ MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float
     return {l, m, beta / l, alpha / l, true, l_in != 0.f};
 }
 
-// The machines, which main.cpp lists. Each computes the whole contract on its device.
+// The machines, which main.cpp lists. Each computes the whole contract on its device, sm90 for half types alone; those of
+// the GPU return null, or why nothing was launched.
 void forward_cpu(const Attention &attention);
-const char *forward_portable(const Attention &attention,
-                             CUstream_st *stream);  // null, or why nothing was launched
+const char *forward_portable(const Attention &attention, CUstream_st *stream);
 const char *forward_sm90(const Attention &attention, CUstream_st *stream);
 
 }  // namespace minimal_attn

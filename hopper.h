@@ -79,7 +79,8 @@ __device__ inline void load_box(void *to, const CUtensorMap &map, int x, int row
 
 // A tile of 16-bit numbers as TMA writes it with a 128-byte swizzle: columns in boxes of 64, a box being rows of 128
 // bytes, 8 of which are one swizzle pattern of 1024 bytes. `box_bytes` is from one box to the next, which only matters
-// where N (not the 16) runs along the columns. Adding bytes moves it along.
+// where N (not the 16) runs along the columns. Adding bytes moves it along. In the high half stand the 1024 and the kind of
+// swizzle (1 in the top two bits: 128 bytes).
 struct Descriptor {
     uint32_t low;  // what differs: the address, and box_bytes, in units of 16 bytes
 
@@ -103,29 +104,21 @@ __device__ void wait_for(float (&x)[Count]) {
     for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(x[i])::"memory");  // no use of x moves before the wait
 }
 
-// The accumulator's registers in an instruction's text, 8 columns of N a line more, and as its operands.
-#define REGS_32                                                                                            \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+// The accumulator's registers %0 to %(COUNT - 1) in an instruction's text, and as its operands: x[0] to x[COUNT - 1].
+#define TEN(t) ", %" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define REGS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9" TEN(1) TEN(2) ", %30, %31"
 #define REGS_40 REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define REGS_48 REGS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define REGS_64 REGS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGS_80 REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define REGS_96 REGS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define REGS_128                                                                                       \
-    REGS_96                                                                                            \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, "                                             \
-    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
-    "%121, %122, %123, %124, %125, %126, %127"
-#define X_8(i)                                                                                                  \
-    "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), \
-        "+f"(x[i + 7])
+#define REGS_64 REGS_48 ", %48, %49" TEN(5) ", %60, %61, %62, %63"
+#define REGS_96 REGS_64 ", %64, %65, %66, %67, %68, %69" TEN(7) TEN(8) ", %90, %91, %92, %93, %94, %95"
+#define REGS_128 REGS_96 ", %96, %97, %98, %99" TEN(10) TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define X_4(i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define X_8(i) X_4(i), X_4(i + 4)
 #define X_32 X_8(0), X_8(8), X_8(16), X_8(24)
 #define X_40 X_32, X_8(32)
 #define X_48 X_40, X_8(40)
 #define X_64 X_48, X_8(48), X_8(56)
-#define X_80 X_64, X_8(64), X_8(72)
-#define X_96 X_80, X_8(80), X_8(88)
+#define X_96 X_64, X_8(64), X_8(72), X_8(80), X_8(88)
 #define X_128 X_96, X_8(96), X_8(104), X_8(112), X_8(120)
 
 // wgmma.mma_async for numbers of type T, TYPE in PTX, and an accumulator x of COUNT floats; I0 to I4 number the operands

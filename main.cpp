@@ -72,16 +72,20 @@ const char *cuda_architectures() {
 Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
 #ifdef WITH_CUDA
-// TMA wants 16-byte aligned addresses and strides, and knows no stride of 0 between rows; what has others is copied.
+// TMA wants 16-byte aligned addresses and strides, and rows that don't overlap; what has others is copied, the heads and
+// batches of an expanded tensor once.
 Tensor with_aligned_rows(const Tensor &t) {
     const int64_t chunk = 16 / t.element_size();
     bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) &&
-                (t.stride(2) > 0 || t.size(2) <= 1);
+                (t.stride(2) >= t.size(3) || t.size(2) <= 1);
     for (int i = 0; i < 3; ++i) fits &= t.size(i) <= 1 || t.stride(i) % chunk == 0;
     if (fits || t.numel() == 0) return t;
+    Tensor once = t;
+    for (int i = 0; i < 2; ++i)
+        if (t.stride(i) == 0) once = once.narrow(i, 0, 1);
     const int64_t padded = (t.size(3) + chunk - 1) / chunk * chunk;
-    Tensor copy = at::empty({t.size(0), t.size(1), t.size(2), padded}, t.options()).narrow(3, 0, t.size(3));
-    return copy.copy_(t);
+    const Tensor copy = at::empty({once.size(0), once.size(1), t.size(2), padded}, t.options()).narrow(3, 0, t.size(3));
+    return copy.copy_(once).expand(t.sizes());
 }
 
 std::string why_not_sm90(const Tensor &q) {
@@ -93,8 +97,8 @@ std::string why_not_sm90(const Tensor &q) {
         return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
                         "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
     if (q.scalar_type() == at::kFloat) return "float16 and bfloat16, but q is float32";
-    if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > std::numeric_limits<int>::max())
-        return c10::str("fewer than 2^31 tiles of 64 queries, but q has shape ", q.sizes());
+    if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > int64_t(1) << 30)
+        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes());
     return "";
 }
 #endif

@@ -44,8 +44,9 @@ def forward(
         state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape,
             l and m (B, Hq, Nq): the result covers the keys of both calls. It isn't changed.
         return_state: return the state (implied by `state`).
-        machine: "auto", or by name "cpu" (flash_cpu.cpp) or "portable" (flash.cu): for tests, benchmarks,
-            readers.
+        machine: "auto", the fastest that serves the inputs, or by name "cpu" (flash_cpu.cpp), "portable"
+            (flash.cu) or "sm90" (flash_sm90.cu: float16 and bfloat16 on GPUs of compute capability 9.0,
+            Hopper): for tests, benchmarks, readers.
 
     Returns:
         o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all

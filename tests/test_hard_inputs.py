@@ -178,3 +178,11 @@ def test_half(machine, inputs, half, causal):
     """As exact as float32 arithmetic on the half inputs, but for the rounding of P and of o."""
     ours, manual = errors(machine, inputs, half, causal)
     assert ours <= 1.5 * manual + 2 * torch.finfo(half).eps
+
+
+def test_one_key_above_many_equal(machine, dtype):
+    """Terms of l that are small beside it, and all round the same way."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=3, Nk=1 << 15, dtype=dtype)
+    k = torch.full_like(k, 0.5)
+    k[:, :, 5] = 1
+    machine.check(torch.ones_like(q) + 0.01 * machine.ints(1, 2, 3)[:, None].to(dtype), k, v)

@@ -76,6 +76,18 @@ def test_one_tensor_for_all(machine, dtype):
     machine.check(x, x, x)
 
 
+def test_overlapping_rows(machine, dtype):
+    """Windows over one row of memory, aligned or not; and what is both expanded and unaligned."""
+    for step, start in (8, 0), (8, 3), (5, 0):
+        q, k, v = (
+            t.flatten()[start:].as_strided((2, 4, 70, 64), (64, 128, step, 1))
+            for t in machine.qkv(B=4, Hq=4, Hkv=4, dtype=dtype)
+        )
+        machine.check(q, k, v, causal=True)
+    q, k, v = machine.qkv(d=65, dtype=dtype)
+    machine.check(q[..., 1:], *(t[:1, :1, :, 1:].expand(2, 4, 90, 64) for t in (k, v)))
+
+
 def test_expanded(machine, dtype):
     """Stride 0: one prefix of keys for all batches, one head for all, one key for all, one query for all."""
     q, k, v = machine.qkv(dtype=dtype)

@@ -136,11 +136,11 @@ print(minimal_attn.__file__, minimal_attn._C.cuda_architectures(), sep="\\n")
 # ------------------------------------------------------------------------------------ machine code
 
 
-def find_cuobjdump():
+def find_tool(name):
     homes = [os.environ.get("CUDA_HOME", "/usr/local/cuda")]
     homes += [folder for path in sys.path for folder in glob.glob(f"{path}/nvidia/cu*")]
     folders = [os.environ["PATH"], *(f"{home}/bin" for home in homes)]
-    return shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def test_no_kernel_spills():
@@ -151,7 +151,7 @@ def test_no_kernel_spills():
     built = minimal_attn._C.cuda_architectures().split()
     if not built:
         pytest.skip("this build has no CUDA code")
-    if not (cuobjdump := find_cuobjdump()):
+    if not (cuobjdump := find_tool("cuobjdump")):
         pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump")
     done = run(cuobjdump, "-res-usage", minimal_attn._C.__file__)
     assert done.returncode == 0, done.stderr
@@ -170,12 +170,13 @@ def test_no_kernel_spills():
     assert not spilling, "\n".join(spilling)
 
 
-def test_hopper_kernels_multiply_by_wgmma():
+def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
     """And keep everything in registers; where ptxas serialises wgmma, only a warning would say so."""
     if "9.0a" not in minimal_attn._C.cuda_architectures().split():
         pytest.skip("this build has no code for compute capability 9.0")
-    if not (cuobjdump := find_cuobjdump()):
-        pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump")
+    if not ((cuobjdump := find_tool("cuobjdump")) and (nvdisasm := find_tool("nvdisasm"))):
+        pytest.skip("no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    monkeypatch.setenv("NVDISASM_PATH", os.path.dirname(nvdisasm))
     done = run(cuobjdump, "-sass", "-arch", "sm_90a", minimal_attn._C.__file__)
     assert done.returncode == 0, done.stderr
     kernels = {

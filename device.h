@@ -1,0 +1,47 @@
+// device.h: what flash.cu and flash_sm90.cu both do, on the GPU and at the launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "flash.h"
+
+namespace minimal_attn {
+
+constexpr float kLog2e = 1.44269504f;
+
+// 2^x as one instruction; exp2f would spend three more on subnormal results.
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Over the Lanes neighbours in a warp that share a row.
+template <int Lanes>
+__device__ float row_max(float x) {
+#pragma unroll
+    for (int lane = 1; lane < Lanes; lane *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
+    return x;
+}
+
+template <int Lanes>
+__device__ float row_sum(float x) {
+#pragma unroll
+    for (int lane = 1; lane < Lanes; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+// Whether a tensor's rows begin and end at multiples of 16 bytes.
+inline bool is_aligned(const void *tensor, const Strides &stride, int64_t element, int64_t d) {
+    const auto bytes = [&](int64_t elements) { return elements * element % 16 == 0; };
+    return (uintptr_t)tensor % 16 == 0 && bytes(stride.batch) && bytes(stride.head) && bytes(stride.row) && bytes(d);
+}
+
+// Null, or why nothing was launched.
+inline const char *why_not(cudaError_t error) {
+    if (error == cudaSuccess) return nullptr;
+    cudaGetLastError();  // take it back, or the next launch of somebody else is blamed for it
+    return cudaGetErrorString(error);
+}
+
+}  // namespace minimal_attn
