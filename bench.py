@@ -267,7 +267,7 @@ def plot(records: list[dict], path: str) -> None:
         if "tflops" in r and r.get("ratio") != 0:  # 0: wrong
             panels[f"{r['dtype']}, d {r['d']}, {r['mask']}"][r["peer"]].append((r["N"], r["tflops"]))
     names = list(dict.fromkeys(r["peer"] for r in records))
-    shape = max(1, -(-len(panels) // 6)), max(1, min(6, len(panels)))
+    shape = max(1, -(-len(panels) // 3)), max(1, min(3, len(panels)))
     figure = matplotlib.pyplot.figure(figsize=(4 * shape[1], 3.5 * shape[0]), layout="constrained")
     for i, (title, lines) in enumerate(panels.items()):
         axes = figure.add_subplot(*shape, i + 1, title=title, xlabel="N", ylabel="TFLOP/s")

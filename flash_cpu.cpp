@@ -366,19 +366,23 @@ void forward(const Attention &a, const QueryTile &t, const Buffers &buffers) {
     const Keys seen = keys_of_any(band, t.i0, t.query(t.rows - 1) + 1);
     const T *K = row_of<const T>(a.k, a.k_stride, t.b, t.h, 0);
     const T *V = row_of<const T>(a.v, a.v_stride, t.b, t.h, 0);
+    const auto prefetch_tile = [&](int j0) {
+        for (int64_t j = j0; j < std::min(seen.end, j0 + Bc); ++j)
+            prefetch(K + j * a.k_stride.row, a.d), prefetch(V + j * a.v_stride.row, a.d);
+    };
     // 6. Kj and Vj
     const auto tile_at = [&](int j) {
         // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
         constexpr bool in_place = std::is_same_v<T, float> && R > 1;
         KeyTile tile;
         tile.keys = {j, std::min(seen.end, j + Bc)};
-        for (int64_t next = tile.keys.end; next < std::min(seen.end, tile.keys.end + Bc); ++next)
-            prefetch(K + next * a.k_stride.row, a.d), prefetch(V + next * a.v_stride.row, a.d);
+        prefetch_tile(tile.keys.end);
         tile.Kj = load<in_place>(K, a.k_stride.row, tile.keys, a.d, buffers.Kj, &tile.K_row);
         tile.Vj = load<in_place>(V, a.v_stride.row, tile.keys, a.d, buffers.Vj, &tile.V_row);
         return tile;
     };
 
+    if (t.query(t.rows - 1) == a.Nq - 1) prefetch_tile(seen.begin);  // whoever comes first to a head
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), a.d);
         if (a.l)
