@@ -1,5 +1,5 @@
 // flash.h: the contract. What attention is computed, as one plain struct: main.cpp checks and fills it,
-// the machines (flash.cu, flash_sm90.cu, flash_cpu.cpp) compute it. No torch, no templates.
+// the machines (flash.cu, flash_sm90.cu, flash_cpu.cpp) compute it. No torch.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
@@ -66,40 +66,49 @@ struct Keys {
 
 MINIMAL_ATTN_HOST_DEVICE inline bool empty(Keys keys) { return keys.begin >= keys.end; }
 
-// What the queries of one batch see: query i sees the keys of `keys` with i + first <= j <= i + last. i and j are below
-// 2^28, first and last within +-2^29, so ints do.
-struct Band {
+// What the queries of one batch see: query i sees the keys of `keys` with i + first <= j <= i + last.
+template <class Int>
+struct BandOf {
     Keys keys;
-    int first, last;
+    Int first, last;
 };
-
-MINIMAL_ATTN_HOST_DEVICE inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+using Band = BandOf<int64_t>;
 
 MINIMAL_ATTN_HOST_DEVICE inline int64_t clamp(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
 }
 
+MINIMAL_ATTN_HOST_DEVICE inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of(const Attention &a, int64_t b) {
     const int end = a.seqlens_k ? clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
     const int begin = a.leftpad_k ? clamp(a.leftpad_k[b], 0, end) : 0;
-    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? end - a.Nq : 0, beyond = 1 << 29;
-    return {
-        {begin, end}, (int)clamp(position + a.first, -beyond, beyond), (int)clamp(position + a.last, -beyond, beyond)};
+    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
+    return {{begin, end}, position + a.first, position + a.last};
 }
 
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Band &band, int i) {
-    const int begin = clamp(i + band.first, band.keys.begin, band.keys.end);
-    return {begin, clamp(i + band.last + 1, begin, band.keys.end)};
+// The same for a machine that is short of registers: i and j are below 2^28, so 2^29 is beyond all keys.
+MINIMAL_ATTN_HOST_DEVICE inline BandOf<int> narrow(const Band &band) {
+    const int64_t beyond = 1 << 29;
+    return {band.keys, (int)clamp(band.first, -beyond, beyond), (int)clamp(band.last, -beyond, beyond)};
+}
+
+template <class Int>
+MINIMAL_ATTN_HOST_DEVICE Keys keys_of_row(const BandOf<Int> &band, int i) {
+    const int begin = (int)clamp(i + band.first, (Int)band.keys.begin, (Int)band.keys.end);
+    return {begin, (int)clamp(i + band.last + 1, (Int)begin, (Int)band.keys.end)};
 }
 
 // The band's bounds only grow with i, so the keys of a tile of queries i0 <= i < i1 follow from its first and last row.
 // Keys that any of them sees: no other tile of keys need be loaded.
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Band &band, int i0, int i1) {
+template <class Int>
+MINIMAL_ATTN_HOST_DEVICE Keys keys_of_any(const BandOf<Int> &band, int i0, int i1) {
     return {keys_of_row(band, i0).begin, keys_of_row(band, i1 - 1).end};
 }
 
 // Keys that all of them see: a tile of keys within needs no mask.
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Band &band, int i0, int i1) {
+template <class Int>
+MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i1) {
     return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
 }
 

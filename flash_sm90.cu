@@ -78,7 +78,7 @@ struct Ring {
 struct Work {
     int b, h, i0;  // b < 0: there is no more work
     Keys seen;
-    Band band;
+    BandOf<int> band;
 };
 
 template <class Tile>
@@ -111,7 +111,7 @@ template <class Tile>
 __device__ Work work_of(const Parameters &p, int tile) {
     if (tile >= p.tiles) return {-1};
     const int head = tile / p.Tr, b = head / (int)p.a.Hq, i0 = (p.Tr - 1 - tile % p.Tr) * Tile::Br;
-    const Band band = band_of(p.a, b);
+    const BandOf<int> band = narrow(band_of(p.a, b));
     const Keys seen = keys_of_any(band, i0, min(i0 + Tile::Br, p.a.Nq));
     return {b, head % (int)p.a.Hq, i0, empty(seen) ? Keys{0, 1} : seen, band};  // if need be, a tile that nobody sees
 }
@@ -231,7 +231,7 @@ __device__ void exponentiate(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], Ro
 
 // 9. -inf for the keys of this tile that a row doesn't see
 template <int Count>
-__device__ void mask(float (&Sij)[Count], const Band &band, int i, int j0) {
+__device__ void mask(float (&Sij)[Count], const BandOf<int> &band, int i, int j0) {
     const Keys keys[2] = {keys_of_row(band, i), keys_of_row(band, i + 8)};
     const int j_lane = j0 + threadIdx.x % 4 * 2;
 #pragma unroll
