@@ -95,12 +95,13 @@ def tf32():
         torch.set_float32_matmul_precision("highest")
 
 
-def serves_sm90(dtype: str) -> bool:
-    q = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, dtype), device="cuda")
+def serves(machine: str, device: str, dtype: str) -> bool:
+    q = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, dtype), device=device)
     try:
-        return minimal_attn.forward(q, q, q, machine="sm90") is not None
+        minimal_attn.forward(q, q, q, machine=machine)
     except ValueError:
         return False
+    return True
 
 
 def peers_for(device: str, dtype: str, machines: list[str]) -> dict[str, tuple]:
@@ -116,7 +117,7 @@ def peers_for(device: str, dtype: str, machines: list[str]) -> dict[str, tuple]:
         peers["SDPA cuDNN"] = sdpa, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
         if dtype == "bfloat16" and find_spec("fa3_fwd_interface"):
             peers["FlashAttention-3"] = flash_attention_3, nullcontext
-    ours = [name for name in machines if name != "sm90" or serves_sm90(dtype)]
+    ours = [name for name in machines if serves(name, device, dtype)]
     return peers | {name: (partial(minimal_attn.forward, machine=name), nullcontext) for name in ours}
 
 

@@ -108,6 +108,7 @@ struct Machine {
     std::string name;
     at::DeviceType device;
     std::string (*why_not)(const Tensor &q);                   // what it serves, and why that isn't q; empty if it is
+    bool counts;                                               // it uses Attention::scratch, under a mask
     Tensor (*readable)(const Tensor &);                        // q, k or v as it can read it, copied if need be
     const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
 };
@@ -116,10 +117,10 @@ const std::vector<Machine> &machines() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
     static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
-        {"sm90", at::kCUDA, why_not_sm90, with_aligned_rows, forward_sm90},
-        {"portable", at::kCUDA, serves_all, with_contiguous_rows, forward_portable},
+        {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90},
+        {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable},
 #endif
-        {"cpu", at::kCPU, serves_all, with_contiguous_rows,
+        {"cpu", at::kCPU, serves_all, false, with_contiguous_rows,
          [](const Attention &attention, CUstream_st *) -> const char * {
              forward_cpu(attention);
              return nullptr;
@@ -321,7 +322,7 @@ Results run(const Arguments &a, const State *state) {
     Tensor o_in, l_in, m_in;
     if (state && state->o) o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
     const bool is_masked = a.causal || a.window_size[0] >= 0 || a.window_size[1] >= 0 || a.seqlens_k || a.leftpad_k;
-    const Tensor scratch = q.is_cuda() && is_masked ? at::empty({1}, q.options().dtype(at::kInt)) : Tensor();
+    const Tensor scratch = machine->counts && is_masked ? at::empty({1}, q.options().dtype(at::kInt)) : Tensor();
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };

@@ -10,8 +10,6 @@ from reference import attention
 @pytest.mark.parametrize("d", [32, 64, 80, 128, 192, 256])
 def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, kilobytes):
     """The tiles that smaller GPUs get: Turing has 64 KB, Ada 99, Ampere 163. 1 KB: the smallest there are."""
-    if cuda_machine.name == "sm90":
-        pytest.skip("sm90 runs on Hopper alone")
     shared_memory_limit(1024 * kilobytes)
     machine = cuda_machine
     machine.check(*machine.qkv(d=d, dtype=dtype, Nq=200, Nk=300), causal=True)

@@ -113,27 +113,18 @@ def means_far_from_zero(machine):
     return q + 3, k - 4, v + 100
 
 
-HARD_INPUTS = [
+WITHIN_FLOAT16 = [
     ordinary,
     scores_of_30,
-    scores_of_1e8,
     one_key_far_above_the_rest,
     channels_larger_in_k,
     channels_larger_in_q,
     v_magnitudes_across_keys,
-    v_magnitudes_across_channels,
-    one_row_of_v_1e12,
-    one_row_of_k_1e12,
-    v_tiny,
-    v_huge,
-    q_huge_k_tiny,
     constant_rows,
     the_same_everywhere,
     negative_scores,
     means_far_from_zero,
 ]
-
-
 BEYOND_FLOAT16 = [  # it reaches from 6e-5, with fewer bits from 6e-8, to 65504
     scores_of_1e8,
     v_magnitudes_across_channels,
@@ -143,6 +134,7 @@ BEYOND_FLOAT16 = [  # it reaches from 6e-5, with fewer bits from 6e-8, to 65504
     v_huge,
     q_huge_k_tiny,
 ]
+HARD_INPUTS = WITHIN_FLOAT16 + BEYOND_FLOAT16
 
 
 def errors(machine, inputs, dtype, causal):
@@ -172,7 +164,7 @@ def test_float32(machine, inputs, causal):
 @pytest.mark.parametrize(
     "half, inputs",
     [(torch.bfloat16, inputs) for inputs in HARD_INPUTS]
-    + [(torch.float16, inputs) for inputs in HARD_INPUTS if inputs not in BEYOND_FLOAT16],
+    + [(torch.float16, inputs) for inputs in WITHIN_FLOAT16],
 )
 def test_half(machine, inputs, half, causal):
     """As exact as float32 arithmetic on the half inputs, but for the rounding of P and of o."""
