@@ -56,7 +56,7 @@ struct Attention {
     Strides o_stride;
 
     int shared_memory_limit;  // bytes a block of flash.cu may use at most, whatever the device has; a test lowers it
-    int *scratch;             // an int in the GPU's memory to count with; null without a mask, or for a machine that doesn't count
+    int *scratch;             // an int in the GPU's memory, for a machine that counts and under a mask; else null
 };
 
 // Keys begin <= j < end.
