@@ -37,6 +37,13 @@ inline bool is_aligned(const void *tensor, const Strides &stride, int64_t elemen
     return (uintptr_t)tensor % 16 == 0 && bytes(stride.batch) && bytes(stride.head) && bytes(stride.row) && bytes(d);
 }
 
+// An attribute of the current device.
+inline cudaError_t get_attribute(int &value, cudaDeviceAttr attribute) {
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error == cudaSuccess ? cudaDeviceGetAttribute(&value, attribute, device) : error;
+}
+
 // Null, or why nothing was launched.
 inline const char *why_not(cudaError_t error) {
     if (error == cudaSuccess) return nullptr;

@@ -663,10 +663,8 @@ cudaError_t launch_bfloat16(const Attention &a, const Launch &launch) {
 }
 
 cudaError_t launch_any(const Attention &a, CUstream_st *stream) {
-    int device, shared_memory;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    int shared_memory = 0;
+    const cudaError_t error = get_attribute(shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     if (error != cudaSuccess) return error;
     const int64_t element = a.dtype == Dtype::float32 ? 4 : 2;
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&

@@ -16,13 +16,14 @@
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
 //     works, Q, K, V: empty  the readers', one arrival a warp: it may be overwritten
 //     named 1, 2, ..         whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
-//     named, one a consumer  wait_V: its threads have overwritten what no query may see
+//     named, one a consumer  its threads have cleared the rows of Vj that no query may see
 //
-// Steps that differ from flash.cu's: Oi isn't rescaled before but beside the exponentials; a work that sees no key gets a
-// tile all the same, which is masked.
+// Steps that differ from flash.cu's: Oi isn't rescaled before but after most of the exponentials; a work that sees no key
+// gets a tile all the same, which is masked.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "device.h"
@@ -36,6 +37,11 @@ using namespace hopper;
 
 constexpr int kBox = 64;   // columns of a box of TMA: 128 bytes, the width of the swizzle
 constexpr int kWorks = 2;  // one ends, the next is loaded and begun
+
+// So many of the last heads are worked on together that a block gets 4 of their tiles (2 and 3 are up to 3 % slower, 8 is
+// the same), but no more than have their K and V in 32 MB of the L2 cache.
+constexpr int kTogether = 4;
+constexpr int64_t kL2Bytes = 32 << 20;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor
 template <int D_, int Br_, int Bc_, int QStages_, int Stages_, int BlocksPerSM_ = 1>
@@ -61,22 +67,24 @@ struct Stage {
 template <int Stages>
 struct Ring {
     Stage *stages;
-    unsigned count = 0;
+    int place = 0;  // of 2 Stages: those of an even lap, those of an odd one
 
-    __device__ int at() const { return count % Stages; }
-    __device__ int parity() const { return count / Stages % 2; }
-    __device__ void advance() { ++count; }
+    __device__ int at() const { return place < Stages ? place : place - Stages; }
+    __device__ int parity() const { return place >= Stages; }
+    __device__ void advance() { place = place == 2 * Stages - 1 ? 0 : place + 1; }
     __device__ void wait_full() const { wait(stages[at()].full, parity()); }
     __device__ void wait_empty() const { wait(stages[at()].empty, parity() ^ 1); }
-    __device__ void release() {  // by all lanes of a warp, or by one thread that is its first lane
-        if (threadIdx.x % 32 == 0) arrive(stages[at()].empty);
+    // By all lanes of a warp, or by one thread that is its first lane. Not before x is there: ptxas moves a wait for wgmma
+    // up over all arithmetic, but not over this. x, a result of exp2, isn't -0, which ptxas doesn't know.
+    __device__ void release(float x = 0.f) {
+        if (threadIdx.x % 32 == 0 && __float_as_int(x) != INT_MIN) arrive(stages[at()].empty);
         advance();
     }
 };
 
-// A tile of queries i0 <= i < i0 + Br of head h in batch b, and the keys that some of its rows see.
+// A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
 struct Work {
-    int b, h, i0;  // b < 0: there is no more work
+    int b, h, i0, i1;  // b < 0: there is no more work
     Keys seen;
     BandOf<int> band;
 };
@@ -99,21 +107,25 @@ struct Parameters {
     Attention a;
     TensorMap Q, K, V;
     int Tr, tiles;  // tiles of queries of a head, and of all heads
+    int together;   // so many of the heads, the last ones, are worked on together
     int *next;      // which tile a block takes after its first; null: they take turns
     bool aligned;   // rows of O begin and end at multiples of 16 bytes
 };
 
 // ------------------------------------------------------------------------------ the producer
 
-// Head by head, since its tiles share K and V in the L2 cache; in a head the last rows first, which have most to do under
-// a causal mask, so that the last tiles of all are short.
+// The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most to
+// do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left with
+// a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the shortest.
 template <class Tile>
-__device__ Work work_of(const Parameters &p, int tile) {
-    if (tile >= p.tiles) return {-1};
-    const int head = tile / p.Tr, b = head / (int)p.a.Hq, i0 = (p.Tr - 1 - tile % p.Tr) * Tile::Br;
+__device__ Work work_of(const Parameters &p, int n) {
+    if (n >= p.tiles) return {-1};
+    const int alone = p.tiles / p.Tr - p.together, rest = n - alone * p.Tr;
+    const int head = rest < 0 ? n / p.Tr : alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
+    const int i1 = p.a.Nq - (rest < 0 ? n % p.Tr : rest / p.together) * Tile::Br, i0 = max(i1 - Tile::Br, 0);
     const BandOf<int> band = narrow(band_of(p.a, b));
-    const Keys seen = keys_of_any(band, i0, min(i0 + Tile::Br, p.a.Nq));
-    return {b, head % (int)p.a.Hq, i0, empty(seen) ? Keys{0, 1} : seen, band};  // if need be, a tile that nobody sees
+    const Keys seen = keys_of_any(band, i0, i1);
+    return {b, head % Hq, i0, i1, empty(seen) ? Keys{0, 1} : seen, band};  // if need be, a tile that nobody sees
 }
 
 template <class Tile, int Rows>
@@ -129,8 +141,9 @@ template <class Tile>
 __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
     Ring<Tile::QStages> Q{};
     Ring<kWorks> works{shared.works};
-    for (int tile = blockIdx.x;; tile = p.next ? gridDim.x + atomicAdd(p.next, 1) : tile + gridDim.x) {
-        const Work work = shared.work[works.at()] = work_of<Tile>(p, tile);
+    const int grid = gridDim.x;
+    for (int n = blockIdx.x;;) {
+        const Work work = shared.work[works.at()] = work_of<Tile>(p, n);
         arrive(shared.works[works.at()].full);
         works.advance();
         if (work.b < 0) return;
@@ -143,6 +156,8 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
         }
         Q.advance();
         works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
+        // If there are but two tiles a block, who had the longest gets the shortest.
+        n = p.next ? grid + atomicAdd(p.next, 1) : n < grid ? 2 * grid - 1 - n : n + grid;
     }
 }
 
@@ -181,8 +196,11 @@ __device__ uint32_t pack(float x, float y) {
 // exp(softmax_scale (s - m)) is one FFMA and one ex2: exp2(c s - cm), c = |softmax_scale| log2(e), scores of a negative
 // scale being negated first. cm is c m rounded, the same for a whole row: it goes away where O is divided by l. But for
 // scores in the thousands the difference would count, and for huge ones overflow: then m itself is subtracted first, or,
-// as long as a row has seen nothing but -inf, 0.
-__device__ bool is_far(float cm) { return fabsf(cm) > 1024.f; }
+// as long as a row has seen nothing but -inf, 0. So it always is where exponentials are few beside the products.
+template <int D>
+__device__ bool is_far(float cm) {
+    return D > 128 || fabsf(cm) > 1024.f;
+}
 
 // The two rows of a thread, lane / 4 and lane / 4 + 8 of its warp's 16. m is of scores that aren't scaled yet.
 struct Rows {
@@ -192,23 +210,26 @@ struct Rows {
 };
 
 // 10. - 11. m, and alpha, what its move is for l and Oi
-template <int Count>
+template <int D, int Count>
 __device__ void move_max(float (&Sij)[Count], Rows &rows, float c) {
     float m[2][2] = {{rows.m[0], rows.m[0]}, {rows.m[1], rows.m[1]}};  // of even and of odd columns: shorter chains
     const float m_old[2] = {rows.m[0], rows.m[1]};
 #pragma unroll
     for (int x = 0; x < Count; ++x) m[x / 2 % 2][x % 2] = fmaxf(m[x / 2 % 2][x % 2], Sij[x]);
+    const float m_lane[2] = {fmaxf(m[0][0], m[0][1]), fmaxf(m[1][0], m[1][1])};
+    // Asked of the lanes, so that the answer is there when the rows' maxima are.
+    const bool any_far = __any_sync(~0u, is_far<D>(m_lane[0] * c) || is_far<D>(m_lane[1] * c));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        rows.m[r] = row_max<4>(fmaxf(m[r][0], m[r][1]));
+        rows.m[r] = row_max<4>(m_lane[r]);
         rows.subtract[r] = __fmul_rn(rows.m[r], c);
         rows.alpha[r] = exp2_fast(rows.cm[r] - rows.subtract[r]);
         rows.cm[r] = rows.subtract[r];
     }
-    if (!__any_sync(~0u, is_far(rows.cm[0]) || is_far(rows.cm[1]))) return;
+    if (D <= 128 && !any_far) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (!is_far(rows.cm[r])) continue;
+        if (!is_far<D>(rows.cm[r])) continue;
         const float m_safe = rows.m[r] == -INFINITY ? 0.f : rows.m[r];
         rows.alpha[r] = exp2_fast((m_old[r] - m_safe) * c), rows.subtract[r] = 0.f;
 #pragma unroll
@@ -216,17 +237,27 @@ __device__ void move_max(float (&Sij)[Count], Rows &rows, float c) {
     }
 }
 
-// 10. - 11. l, and Pij as the A of Pij Vj: a thread's places in the accumulator Sij, in pairs, are its places in A
-template <class T, int Count>
-__device__ void exponentiate(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], Rows &rows, float c) {
-    float sum[2] = {0.f, 0.f};  // of this tile alone: in a sum over all keys the small terms would be lost
+// 10. - 11. Pij, in place of Sij, and l
+template <int Count>
+__device__ void exponentiate(float (&Sij)[Count], Rows &rows, float c) {
 #pragma unroll
-    for (int x = 0; x < 2 * Count; ++x) {
-        Sij[x] = exp2_fast(fmaf(Sij[x], c, -rows.subtract[x / 2 % 2]));
-        sum[x / 2 % 2] += Sij[x];
-        if (x % 2 == 1) Pij[x / 2] = pack<T>(Sij[x - 1], Sij[x]);
+    for (int r = 0; r < 2; ++r) {
+        float sum = 0.f;  // of this tile alone: in a sum over all keys the small terms would be lost
+#pragma unroll
+        for (int x = 0; x < Count; ++x) {
+            if (x / 2 % 2 != r) continue;
+            Sij[x] = exp2_fast(fmaf(Sij[x], c, -rows.subtract[r]));
+            sum += Sij[x];
+        }
+        rows.l[r] = fmaf(rows.l[r], rows.alpha[r], sum);
     }
-    rows.l[0] = fmaf(rows.l[0], rows.alpha[0], sum[0]), rows.l[1] = fmaf(rows.l[1], rows.alpha[1], sum[1]);
+}
+
+// Pij as the A of Pij Vj: a thread's places in the accumulator Sij, in pairs, are its places in A
+template <class T, int Count>
+__device__ void pack(uint32_t (&Pij)[Count], const float (&Sij)[2 * Count]) {
+#pragma unroll
+    for (int x = 0; x < Count; ++x) Pij[x] = pack<T>(Sij[2 * x], Sij[2 * x + 1]);
 }
 
 // 9. -inf for the keys of this tile that a row doesn't see
@@ -237,7 +268,13 @@ __device__ void mask(float (&Sij)[Count], const BandOf<int> &band, int i, int j0
 #pragma unroll
     for (int x = 0; x < Count; ++x) {
         const int j = x / 4 * 8 + x % 2, r = x / 2 % 2;
-        if (j < keys[r].begin - j_lane || j >= keys[r].end - j_lane) Sij[x] = -INFINITY;
+        if (j >= keys[r].end - j_lane) Sij[x] = -INFINITY;
+    }
+    if (!__any_sync(~0u, j0 < max(keys[0].begin, keys[1].begin))) return;
+#pragma unroll
+    for (int x = 0; x < Count; ++x) {
+        const int j = x / 4 * 8 + x % 2, r = x / 2 % 2;
+        if (j < keys[r].begin - j_lane) Sij[x] = -INFINITY;
     }
 }
 
@@ -304,7 +341,7 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
         T *const o = (T *)p.a.o + row_at(p.a.o_stride, work, i) + 8 * quad;
-        const int columns = i < p.a.Nq ? p.a.d - 8 * quad : 0;
+        const int columns = i < work.i1 ? p.a.d - 8 * quad : 0;
         if (p.aligned) {
 #pragma unroll
             for (int n = 0; n < Count / 16; ++n)
@@ -320,16 +357,16 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
 }
 
 // 12. - 13. The same in float32, with l and m, joined with the earlier state if there is one
-template <int Count>
+template <int D, int Count>
 __device__ void store_state(const Attention &a, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
                             float c) {
     const int quad = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
         // Relative to m what is relative to cm, which is c m rounded.
-        const float exact = is_far(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
+        const float exact = is_far<D>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
         const float l = exact * row_sum<4>(rows.l[r]), m = rows.m[r] * fabsf(a.softmax_scale);
-        if (i >= a.Nq) continue;
+        if (i >= work.i1) continue;
         const int64_t at = ((int64_t)work.b * a.Hq + work.h) * a.Nq + i;
         const bool sees_key = !empty(keys_of_row(work.band, i));
         const RowEnd end = end_of_row(sees_key, l, m, a.l_in ? a.l_in[at] : 0.f, a.l_in ? a.m_in[at] : -INFINITY);
@@ -375,18 +412,14 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     uint32_t Pij[Bc / 4];
     Rows rows;
 
-    const auto wait_V = [&](const Work &work, int j0) {
-        V.wait_full();
-        // Rows past seqlens_k must be 0: Pij = 0 times NaN is NaN. Each warpgroup writes all of these zeros.
-        const int rows_left = work.band.keys.end - j0;
-        if (rows_left < Bc && work.band.keys.end < a.Nk) {
-            for (int at = rows_left * 128 + threadIdx.x % 128 * 16; at < Bc * 128; at += 128 * 16)
+    // Rows of the last Vj past seqlens_k must be 0: Pij = 0 times NaN is NaN. Each warpgroup writes all of these zeros.
+    const auto clear_rows_past = [&](int end, int j0) {
+        if (end - j0 >= Bc || end == a.Nk) return;
+        for (int at = (end - j0) * 128 + threadIdx.x % 128 * 16; at < Bc * 128; at += 128 * 16)
 #pragma unroll
-                for (int box = 0; box < Tile::Boxes; ++box)
-                    *(uint4 *)(shared.Vj[V.at()] + box * Bc * 128 + at) = uint4{};
-            fence_async();
-            sync(1 + Consumers + warpgroup, 128);
-        }
+            for (int box = 0; box < Tile::Boxes; ++box) *(uint4 *)(shared.Vj[V.at()] + box * Bc * 128 + at) = uint4{};
+        fence_async();
+        sync(1 + Consumers + warpgroup, 128);
     };
     // 9. - 11. for j
     const auto find_max = [&](const Work &work, int j0, Keys unmasked) {
@@ -397,7 +430,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             }
             mask(Sij, work.band, work.i0 + row, j0);
         }
-        move_max(Sij, rows, c);
+        move_max<D>(Sij, rows, c);
     };
 
     // 9. The first Sij of the next work
@@ -416,7 +449,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     while (more) {
         const Work &work = shared.work[works.at()];
         // The keys that this warpgroup's rows see may end before those of the block; at least one tile is computed.
-        const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, a.Nq), end = work.seen.end;
+        const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1), end = work.seen.end;
         const int my_end = i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, end) : 0;
         Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
         if (negated) unmasked.end = 0;  // every tile goes the longer way
@@ -424,7 +457,8 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         K.release();
         rows = Rows();
         find_max(work, j0, unmasked);
-        exponentiate<T>(Pij, Sij, rows, c);
+        exponentiate(Sij, rows, c);
+        pack<T>(Pij, Sij);
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
 
@@ -434,25 +468,27 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             K.wait_full();
             my_turn();
             begin_QK<T, Tile>(Sij, shared.Qi[warpgroup][Q.at()], shared.Kj[K.at()]);
-            wait_V(work, j0);
+            V.wait_full();
             begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);
             next_turn();
             wait_for<1>(Sij);
-            K.release();
             find_max(work, j0 + Bc, unmasked);  // 10. - 11.
+            exponentiate(Sij, rows, c);
+            K.release(Sij[Bc / 8 - 1]);  // and so far the exponentials run beside Pij Vj: NOTES.md has other places
             wait_for<0>(Oi);
             V.release();
-            // 12. Oi = diag(alpha) Oi, among the exponentials, which leave the FMA units free
+            // 12. Oi = diag(alpha) Oi, among the other exponentials, which leave the FMA units free
 #pragma unroll
             for (int x = 0; x < D / 2; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
-            exponentiate<T>(Pij, Sij, rows, c);
+            pack<T>(Pij, Sij);
         }
         Q.release();
         Ring<kWorks> ending = works;
         works.advance();
         my_turn();
-        wait_V(work, j0);  // 12. for the last time
-        begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);
+        V.wait_full();
+        clear_rows_past(work.band.keys.end, j0);
+        begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);  // 12. for the last time
         next_turn();
         const bool is_last = j0 + Bc >= end;
         if (!is_last) {  // the other warpgroups need more tiles: let them pass
@@ -472,7 +508,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         wait_for<Tile::QStages - 1>(Oi);
         if (is_last) V.release();
         if (a.l)
-            store_state(a, work, work.i0 + row, Oi, rows, c);
+            store_state<D>(a, work, work.i0 + row, Oi, rows, c);
         else
             store_o<T>(p, work, work.i0 + row, Oi, rows);
         __syncwarp();  // all lanes have read the work
@@ -558,14 +594,18 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     p.aligned = is_aligned(a.o, a.o_stride, sizeof(T), a.d);
     const auto kernel = hopper_kernel<T, Tile>;
     constexpr int shared_bytes = sizeof(Shared<Tile>);
-    int device = 0, multiprocessors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    int multiprocessors = 0;
+    cudaError_t error = get_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
     if (error == cudaSuccess)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.tiles = a.B * a.Hq * p.Tr;
     const int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
-    p.next = p.tiles > grid ? a.scratch : nullptr;  // under a mask tiles differ: whoever is free takes the next
+    // Under a mask tiles differ, and whoever is free takes the next. Two a block are but put in order: the counter has to
+    // be set to 0, which is a launch of its own.
+    p.next = p.tiles > 2 * grid ? a.scratch : nullptr;
+    const int64_t heads = a.B * a.Hq, head_bytes = std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T);  // of K and V
+    const int64_t most = p.tiles <= 2 * grid ? heads : p.next ? kL2Bytes / head_bytes * (a.Hq / a.Hkv) : 1;
+    p.together = clamp(std::min<int64_t>(kTogether * grid / p.Tr, most), int64_t(1), heads);
     if (error == cudaSuccess && p.next) error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
     if (error == cudaSuccess) {
         kernel<<<grid, Tile::Threads, shared_bytes, stream>>>(p);

@@ -39,6 +39,19 @@ def test_more_tiles_than_multiprocessors(cuda_machine, dtype, d, options):
     machine.check(*tensors, **options, **limits)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
+    """Of the several tiles of a block: it may have to do one again after the next has begun."""
+    machine = cuda_machine
+    q, k, v = machine.qkv(B=6, Hq=30, Hkv=10, Nq=500, Nk=500, d=d, dtype=dtype)
+    k[1::3, ::4, 290] = 0
+    k[1::3, ::4, 290, 0] = 1e4
+    first = machine.check(q, k, v, causal=causal)
+    for _ in range(3):
+        assert torch.equal(machine.forward(q, k, v, causal=causal), first)
+
+
 def test_current_stream(cuda_machine, dtype):
     """Work queued before on the same stream is seen, however long it takes; two streams don't interfere."""
     machine = cuda_machine

@@ -178,3 +178,23 @@ def test_one_key_above_many_equal(machine, dtype):
     k = torch.full_like(k, 0.5)
     k[:, :, 5] = 1
     machine.check(torch.ones_like(q) + 0.01 * machine.ints(1, 2, 3)[:, None].to(dtype), k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("at", [0, 500, 899])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
+    """Wherever it turns up: a machine that expects scores near 0 must see its mistake."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
+    k[:, :, at] = 0
+    k[:, :, at, 0] = 1e4  # one product, for which float32 is exact enough
+    machine.check(q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("factor", [-1e3, -torch.inf])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_far_below_zero_at_first(machine, dtype, d, factor):
+    """Terms that l and O must forget, and scores of -inf, which come to nothing."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
+    k[:, :, :400] = factor * (0.1 + k[:, :, :400].abs())
+    machine.check(0.1 + q.abs(), k, v)

@@ -69,6 +69,14 @@ def test_masks(machine, dtype, d, band):
     check(machine, tensors, **{**band, **limits, "offset": machine.ints(100, 0, -5)})
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_far_from_zero(machine, dtype, d):
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=400, d=d, dtype=dtype)
+    k[:, :, 250] = 0
+    k[:, :, 250, 0] = 1e4
+    check(machine, (q, k, v), causal=True)
+
+
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 def test_state(machine, dtype, d):
     q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
