@@ -8,9 +8,9 @@
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij, Pij
 // (which is the A of Pij Vj) and Oi are in the registers of the consumers. The table of tiles, at the end, has the bytes.
 //
-// What overlaps what, per consumer: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the row maxima of the
-// one are found beside the other; where there is room for two Qi, a work ends and is stored beside the first Sij of the
-// next. Consumers take turns in starting products: the tensor cores have work while the others do their softmax.
+// What overlaps what, per consumer: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the row maxima and a
+// third of the exponentials of the one run beside the other; where there is room for two Qi, a work ends and is stored
+// beside the first Sij of the next. Consumers take turns: the tensor cores have work while others do their softmax.
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
@@ -18,12 +18,9 @@
 //     named 1, 2, ..         whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
 //     named, one a consumer  its threads have cleared the rows of Vj that no query may see
 //
-// Steps that differ from flash.cu's: Oi isn't rescaled before but after most of the exponentials; a work that sees no key
+// Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials; a work that sees no key
 // gets a tile all the same, which is masked.
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <climits>
 #include <type_traits>
 
 #include "device.h"
@@ -38,9 +35,9 @@ using namespace hopper;
 constexpr int kBox = 64;   // columns of a box of TMA: 128 bytes, the width of the swizzle
 constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 
-// So many of the last heads are worked on together that a block gets 4 of their tiles (2 and 3 are up to 3 % slower, 8 is
-// the same), but no more than have their K and V in 32 MB of the L2 cache.
-constexpr int kTogether = 4;
+// Under a mask so many of the last heads are worked on together that a block gets 4 of their tiles (2 and 3 are up to 3 %
+// slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
+constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor
@@ -56,8 +53,7 @@ struct Tile {
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
 };
 
-// The barriers of one place in a ring: full, the producer's: what it holds has arrived; empty, the readers', one arrival a
-// warp: it may be overwritten.
+// The barriers of one place in a ring.
 struct Stage {
     Barrier full, empty;
 };
@@ -67,17 +63,17 @@ struct Stage {
 template <int Stages>
 struct Ring {
     Stage *stages;
-    int place = 0;  // of 2 Stages: those of an even lap, those of an odd one
+    int place = 0;  // 0 to Stages - 1 on even laps, Stages to 2 Stages - 1 on odd ones
 
     __device__ int at() const { return place < Stages ? place : place - Stages; }
     __device__ int parity() const { return place >= Stages; }
     __device__ void advance() { place = place == 2 * Stages - 1 ? 0 : place + 1; }
     __device__ void wait_full() const { wait(stages[at()].full, parity()); }
     __device__ void wait_empty() const { wait(stages[at()].empty, parity() ^ 1); }
-    // By all lanes of a warp, or by one thread that is its first lane. Not before x is there: ptxas moves a wait for wgmma
-    // up over all arithmetic, but not over this. x, a result of exp2, isn't -0, which ptxas doesn't know.
+    // By all lanes of a warp, or by one thread that is its first lane; not before x is computed, which also keeps ptxas from
+    // moving the next wait for wgmma above that. x is a result of exp2, so never -0, but ptxas can't know.
     __device__ void release(float x = 0.f) {
-        if (threadIdx.x % 32 == 0 && __float_as_int(x) != INT_MIN) arrive(stages[at()].empty);
+        if (threadIdx.x % 32 == 0 && __float_as_int(x) != __float_as_int(-0.f)) arrive(stages[at()].empty);
         advance();
     }
 };
@@ -108,7 +104,7 @@ struct Parameters {
     TensorMap Q, K, V;
     int Tr, tiles;  // tiles of queries of a head, and of all heads
     int together;   // so many of the heads, the last ones, are worked on together
-    int *next;      // which tile a block takes after its first; null: they take turns
+    int *next;      // counts the tiles taken after each block's first; null: their order is fixed (produce_Q)
     bool aligned;   // rows of O begin and end at multiples of 16 bytes
 };
 
@@ -131,7 +127,6 @@ __device__ Work work_of(const Parameters &p, int n) {
 template <class Tile, int Rows>
 __device__ void load(unsigned char *tile, const TensorMap &tensor, int row, int h, int b, Barrier &full) {
     arrive_expecting(full, Rows * Tile::Boxes * 128);
-#pragma unroll
     for (int box = 0; box < Tile::Boxes; ++box)
         load_box(tile + box * Rows * 128, tensor.map, box * kBox, row, h * tensor.head, b * tensor.batch, full);
 }
@@ -147,7 +142,6 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
         arrive(shared.works[works.at()].full);
         works.advance();
         if (work.b < 0) return;
-#pragma unroll
         for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
             Q.stages = shared.Q[warpgroup];
             Q.wait_empty();
@@ -156,7 +150,7 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
         }
         Q.advance();
         works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
-        // If there are but two tiles a block, who had the longest gets the shortest.
+        // Without a counter there and back: who had the longest tile gets the shortest.
         n = p.next ? grid + atomicAdd(p.next, 1) : n < grid ? 2 * grid - 1 - n : n + grid;
     }
 }
@@ -194,13 +188,16 @@ __device__ uint32_t pack(float x, float y) {
 }
 
 // exp(softmax_scale (s - m)) is one FFMA and one ex2: exp2(c s - cm), c = |softmax_scale| log2(e), scores of a negative
-// scale being negated first. cm is c m rounded, the same for a whole row: it goes away where O is divided by l. But for
+// scale being negated first. cm is c m rounded: the error is one factor for a whole row, which O / l cancels. But for
 // scores in the thousands the difference would count, and for huge ones overflow: then m itself is subtracted first, or,
-// as long as a row has seen nothing but -inf, 0. So it always is where exponentials are few beside the products.
+// as long as a row has seen nothing but -inf, 0. For D > 128, where exponentials are few beside the products, it always is;
+// then c may be so small that a difference of scores overflows where it matters, so that s and m are halved.
 template <int D>
-__device__ bool is_far(float cm) {
+__device__ bool subtracts_m(float cm) {
     return D > 128 || fabsf(cm) > 1024.f;
 }
+template <int D>
+constexpr float kHalf = D > 128 ? 0.5f : 1.f;
 
 // The two rows of a thread, lane / 4 and lane / 4 + 8 of its warp's 16. m is of scores that aren't scaled yet.
 struct Rows {
@@ -217,38 +214,34 @@ __device__ void move_max(float (&Sij)[Count], Rows &rows, float c) {
 #pragma unroll
     for (int x = 0; x < Count; ++x) m[x / 2 % 2][x % 2] = fmaxf(m[x / 2 % 2][x % 2], Sij[x]);
     const float m_lane[2] = {fmaxf(m[0][0], m[0][1]), fmaxf(m[1][0], m[1][1])};
-    // Asked of the lanes, so that the answer is there when the rows' maxima are.
-    const bool any_far = __any_sync(~0u, is_far<D>(m_lane[0] * c) || is_far<D>(m_lane[1] * c));
-#pragma unroll
+    // Asked of the lanes, so that the answer is there when the rows' maxima are. A lane that is far while its row isn't
+    // costs time, no more: below each row asks again.
+    const bool any = __any_sync(~0u, subtracts_m<D>(m_lane[0] * c) || subtracts_m<D>(m_lane[1] * c));
     for (int r = 0; r < 2; ++r) {
         rows.m[r] = row_max<4>(m_lane[r]);
         rows.subtract[r] = __fmul_rn(rows.m[r], c);
         rows.alpha[r] = exp2_fast(rows.cm[r] - rows.subtract[r]);
         rows.cm[r] = rows.subtract[r];
     }
-    if (D <= 128 && !any_far) return;
-#pragma unroll
+    if (D <= 128 && !any) return;  // D: or else the vote and the branch stay for D > 128, too
     for (int r = 0; r < 2; ++r) {
-        if (!is_far<D>(rows.cm[r])) continue;
+        if (!subtracts_m<D>(rows.cm[r])) continue;
         const float m_safe = rows.m[r] == -INFINITY ? 0.f : rows.m[r];
-        rows.alpha[r] = exp2_fast((m_old[r] - m_safe) * c), rows.subtract[r] = 0.f;
+        const auto minus_m = [&](float x) { return fmaf(x, kHalf<D>, -kHalf<D> * m_safe); };
+        rows.alpha[r] = exp2_fast(minus_m(m_old[r]) * (c / kHalf<D>)), rows.subtract[r] = 0.f;
 #pragma unroll
-        for (int x = 2 * r; x < Count; x += 4) Sij[x] -= m_safe, Sij[x + 1] -= m_safe;
+        for (int x = 2 * r; x < Count; x += 4) Sij[x] = minus_m(Sij[x]), Sij[x + 1] = minus_m(Sij[x + 1]);
     }
 }
 
 // 10. - 11. Pij, in place of Sij, and l
-template <int Count>
+template <int D, int Count>
 __device__ void exponentiate(float (&Sij)[Count], Rows &rows, float c) {
-#pragma unroll
     for (int r = 0; r < 2; ++r) {
         float sum = 0.f;  // of this tile alone: in a sum over all keys the small terms would be lost
 #pragma unroll
-        for (int x = 0; x < Count; ++x) {
-            if (x / 2 % 2 != r) continue;
-            Sij[x] = exp2_fast(fmaf(Sij[x], c, -rows.subtract[r]));
-            sum += Sij[x];
-        }
+        for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1)
+            sum += Sij[x] = exp2_fast(fmaf(Sij[x], c / kHalf<D>, -rows.subtract[r]));
         rows.l[r] = fmaf(rows.l[r], rows.alpha[r], sum);
     }
 }
@@ -265,17 +258,14 @@ template <int Count>
 __device__ void mask(float (&Sij)[Count], const BandOf<int> &band, int i, int j0) {
     const Keys keys[2] = {keys_of_row(band, i), keys_of_row(band, i + 8)};
     const int j_lane = j0 + threadIdx.x % 4 * 2;
+    const auto hide = [&](auto hidden) {
 #pragma unroll
-    for (int x = 0; x < Count; ++x) {
-        const int j = x / 4 * 8 + x % 2, r = x / 2 % 2;
-        if (j >= keys[r].end - j_lane) Sij[x] = -INFINITY;
-    }
-    if (!__any_sync(~0u, j0 < max(keys[0].begin, keys[1].begin))) return;
-#pragma unroll
-    for (int x = 0; x < Count; ++x) {
-        const int j = x / 4 * 8 + x % 2, r = x / 2 % 2;
-        if (j < keys[r].begin - j_lane) Sij[x] = -INFINITY;
-    }
+        for (int x = 0; x < Count; ++x)
+            if (hidden(x / 4 * 8 + x % 2, keys[x / 2 % 2])) Sij[x] = -INFINITY;
+    };
+    hide([&](int j, Keys row) { return j >= row.end - j_lane; });
+    if (__any_sync(~0u, j0 < max(keys[0].begin, keys[1].begin)))
+        hide([&](int j, Keys row) { return j < row.begin - j_lane; });
 }
 
 // Sij = Qi Kj^T, begun
@@ -302,9 +292,7 @@ __device__ void begin_PV(float (&Oi)[CountO], const uint32_t (&Pij)[CountP], con
 
 // Transposes what 4 neighbours have of a row: x[n] of neighbour `quad` goes to x[quad] of neighbour n.
 __device__ void transpose_quad(uint32_t (&x)[4], int quad) {
-#pragma unroll
     for (int step = 1; step <= 2; step *= 2)
-#pragma unroll
         for (int n = 0; n < 4; ++n) {
             if (n & step) continue;
             const bool upper = quad & step;
@@ -363,9 +351,9 @@ __device__ void store_state(const Attention &a, const Work &work, int i, const f
     const int quad = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
-        // Relative to m what is relative to cm, which is c m rounded.
-        const float exact = is_far<D>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
-        const float l = exact * row_sum<4>(rows.l[r]), m = rows.m[r] * fabsf(a.softmax_scale);
+        // What l and Oi, relative to the rounded cm, are to be multiplied by to be relative to c m.
+        const float unrounded = subtracts_m<D>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
+        const float l = unrounded * row_sum<4>(rows.l[r]), m = rows.m[r] * fabsf(a.softmax_scale);
         if (i >= work.i1) continue;
         const int64_t at = ((int64_t)work.b * a.Hq + work.h) * a.Nq + i;
         const bool sees_key = !empty(keys_of_row(work.band, i));
@@ -377,7 +365,7 @@ __device__ void store_state(const Attention &a, const Work &work, int i, const f
         for (int y = 0; y < Count / 2; ++y) {
             const int x = y / 2 * 8 + y % 2 + 2 * quad;
             if (x >= a.d) continue;
-            const float sum = end.reads_Oi ? exact * end.weight_Oi * Oi[y / 2 * 4 + y % 2 + 2 * r] : 0.f;
+            const float sum = end.reads_Oi ? unrounded * end.weight_Oi * Oi[y / 2 * 4 + y % 2 + 2 * r] : 0.f;
             o[x] = o_in ? sum + end.weight_o_in * o_in[x] : sum;
         }
     }
@@ -392,11 +380,11 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // shuffled: now nvcc knows that a warp has one
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = 64 * warpgroup + 16 * warp + lane / 4;  // and row + 8
-    // Neither 0 nor inf, which would make NaN of a hidden -inf or of a 0.
-    const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 3e38f);
+    // Neither 0 nor inf, nor is 2 c, which would make NaN of a hidden -inf or of a 0.
+    const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
     const bool negated = a.softmax_scale < 0.f;
 
-    // Warpgroups take turns in starting products: one's softmax runs beside the other's products.
+    // Warpgroups take turns in starting products, but for a work's first: one's softmax runs beside another's products.
     const auto my_turn = [&] {
         if constexpr (Consumers > 1) sync(1 + warpgroup, 256);
     };
@@ -416,7 +404,6 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     const auto clear_rows_past = [&](int end, int j0) {
         if (end - j0 >= Bc || end == a.Nk) return;
         for (int at = (end - j0) * 128 + threadIdx.x % 128 * 16; at < Bc * 128; at += 128 * 16)
-#pragma unroll
             for (int box = 0; box < Tile::Boxes; ++box) *(uint4 *)(shared.Vj[V.at()] + box * Bc * 128 + at) = uint4{};
         fence_async();
         sync(1 + Consumers + warpgroup, 128);
@@ -438,7 +425,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     const auto begin_work = [&] {
         works.wait_full();
         more = shared.work[works.at()].b >= 0;
-        if (more) {  // else it multiplies what is there, for nothing: under an if ptxas would wait for it at once (C7517)
+        if (more) {  // else it multiplies stale tiles, for nothing: under an if ptxas would wait for it at once (C7517)
             Q.wait_full();
             K.wait_full();
         }
@@ -457,7 +444,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         K.release();
         rows = Rows();
         find_max(work, j0, unmasked);
-        exponentiate(Sij, rows, c);
+        exponentiate<D>(Sij, rows, c);
         pack<T>(Pij, Sij);
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
@@ -473,8 +460,8 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             next_turn();
             wait_for<1>(Sij);
             find_max(work, j0 + Bc, unmasked);  // 10. - 11.
-            exponentiate(Sij, rows, c);
-            K.release(Sij[Bc / 8 - 1]);  // and so far the exponentials run beside Pij Vj: NOTES.md has other places
+            exponentiate<D>(Sij, rows, c);
+            K.release(Sij[Bc / 8 - 1]);  // tuned: about a third of the exponentials before the wait (NOTES.md)
             wait_for<0>(Oi);
             V.release();
             // 12. Oi = diag(alpha) Oi, among the other exponentials, which leave the FMA units free
@@ -483,7 +470,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             pack<T>(Pij, Sij);
         }
         Q.release();
-        Ring<kWorks> ending = works;
+        Ring<kWorks> ending = works;  // released when O is stored
         works.advance();
         my_turn();
         V.wait_full();
@@ -491,7 +478,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);  // 12. for the last time
         next_turn();
         const bool is_last = j0 + Bc >= end;
-        if (!is_last) {  // the other warpgroups need more tiles: let them pass
+        if (!is_last) {  // the other warpgroups need more tiles, and they this one's place: let them pass
             wait_for<0>(Oi);
             V.release();
             for (j0 += Bc; j0 < end; j0 += Bc) {
@@ -552,29 +539,26 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // ------------------------------------------------------------------------------ the launch
 
 // The driver's encoder, found at run time, so that nothing has to be linked with the driver.
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode encoder() {
-    static const Encode encode = [] {
+auto encoder() {
+    static const auto encode = [] {
         void *function = nullptr;
-        cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+        cudaDriverEntryPointQueryResult result;
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-        return result == cudaDriverEntryPointSuccess ? (Encode)function : nullptr;
+        return (decltype(&cuTensorMapEncodeTiled))function;
     }();
     return encode;
 }
 
 // A (B, H, N, d) tensor, of which a box has `rows` rows.
-bool describe(TensorMap &tensor, Dtype dtype, const void *data, const Strides &stride, int64_t B, int64_t H, int N,
-              int d, int rows) {
+bool describe(TensorMap &tensor, Dtype dtype, const void *data, const Strides &stride, uint64_t B, uint64_t H,
+              uint64_t N, uint64_t d, uint32_t rows) {
     tensor.batch = stride.batch != 0 && B > 1, tensor.head = stride.head != 0 && H > 1;
-    const cuuint64_t size[4] = {(cuuint64_t)d, (cuuint64_t)N, tensor.head ? (cuuint64_t)H : 1,
-                                tensor.batch ? (cuuint64_t)B : 1};
+    const cuuint64_t size[4] = {d, N, tensor.head ? H : 1, tensor.batch ? B : 1};
     // The stride of a dimension of size 1 doesn't matter, but must look like one.
-    const auto bytes = [](bool matters, int64_t elements) { return matters ? (cuuint64_t)elements * 2 : 16; };
+    const auto bytes = [](bool matters, uint64_t elements) { return matters ? elements * 2 : 16; };
     const cuuint64_t strides[3] = {bytes(N > 1, stride.row), bytes(tensor.head, stride.head),
                                    bytes(tensor.batch, stride.batch)};
-    const cuuint32_t box[4] = {kBox, (cuuint32_t)rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+    const cuuint32_t box[4] = {kBox, rows, 1, 1}, steps[4] = {1, 1, 1, 1};
     return encoder()(&tensor.map,
                      dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
                      (void *)data, size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -593,24 +577,20 @@ const char *launch(const Attention &a, CUstream_st *stream) {
         return "cuTensorMapEncodeTiled refused q, k or v";
     p.aligned = is_aligned(a.o, a.o_stride, sizeof(T), a.d);
     const auto kernel = hopper_kernel<T, Tile>;
-    constexpr int shared_bytes = sizeof(Shared<Tile>);
+    constexpr int bytes = sizeof(Shared<Tile>);
     int multiprocessors = 0;
     cudaError_t error = get_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.tiles = a.B * a.Hq * p.Tr;
     const int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
     // Under a mask tiles differ, and whoever is free takes the next. Two a block are but put in order: the counter has to
     // be set to 0, which is a launch of its own.
     p.next = p.tiles > 2 * grid ? a.scratch : nullptr;
-    const int64_t heads = a.B * a.Hq, head_bytes = std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T);  // of K and V
-    const int64_t most = p.tiles <= 2 * grid ? heads : p.next ? kL2Bytes / head_bytes * (a.Hq / a.Hkv) : 1;
-    p.together = clamp(std::min<int64_t>(kTogether * grid / p.Tr, most), int64_t(1), heads);
+    const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
+    p.together = p.tiles <= 2 * grid ? heads : 1;
+    if (p.next) p.together = clamp(std::min(kTogether * grid / p.Tr, in_L2 * (a.Hq / a.Hkv)), int64_t(1), heads);
     if (error == cudaSuccess && p.next) error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
-    if (error == cudaSuccess) {
-        kernel<<<grid, Tile::Threads, shared_bytes, stream>>>(p);
-        error = cudaGetLastError();
-    }
+    if (error == cudaSuccess) kernel<<<grid, Tile::Threads, bytes, stream>>>(p), error = cudaGetLastError();
     return why_not(error);
 }
 
@@ -621,15 +601,13 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
     // D, Br, Bc, stages of Q, of K and V, blocks on a multiprocessor; NOTES.md has what others gave.
     // Few queries: 48 KB, so that three blocks hide one another's latencies.
     if (a.d <= 64 && a.Nq <= 64) return launch<T, Tile<64, 64, 64, 2, 2, 3>>(a, stream);
-    // 176 KB. With three consumers 6 to 18 % faster than with two where there is no mask: exponentials are half the work.
+    // 176 KB. With three consumers 7 % faster than with two: exponentials are half the work.
     if (a.d <= 64) return launch<T, Tile<64, 192, 128, 2, 4>>(a, stream);
-    if (a.d <= 96)
-        return launch<T, Tile<96, 128, 128, 2, 2>>(a, stream);  // 192 KB, a quarter fewer products than below
+    if (a.d <= 96) return launch<T, Tile<96, 128, 128, 2, 2>>(a, stream);  // 192 KB, a quarter fewer products than 128
     // 224 KB. A third stage gains up to 3 % over a second Qi; Bc 176, in two stages, loses 6 % at N 512.
     if (a.d <= 128) return launch<T, Tile<128, 128, 128, 1, 3>>(a, stream);
-    if (a.d <= 192)
-        return launch<T, Tile<192, 128, 80, 2, 2>>(a, stream);  // 216 KB, a quarter fewer products than below
-    return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);      // 224 KB; Bc 64 is up to 8 % slower
+    if (a.d <= 192) return launch<T, Tile<192, 128, 80, 2, 2>>(a, stream);  // 216 KB, a quarter fewer than 256
+    return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);                  // 224 KB; Bc 64 is up to 8 % slower
 }
 
 }  // namespace

@@ -8,9 +8,10 @@
 
 #include <cstdint>
 #include <cuda/ptx>
-#include <type_traits>
 
 namespace minimal_attn::hopper {
+
+namespace ptx = cuda::ptx;
 
 // ------------------------------------------------------------------------------ mbarriers
 // A barrier in shared memory. A phase ends when all have arrived and all bytes announced are there; waiters name its
@@ -18,22 +19,21 @@ namespace minimal_attn::hopper {
 
 using Barrier = uint64_t;
 
-__device__ inline void init(Barrier &barrier, int arrivals) { cuda::ptx::mbarrier_init(&barrier, arrivals); }
+__device__ inline void init(Barrier &barrier, int arrivals) { ptx::mbarrier_init(&barrier, arrivals); }
 
-__device__ inline void arrive(Barrier &barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
+__device__ inline void arrive(Barrier &barrier) { ptx::mbarrier_arrive(&barrier); }
 
 __device__ inline void arrive_expecting(Barrier &barrier, int bytes) {
-    namespace ptx = cuda::ptx;
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier, bytes);
 }
 
 __device__ inline void wait(Barrier &barrier, int parity) {
-    while (!cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {
+    while (!ptx::mbarrier_try_wait_parity(&barrier, parity)) {
     }
 }
 
 // Makes initialised barriers, and ordinary writes to shared memory, visible to TMA and wgmma.
-__device__ inline void fence_async() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
+__device__ inline void fence_async() { ptx::fence_proxy_async(ptx::space_shared); }
 
 // ------------------------------------------------------------------------------ named barriers
 // bar.sync, bar.arrive: one of 16 barriers of the block, for so many threads, those that wait and those that don't.
@@ -65,7 +65,6 @@ __device__ void take_registers() {
 
 __device__ inline void load_box(void *to, const CUtensorMap &map, int x, int row, int head, int batch,
                                 Barrier &barrier) {
-    namespace ptx = cuda::ptx;
     const int32_t at[4] = {x, row, head, batch};
     ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, to, &map, at, &barrier);
 }

@@ -42,7 +42,7 @@ def test_more_tiles_than_multiprocessors(cuda_machine, dtype, d, options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
-    """Of the several tiles of a block: it may have to do one again after the next has begun."""
+    """Of the several tiles of a block, in no order: a tile's bits are its own affair."""
     machine = cuda_machine
     q, k, v = machine.qkv(B=6, Hq=30, Hkv=10, Nq=500, Nk=500, d=d, dtype=dtype)
     k[1::3, ::4, 290] = 0

@@ -184,7 +184,7 @@ def test_one_key_above_many_equal(machine, dtype):
 @pytest.mark.parametrize("at", [0, 500, 899])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
-    """Wherever it turns up: a machine that expects scores near 0 must see its mistake."""
+    """Wherever it turns up, a machine that subtracts m only from such scores must see it."""
     q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
     k[:, :, at] = 0
     k[:, :, at, 0] = 1e4  # one product, for which float32 is exact enough
@@ -198,3 +198,18 @@ def test_scores_far_below_zero_at_first(machine, dtype, d, factor):
     q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
     k[:, :, :400] = factor * (0.1 + k[:, :, :400].abs())
     machine.check(0.1 + q.abs(), k, v)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, 1e-38, -1e-38])
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_whose_difference_overflows(machine, dtype, d, softmax_scale):
+    """Scores of +-2e38 before they are scaled: a key's weight, and whether what came before is forgotten."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=70, Nk=300, d=d)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[..., 0] = 1e19, 2e19
+    k[:, :, :150] *= -1
+    k[:, :, 150::2] *= -1
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    machine.check(q, k, v, softmax_scale=softmax_scale)
+    machine.check(q, k, v, softmax_scale=softmax_scale, causal=True)
