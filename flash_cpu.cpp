@@ -18,6 +18,7 @@
 //     rows 32        (query, channel): Q before it is transposed, O after
 //     Kj 16, Vj 16   (key, channel), where they are converted or copied
 //     mi, li 1
+//     with AMX the parts of Qi 48, Kj 24, Vj 24 and Pij 24 (see there), and products 16
 //
 // GCC compiles a function for the instructions that it is told of, so this file has two parts: the first
 // includes the second once for each set of instructions, and chooses between them at run time.
@@ -27,6 +28,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <type_traits>
 
 #include <ATen/Parallel.h>
@@ -34,11 +36,18 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#if defined(__linux__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
+#define WITH_AMX
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace minimal_attn {
 namespace {
 
 // Br is 128, or 64 where there are too few tiles for all threads. On two Intel cores 128 is up to 7 % faster than 64
-// from N 512 on, on two AMD cores 4 %.
+// from N 512 on, on two AMD cores 4 %. With AMX it is 256, since each tile of rows splits its keys again: 1 to 9 %.
 constexpr int Bc = 64;
 
 // So many products are summed in registers before the sum goes to memory: sums in pieces round less, but each piece
@@ -47,15 +56,117 @@ constexpr int channels_per_sum = 32, scores_per_sum = 8;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
+// AMX multiplies matrices of bfloat16, 16 times as fast as AVX-512 those of float32. So a float32 is taken as the sum
+// of three bfloat16s, its parts: its sign and exponent with the first 8 of its 24 bits, with the next 8, with the last.
+// Of the nine products of two numbers' parts six are added up; the others are below 2^-21 of the whole.
+//
+// A tile of a part has 16 rows of 64 bytes, one of each of 16 keys, queries or channels x for 32 of the numbers y over
+// which the sum runs; the three parts follow each other. Numbers y and y + 16 are neighbors, so that a row is two
+// vectors, packed. B's tiles have them the other way, as AMX wants: in row y those of y and y + 16 for each x.
+constexpr int x_tile = 16, y_tile = 32, part_size = x_tile * y_tile / 2, parts_size = 3 * part_size;  // in floats
+constexpr int amx_P = 64;  // queries of a strip that AMX is used for
+
+#ifdef WITH_AMX
+#pragma GCC push_options
+#pragma GCC target("avx512f,amx-tile,amx-bf16")
+
+// Whether there is AMX, and Linux lets this process use it, for which it must ask.
+bool has_amx() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool allowed = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("amx-bf16") &&
+                                syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return allowed;
+}
+
+// A thread's eight tile registers, between these two, of 16 rows of 64 bytes: 0 to 3 are of C, 4 and 5 of A, 6 and 7 of B.
+[[gnu::noipa]] void begin_amx() {
+    alignas(64) static const struct {
+        uint8_t palette = 1, start_row = 0, zeros[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } registers;
+    _tile_loadconfig(&registers);
+}
+
+[[gnu::noipa]] void end_amx() { _tile_release(); }
+
+inline void load_A(const float *A, int64_t next) {
+    _tile_loadd(4, A, 64);
+    _tile_loadd(5, A + next, 64);
+}
+
+inline void load_B(const float *B, int64_t next) {
+    _tile_loadd(6, B, 64);
+    _tile_loadd(7, B + next, 64);
+}
+
+inline void multiply_tiles() {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+// C(x, i) = sum over y of A(x, y) B(y, i), from the parts of A and B, which have so many tiles in x, i and y. Small
+// products come first, to be rounded when the sum is small. The compiler must not look into this function (noipa):
+// it isn't told that tile loads read memory.
+[[gnu::noipa]] void multiply_parts(int xs, int is, int ys, const float *A, const float *B, float *C, int64_t C_row) {
+    constexpr int first = 0, second = part_size, third = 2 * part_size;
+    const int64_t next = (int64_t)ys * parts_size;
+    for (int x = 0; x < xs; x += 2)
+        for (int i = 0; i < is; i += 2) {
+            const float *Ax = A + x * next, *Bi = B + i * next;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t y = 0; y < next; y += parts_size) {
+                load_A(Ax + y + third, next), load_B(Bi + y + first, next), multiply_tiles();
+                load_A(Ax + y + second, next), multiply_tiles();
+                load_B(Bi + y + second, next), multiply_tiles();
+                load_A(Ax + y + first, next), multiply_tiles();
+                load_B(Bi + y + third, next), multiply_tiles();
+            }
+            for (int64_t y = 0; y < next; y += parts_size)
+                load_A(Ax + y + first, next), load_B(Bi + y + first, next), multiply_tiles();
+            float *Cxi = C + x * x_tile * C_row + i * x_tile;
+            _tile_stored(0, Cxi, C_row * 4);
+            _tile_stored(1, Cxi + x_tile, C_row * 4);
+            _tile_stored(2, Cxi + x_tile * C_row, C_row * 4);
+            _tile_stored(3, Cxi + x_tile * C_row + x_tile, C_row * 4);
+        }
+}
+
+#pragma GCC pop_options
+#else
+constexpr bool has_amx() { return false; }
+inline void begin_amx() {}
+inline void end_amx() {}
+inline void multiply_parts(int, int, int, const float *, const float *, float *, int64_t) {}
+#endif
+
+// Whether products are worth AMX: with fewer rows or keys splitting takes longer than it saves ((16, 12, 64, 64): 19 %).
+bool uses_amx(const Attention &a) {
+    const int64_t rows = (int64_t)a.Nq * (a.Hq / a.Hkv);
+    return a.dtype == Dtype::float32 && a.d >= y_tile && a.d % x_tile == 0 && rows >= 128 && a.Nk >= 128 && has_amx();
+}
+
 struct Buffers {  // d is a multiple of 16, so that each begins at a multiple of 64 bytes
-    static int64_t size(int Br, int64_t d) { return 3 * Br * d + 2 * Bc * d + Bc * Br + 2 * Br; }
+    static int64_t size(int Br, int64_t d, bool with_parts) {
+        const int64_t D = round_up(d, y_tile), parts = (Br * D + 2 * Bc * D + Bc * amx_P) * 3 / 2;
+        return 3 * Br * d + 2 * Bc * d + Bc * Br + 2 * Br + (with_parts ? parts + D * amx_P : 0);
+    }
 
     Buffers(float *memory, int Br, int64_t d) {
         Qi = memory, Oi = Qi + Br * d, rows = Oi + Br * d, Kj = rows + Br * d, Vj = Kj + Bc * d;
         Sij = Vj + Bc * d, mi = Sij + Bc * Br, li = mi + Br;
+        const int64_t D = round_up(d, y_tile);
+        Qi_parts = li + Br, Kj_parts = Qi_parts + Br * D * 3 / 2, Vj_parts = Kj_parts + Bc * D * 3 / 2;
+        Pij_parts = Vj_parts + Bc * D * 3 / 2, products = Pij_parts + Bc * amx_P * 3 / 2;
     }
 
     float *Qi, *Oi, *rows, *Kj, *Vj, *Sij, *mi, *li;
+    float *Qi_parts, *Kj_parts, *Vj_parts, *Pij_parts, *products;
 };
 
 // Of batch b and key head h: the rows from query i0 of the g0-th query head on, one a lane.
@@ -120,18 +231,22 @@ void forward_cpu(const Attention &a) {
     const auto forward = forward_of(a.dtype);
     const int group = a.Hq / a.Hkv;
     const int64_t rows = (int64_t)a.Nq * group;
-    const int Br = a.B * a.Hkv * rows >= 4 * 128 * at::get_num_threads() ? 128 : 64;
+    const bool with_parts = uses_amx(a);
+    const auto enough_for = [&](int Br) { return a.B * a.Hkv * rows >= 4 * Br * at::get_num_threads(); };
+    const int Br = with_parts && enough_for(256) ? 256 : enough_for(128) ? 128 : 64;
     const int64_t Tr = round_up(rows, Br) / Br, tiles = a.B * a.Hkv * Tr;
-    const int64_t d = round_up(a.d, 16);
+    const int64_t d = round_up(a.d, 16), threads = at::get_num_threads();
+    const auto tile_at = [&](int64_t tile) {
+        const int64_t bh = tile / Tr, row = (Tr - 1 - tile % Tr) * Br;  // if causal, the longest first
+        const int i0 = row / group, g0 = row % group, n = std::min<int64_t>(Br, rows - row);
+        return QueryTile{bh / a.Hkv, bh % a.Hkv, group, i0, g0, n, d};
+    };
     std::atomic<int64_t> next_tile{0};
-    at::parallel_for(0, std::min<int64_t>(tiles, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-        const auto memory = c10::GetCPUAllocator()->allocate(Buffers::size(Br, d) * sizeof(float));
+    at::parallel_for(0, std::min(tiles, threads), 1, [&](int64_t, int64_t) {
+        const auto memory = c10::GetCPUAllocator()->allocate(Buffers::size(Br, d, with_parts) * sizeof(float));
         const Buffers buffers((float *)memory.get(), Br, d);
-        for (int64_t tile; (tile = next_tile++) < tiles;) {
-            const int64_t bh = tile / Tr, row = (Tr - 1 - tile % Tr) * Br;  // if causal, the longest first
-            const int i0 = row / group, g0 = row % group, n = std::min<int64_t>(Br, rows - row);
-            forward(a, {bh / a.Hkv, bh % a.Hkv, group, i0, g0, n, d}, buffers);
-        }
+        for (int64_t tile; (tile = next_tile++) < tiles;)  // and what this thread takes next, as far as one can say
+            forward(a, tile_at(tile), tile_at(std::min(tile + threads, tiles - 1)), buffers);
     });
 }
 
@@ -227,7 +342,93 @@ struct KeyTile {
     Keys keys;
     const float *Kj, *Vj;
     int64_t K_row, V_row;  // strides
+    bool in_parts;         // and Qi, too
 };
+
+template <int R>
+constexpr bool with_amx = W == x_tile &&R *W == amx_P;
+
+// A row of tiles, in three parts, of numbers whose y differs by 16.
+[[gnu::always_inline]] inline void split(Vec a, Vec b, float *to) {
+#pragma GCC unroll 3
+    for (int part = 0; part < 3; ++part) {
+        const VecInt first_of_a = (VecInt)a & -0x10000, first_of_b = (VecInt)b & -0x10000;
+        vec(to + part * part_size) = (Vec)((first_of_a >> 16 & 0xffff) | first_of_b);
+        a -= (Vec)first_of_a, b -= (Vec)first_of_b;
+    }
+}
+
+// A vector from anywhere. Keeps the largest absolute value in each lane, as an integer.
+[[gnu::always_inline]] inline Vec load(const float *x, VecInt *largest) {
+    Vec v;
+    std::memcpy(&v, x, sizeof(v));
+    const VecInt size = (VecInt)v & 0x7fffffff;
+    *largest = size > *largest ? size : *largest;
+    return v;
+}
+
+// Infinite numbers and NaN have no parts. AMX takes subnormal numbers, which small ones' parts may be, for 0, and sums
+// overflow at other places: those of 2^-60 to 2^60, and zeros, are far from both.
+inline bool splits_well(VecInt largest) {
+    int all = 0;
+    for (int c = 0; c < W; ++c) all = std::max(all, largest[c]);
+    return all == 0 || (all >= (127 - 60) << 23 && all < (127 + 60) << 23);
+}
+
+// The last 16 of y may be missing: zeros.
+template <int P>
+bool split_queries(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
+    VecInt largest = {};
+    float *to = buffers.Qi_parts;
+    for (int i = 0; i < lanes; i += W)
+        for (int c = 0; c < a.d; c += y_tile, to += parts_size)
+            for (int y = 0; y < x_tile; ++y) {
+                const float *q = buffers.Qi + (i / P * t.d + c + y) * P + i % P;
+                const Vec lower = load(q, &largest);
+                split(lower, c + x_tile < a.d ? load(q + x_tile * P, &largest) : Vec{}, to + y * W);
+            }
+    return splits_well(largest);
+}
+
+inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
+    const int n = tile.keys.end - tile.keys.begin, tiles_of_d = round_up(d, y_tile) / y_tile;
+    VecInt largest = {};
+    for (int j = 0; j < n; ++j) {  // what follows key n makes scores that nobody reads
+        const float *k = tile.Kj + j * tile.K_row;
+        float *to = buffers.Kj_parts + j / x_tile * tiles_of_d * parts_size + j % x_tile * W;
+        for (int c = 0; c < d; c += y_tile, to += parts_size) {
+            const Vec lower = load(k + c, &largest);
+            split(lower, c + x_tile < d ? load(k + c + x_tile, &largest) : Vec{}, to);
+        }
+    }
+    if (!splits_well(largest)) return false;
+    largest = VecInt{};
+    float *to = buffers.Vj_parts;
+    for (int c = 0; c < d; c += x_tile)
+        for (int j = 0; j < n; j += y_tile, to += parts_size) {
+            Vec x[2][W];
+            for (int half = 0; half < 2; ++half) {
+                const int j0 = j + half * x_tile;
+#pragma GCC unroll 16
+                for (int r = 0; r < W; ++r)  // beyond key n any number that is finite, for Pij is 0
+                    x[half][r] = load(tile.Vj + std::min(j0 + r, n - 1) * tile.V_row + c, &largest);
+                transpose(x[half]);
+            }
+            for (int r = 0; r < W; ++r) split(x[0][r], x[1][r], to + r * W);
+        }
+    return splits_well(largest);
+}
+
+template <int R>
+void split_scores(int n, const Buffers &buffers) {
+    float *to = buffers.Pij_parts;
+    for (int r = 0; r < R; ++r)
+        for (int j = 0; j < n; j += y_tile, to += parts_size)
+            for (int y = j; y < j + x_tile; ++y) {
+                const float *p = buffers.Sij + (y * R + r) * W;
+                split(y < n ? vec(p) : Vec{}, y + x_tile < n ? vec(p + x_tile * R * W) : Vec{}, to + (y - j) * W);
+            }
+}
 
 // -inf for each of the P queries from a lane on that doesn't see the key.
 template <int P>
@@ -248,16 +449,27 @@ void update(const Attention &a, const Band &band, const QueryTile &t, int lane, 
     float *Oi = buffers.Oi + lane * t.d, *mi = buffers.mi + lane, *li = buffers.li + lane, *Sij = buffers.Sij;
     const int n = tile.keys.end - tile.keys.begin;
 
+    const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
+    // If a tile had these rows alone, its strip would be thinner: the same bits for any Br, and number of threads.
+    const bool in_parts = with_amx<R> && tile.in_parts && t.rows - lane > P / 2;
+
     // 9. Sij = softmax_scale Qi Kj^T
-    for (int c0 = 0; c0 < a.d; c0 += channels_per_sum) {
-        const float scale =
-            c0 + channels_per_sum < a.d ? 1.f : a.softmax_scale;  // of the whole sum: a part may overflow
-        const auto add = [&](int j, int r, Vec sum) {
-            Vec &s = vec(Sij + j * P + r * W);
-            s = scale * ((c0 == 0 ? Vec{} : s) + sum);
-        };
-        const int channels = std::min(channels_per_sum, a.d - c0);
-        multiply<R, C>(0, n, channels, tile.Kj + c0, tile.K_row, 1, Qi + c0 * P, add);
+    if (in_parts) {
+        const float *Qi_parts = buffers.Qi_parts + lane * tiles_of_d * y_tile * 3 / 2;
+        multiply_parts(2 * tiles_of_n, R, tiles_of_d, buffers.Kj_parts, Qi_parts, Sij, P);
+        for (int j = 0; j < n; ++j)
+            for (int r = 0; r < R; ++r) vec(Sij + j * P + r * W) *= a.softmax_scale;
+    } else {
+        for (int c0 = 0; c0 < a.d; c0 += channels_per_sum) {
+            const float scale =
+                c0 + channels_per_sum < a.d ? 1.f : a.softmax_scale;  // of the whole sum: a part may overflow
+            const auto add = [&](int j, int r, Vec sum) {
+                Vec &s = vec(Sij + j * P + r * W);
+                s = scale * ((c0 == 0 ? Vec{} : s) + sum);
+            };
+            const int channels = std::min(channels_per_sum, a.d - c0);
+            multiply<R, C>(0, n, channels, tile.Kj + c0, tile.K_row, 1, Qi + c0 * P, add);
+        }
     }
     const Keys all = keys_of_all(band, t.query(lane), t.query(std::min(t.rows, lane + P) - 1) + 1);
     if (tile.keys.begin < all.begin || tile.keys.end > all.end) mask<P>(band, t, lane, tile.keys, Sij);
@@ -293,7 +505,14 @@ void update(const Attention &a, const Band &band, const QueryTile &t, int lane, 
         Vec &o = vec(Oi + c * P + r * W);
         o = alpha[r] * o + sum;
     };
-    multiply<R, C>(0, a.d, n, tile.Vj, 1, tile.V_row, Sij, add);
+    if (in_parts) {
+        split_scores<R>(n, buffers);
+        multiply_parts(2 * tiles_of_d, R, tiles_of_n, buffers.Vj_parts, buffers.Pij_parts, buffers.products, P);
+        for (int c = 0; c < a.d; ++c)
+            for (int r = 0; r < R; ++r) add(c, r, vec(buffers.products + c * P + r * W));
+    } else {
+        multiply<R, C>(0, a.d, n, tile.Vj, 1, tile.V_row, Sij, add);
+    }
 }
 
 // A row travels from memory while others are computed: into the L2 cache, as the L1 holds what they need.
@@ -356,33 +575,9 @@ void end_rows(const Attention &a, const Band &band, const QueryTile &t, int lane
     }
 }
 
-template <class T, int R = 4>
-void forward(const Attention &a, const QueryTile &t, const Buffers &buffers) {
-    if constexpr (R > 1)
-        if (t.rows <= R / 2 * W) return forward<T, R / 2>(a, t, buffers);  // a thinner strip will do
-    constexpr int P = R * W;
-    const int lanes = round_up(t.rows, P);
-    const Band band = band_of(a, t.b);
-    const Keys seen = keys_of_any(band, t.i0, t.query(t.rows - 1) + 1);
-    const T *K = row_of<const T>(a.k, a.k_stride, t.b, t.h, 0);
-    const T *V = row_of<const T>(a.v, a.v_stride, t.b, t.h, 0);
-    const auto prefetch_tile = [&](int j0) {
-        for (int64_t j = j0; j < std::min(seen.end, j0 + Bc); ++j)
-            prefetch(K + j * a.k_stride.row, a.d), prefetch(V + j * a.v_stride.row, a.d);
-    };
-    // 6. Kj and Vj
-    const auto tile_at = [&](int j) {
-        // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
-        constexpr bool in_place = std::is_same_v<T, float> && R > 1;
-        KeyTile tile;
-        tile.keys = {j, std::min(seen.end, j + Bc)};
-        prefetch_tile(tile.keys.end);
-        tile.Kj = load<in_place>(K, a.k_stride.row, tile.keys, a.d, buffers.Kj, &tile.K_row);
-        tile.Vj = load<in_place>(V, a.v_stride.row, tile.keys, a.d, buffers.Vj, &tile.V_row);
-        return tile;
-    };
-
-    if (t.query(t.rows - 1) == a.Nq - 1) prefetch_tile(seen.begin);  // whoever comes first to a head
+// A later tile's rows of Q and O, and its first Kj and Vj if they aren't those of the same head.
+template <class T>
+void prefetch(const Attention &a, const QueryTile &t, bool same_head) {
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), a.d);
         if (a.l)
@@ -390,11 +585,48 @@ void forward(const Attention &a, const QueryTile &t, const Buffers &buffers) {
         else
             prefetch(row_of<T>(a.o, a.o_stride, t.b, t.head(lane), t.query(lane)), a.d);
     }
+    const Keys seen = keys_of_any(band_of(a, t.b), t.i0, t.query(t.rows - 1) + 1);
+    for (int64_t j = seen.begin; j < std::min(seen.end, seen.begin + Bc) && !same_head; ++j) {
+        prefetch(row_of<T>(a.k, a.k_stride, t.b, t.h, j), a.d);
+        prefetch(row_of<T>(a.v, a.v_stride, t.b, t.h, j), a.d);
+    }
+}
+
+template <class T, int R = 4>
+void forward(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    if constexpr (R > 1)
+        if (t.rows <= R / 2 * W) return forward<T, R / 2>(a, t, next, buffers);  // a thinner strip will do
+    constexpr int P = R * W;
+    const int lanes = round_up(t.rows, P);
+    const Band band = band_of(a, t.b);
+    const Keys seen = keys_of_any(band, t.i0, t.query(t.rows - 1) + 1);
+    const T *K = row_of<const T>(a.k, a.k_stride, t.b, t.h, 0);
+    const T *V = row_of<const T>(a.v, a.v_stride, t.b, t.h, 0);
+    // 6. Kj and Vj
+    const auto tile_at = [&](int j) {
+        // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
+        constexpr bool in_place = std::is_same_v<T, float> && R > 1;
+        KeyTile tile;
+        tile.keys = {j, std::min(seen.end, j + Bc)};
+        for (int64_t j_next = tile.keys.end; j_next < std::min(seen.end, tile.keys.end + Bc); ++j_next)
+            prefetch(K + j_next * a.k_stride.row, a.d), prefetch(V + j_next * a.v_stride.row, a.d);
+        tile.Kj = load<in_place>(K, a.k_stride.row, tile.keys, a.d, buffers.Kj, &tile.K_row);
+        tile.Vj = load<in_place>(V, a.v_stride.row, tile.keys, a.d, buffers.Vj, &tile.V_row);
+        return tile;
+    };
+
     // 8. Qi, Oi, li, mi; 5. for j: the tiles of keys that some query of this tile sees; 13. O, l and m
     KeyTile tile = tile_at(seen.begin);
     start_rows<T, P>(a, t, lanes, buffers);
-    for (; !empty(tile.keys); tile = tile_at(tile.keys.end))
+    prefetch<T>(a, next, next.b == t.b && next.h == t.h);
+    const bool in_parts =
+        std::is_same_v<T, float> && with_amx<R> && uses_amx(a) && split_queries<P>(a, t, lanes, buffers);
+    if (in_parts) begin_amx();
+    for (; !empty(tile.keys); tile = tile_at(tile.keys.end)) {
+        tile.in_parts = in_parts && split_keys(a.d, tile, buffers);
         for (int lane = 0; lane < lanes; lane += P) update<R>(a, band, t, lane, tile, buffers);
+    }
+    if (in_parts) end_amx();
     end_rows<T, P>(a, band, t, lanes, buffers);
 }
 

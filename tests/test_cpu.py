@@ -35,6 +35,23 @@ def test_same_bits_on_any_number_of_threads(cpu, set_num_threads, dtype, Nq):
         assert all(map(torch.equal, result, results[0]))
 
 
+@pytest.mark.parametrize("d", [32, 40, 64, 80, 128, 256])
+def test_tiles_large_enough_for_any_instructions(cpu, dtype, d):
+    """Of ordinary numbers; of some that have no parts, or too small ones; of keys that nobody may see."""
+    q, k, v = cpu.qkv(B=2, Hq=4, Hkv=2, Nq=150, Nk=300, d=d, dtype=dtype)
+    cpu.check(q, k, v)
+    cpu.check(q, k, v, causal=True)
+    limits = {"seqlens_k": cpu.ints(300, 170), "leftpad_k": cpu.ints(0, 70)}
+    k[1, :, 170:], v[1, :, 170:], k[1, :, :70], v[1, :, :70] = torch.nan, torch.inf, -torch.inf, torch.nan
+    cpu.check(q, k, v, window_size=(100, 20), **limits)
+    k[0, 0, 130], v[0, 1, 200] = -torch.inf, torch.inf
+    cpu.check(q.abs(), k, v, **limits)
+    if dtype == torch.float32:
+        k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
+        for scale in 1e-20, 1e-12, 1e12, 1e20:
+            cpu.check(q * scale, k / scale, v * scale)
+
+
 def test_calls_from_several_threads(cpu, dtype):
     inputs = [cpu.qkv(Nq=100, Nk=200, d=d, dtype=dtype) for d in (16, 64, 80, 128) * 4]
     expected = [cpu.forward(*tensors) for tensors in inputs]
