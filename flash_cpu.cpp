@@ -515,9 +515,10 @@ void update(const Attention &a, const Band &band, const QueryTile &t, int lane, 
     }
 }
 
-// A row travels from memory while others are computed: into the L2 cache, as the L1 holds what they need.
+// A row travels from memory while others are computed: into the L2 cache, as the L1 holds what they need. Inline, since
+// GCC drops calls of a function that does nothing but prefetch.
 template <class T>
-void prefetch(const T *row, int d) {
+[[gnu::always_inline]] inline void prefetch(const T *row, int d) {
     for (int c = 0; c < d; c += 64 / sizeof(T)) __builtin_prefetch(row + c, 0, 2);
 }
 
@@ -577,7 +578,7 @@ void end_rows(const Attention &a, const Band &band, const QueryTile &t, int lane
 
 // A later tile's rows of Q and O, and its first Kj and Vj if they aren't those of the same head.
 template <class T>
-void prefetch(const Attention &a, const QueryTile &t, bool same_head) {
+[[gnu::always_inline]] inline void prefetch(const Attention &a, const QueryTile &t, bool same_head) {
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), a.d);
         if (a.l)
