@@ -67,9 +67,6 @@ constexpr int x_tile = 16, y_tile = 32, part_size = x_tile * y_tile / 2, parts_s
 constexpr int amx_P = 64;  // queries of a strip that AMX is used for
 
 #ifdef WITH_AMX
-#pragma GCC push_options
-#pragma GCC target("avx512f,amx-tile,amx-bf16")
-
 // Whether there is AMX, and Linux lets this process use it, for which it must ask.
 bool has_amx() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -77,6 +74,9 @@ bool has_amx() {
                                 syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return allowed;
 }
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,amx-tile,amx-bf16")
 
 // A thread's eight tile registers, between these two, of 16 rows of 64 bytes: 0 to 3 are of C, 4 and 5 of A, 6 and 7 of B.
 [[gnu::noipa]] void begin_amx() {
@@ -259,6 +259,7 @@ namespace {
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t VecInt __attribute__((vector_size(4 * W)));
+typedef uint32_t VecUint __attribute__((vector_size(4 * W)));
 
 Vec &vec(float *x) { return *(Vec *)x; }
 const Vec &vec(const float *x) { return *(const Vec *)x; }
@@ -358,51 +359,55 @@ constexpr bool with_amx = W == x_tile &&R *W == amx_P;
     }
 }
 
-// A vector from anywhere. Keeps the largest absolute value in each lane, as an integer.
-[[gnu::always_inline]] inline Vec load(const float *x, VecInt *largest) {
+// Of the numbers met so far, as integers: the largest absolute value in each lane, and the least but 0, minus 1.
+struct Range {
+    VecUint largest = {}, least = ~VecUint{};
+
+    // Infinite numbers and NaN have no parts. AMX takes subnormal numbers, which small ones' parts and their products may
+    // be, for 0, and sums overflow at other places: numbers from 2^-48 to 2^60 are far from both.
+    bool splits_well() const {
+        bool all = true;
+        for (int c = 0; c < W; ++c) all = all && largest[c] < (127u + 60) << 23 && least[c] >= ((127u - 48) << 23) - 1;
+        return all;
+    }
+};
+
+// A vector from anywhere.
+[[gnu::always_inline]] inline Vec load(const float *x, Range *range) {
     Vec v;
     std::memcpy(&v, x, sizeof(v));
-    const VecInt size = (VecInt)v & 0x7fffffff;
-    *largest = size > *largest ? size : *largest;
+    const VecUint size = (VecUint)v & 0x7fffffff, less = size - 1;  // 0 becomes the largest
+    range->largest = size > range->largest ? size : range->largest;
+    range->least = less < range->least ? less : range->least;
     return v;
-}
-
-// Infinite numbers and NaN have no parts. AMX takes subnormal numbers, which small ones' parts may be, for 0, and sums
-// overflow at other places: those of 2^-60 to 2^60, and zeros, are far from both.
-inline bool splits_well(VecInt largest) {
-    int all = 0;
-    for (int c = 0; c < W; ++c) all = std::max(all, largest[c]);
-    return all == 0 || (all >= (127 - 60) << 23 && all < (127 + 60) << 23);
 }
 
 // The last 16 of y may be missing: zeros.
 template <int P>
 bool split_queries(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
-    VecInt largest = {};
+    Range range;
     float *to = buffers.Qi_parts;
     for (int i = 0; i < lanes; i += W)
         for (int c = 0; c < a.d; c += y_tile, to += parts_size)
             for (int y = 0; y < x_tile; ++y) {
                 const float *q = buffers.Qi + (i / P * t.d + c + y) * P + i % P;
-                const Vec lower = load(q, &largest);
-                split(lower, c + x_tile < a.d ? load(q + x_tile * P, &largest) : Vec{}, to + y * W);
+                const Vec lower = load(q, &range);
+                split(lower, c + x_tile < a.d ? load(q + x_tile * P, &range) : Vec{}, to + y * W);
             }
-    return splits_well(largest);
+    return range.splits_well();
 }
 
 inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
     const int n = tile.keys.end - tile.keys.begin, tiles_of_d = round_up(d, y_tile) / y_tile;
-    VecInt largest = {};
+    Range range;
     for (int j = 0; j < n; ++j) {  // what follows key n makes scores that nobody reads
         const float *k = tile.Kj + j * tile.K_row;
         float *to = buffers.Kj_parts + j / x_tile * tiles_of_d * parts_size + j % x_tile * W;
         for (int c = 0; c < d; c += y_tile, to += parts_size) {
-            const Vec lower = load(k + c, &largest);
-            split(lower, c + x_tile < d ? load(k + c + x_tile, &largest) : Vec{}, to);
+            const Vec lower = load(k + c, &range);
+            split(lower, c + x_tile < d ? load(k + c + x_tile, &range) : Vec{}, to);
         }
     }
-    if (!splits_well(largest)) return false;
-    largest = VecInt{};
     float *to = buffers.Vj_parts;
     for (int c = 0; c < d; c += x_tile)
         for (int j = 0; j < n; j += y_tile, to += parts_size) {
@@ -411,12 +416,12 @@ inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
                 const int j0 = j + half * x_tile;
 #pragma GCC unroll 16
                 for (int r = 0; r < W; ++r)  // beyond key n any number that is finite, for Pij is 0
-                    x[half][r] = load(tile.Vj + std::min(j0 + r, n - 1) * tile.V_row + c, &largest);
+                    x[half][r] = load(tile.Vj + std::min(j0 + r, n - 1) * tile.V_row + c, &range);
                 transpose(x[half]);
             }
             for (int r = 0; r < W; ++r) split(x[0][r], x[1][r], to + r * W);
         }
-    return splits_well(largest);
+    return range.splits_well();
 }
 
 template <int R>
@@ -450,7 +455,8 @@ void update(const Attention &a, const Band &band, const QueryTile &t, int lane, 
     const int n = tile.keys.end - tile.keys.begin;
 
     const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
-    // If a tile had these rows alone, its strip would be thinner: the same bits for any Br, and number of threads.
+    // If a tile had these rows alone, its strip would be thinner: so ordinary numbers give the same bits for any Br, and
+    // number of threads.
     const bool in_parts = with_amx<R> && tile.in_parts && t.rows - lane > P / 2;
 
     // 9. Sij = softmax_scale Qi Kj^T
