@@ -347,7 +347,7 @@ struct KeyTile {
 };
 
 template <int R>
-constexpr bool with_amx = W == x_tile &&R *W == amx_P;
+constexpr bool fits_amx = W == x_tile && (R * W) == amx_P;
 
 // A row of tiles, in three parts, of numbers whose y differs by 16.
 [[gnu::always_inline]] inline void split(Vec a, Vec b, float *to) {
@@ -372,8 +372,8 @@ struct Range {
     }
 };
 
-// A vector from anywhere.
-[[gnu::always_inline]] inline Vec load(const float *x, Range *range) {
+// A vector from anywhere, into the range, too.
+[[gnu::always_inline]] inline Vec read(const float *x, Range *range) {
     Vec v;
     std::memcpy(&v, x, sizeof(v));
     const VecUint size = (VecUint)v & 0x7fffffff, less = size - 1;  // 0 becomes the largest
@@ -391,8 +391,8 @@ bool split_queries(const Attention &a, const QueryTile &t, int lanes, const Buff
         for (int c = 0; c < a.d; c += y_tile, to += parts_size)
             for (int y = 0; y < x_tile; ++y) {
                 const float *q = buffers.Qi + (i / P * t.d + c + y) * P + i % P;
-                const Vec lower = load(q, &range);
-                split(lower, c + x_tile < a.d ? load(q + x_tile * P, &range) : Vec{}, to + y * W);
+                const Vec lower = read(q, &range);
+                split(lower, c + x_tile < a.d ? read(q + x_tile * P, &range) : Vec{}, to + y * W);
             }
     return range.splits_well();
 }
@@ -404,8 +404,8 @@ inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
         const float *k = tile.Kj + j * tile.K_row;
         float *to = buffers.Kj_parts + j / x_tile * tiles_of_d * parts_size + j % x_tile * W;
         for (int c = 0; c < d; c += y_tile, to += parts_size) {
-            const Vec lower = load(k + c, &range);
-            split(lower, c + x_tile < d ? load(k + c + x_tile, &range) : Vec{}, to);
+            const Vec lower = read(k + c, &range);
+            split(lower, c + x_tile < d ? read(k + c + x_tile, &range) : Vec{}, to);
         }
     }
     float *to = buffers.Vj_parts;
@@ -416,7 +416,7 @@ inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
                 const int j0 = j + half * x_tile;
 #pragma GCC unroll 16
                 for (int r = 0; r < W; ++r)  // beyond key n any number that is finite, for Pij is 0
-                    x[half][r] = load(tile.Vj + std::min(j0 + r, n - 1) * tile.V_row + c, &range);
+                    x[half][r] = read(tile.Vj + std::min(j0 + r, n - 1) * tile.V_row + c, &range);
                 transpose(x[half]);
             }
             for (int r = 0; r < W; ++r) split(x[0][r], x[1][r], to + r * W);
@@ -457,7 +457,7 @@ void update(const Attention &a, const Band &band, const QueryTile &t, int lane, 
     const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
     // If a tile had these rows alone, its strip would be thinner: so ordinary numbers give the same bits for any Br, and
     // number of threads.
-    const bool in_parts = with_amx<R> && tile.in_parts && t.rows - lane > P / 2;
+    const bool in_parts = fits_amx<R> && tile.in_parts && t.rows - lane > P / 2;
 
     // 9. Sij = softmax_scale Qi Kj^T
     if (in_parts) {
@@ -627,7 +627,7 @@ void forward(const Attention &a, const QueryTile &t, const QueryTile &next, cons
     start_rows<T, P>(a, t, lanes, buffers);
     prefetch<T>(a, next, next.b == t.b && next.h == t.h);
     const bool in_parts =
-        std::is_same_v<T, float> && with_amx<R> && uses_amx(a) && split_queries<P>(a, t, lanes, buffers);
+        std::is_same_v<T, float> && fits_amx<R> && uses_amx(a) && split_queries<P>(a, t, lanes, buffers);
     if (in_parts) begin_amx();
     for (; !empty(tile.keys); tile = tile_at(tile.keys.end)) {
         tile.in_parts = in_parts && split_keys(a.d, tile, buffers);
