@@ -56,6 +56,7 @@ struct Attention {
     Strides o_stride;
 
     int shared_memory_limit;  // bytes a block of flash.cu may use at most, whatever the device has; a test lowers it
+    void *workspace;          // of workspace_sm90() bytes, at a multiple of 16, or null where that is 0
     int *scratch;             // an int in the GPU's memory, for a machine that counts and under a mask; else null
 };
 
@@ -132,10 +133,11 @@ MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float
     return {l, m, beta / l, alpha / l, true, l_in != 0.f};
 }
 
-// The machines, which main.cpp lists. Each computes the whole contract on its device, sm90 for half types alone; those of
-// the GPU return null, or why nothing was launched.
+// The machines, which main.cpp lists. Each computes the whole contract on its device; those of the GPU return null, or
+// why nothing was launched.
 void forward_cpu(const Attention &attention);
 const char *forward_portable(const Attention &attention, CUstream_st *stream);
 const char *forward_sm90(const Attention &attention, CUstream_st *stream);
+int64_t workspace_sm90(const Attention &attention);  // bytes
 
 }  // namespace minimal_attn

@@ -46,6 +46,17 @@ __device__ inline void arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Waits, too, and says whether one of them says so.
+__device__ inline bool any_of(int barrier, int threads, bool says_so) {
+    int any;
+    asm volatile(
+        "{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.cta.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
+        : "=r"(any)
+        : "r"(barrier), "r"(threads), "r"((int)says_so)
+        : "memory");
+    return any;
+}
+
 // ------------------------------------------------------------------------------ registers
 // setmaxnreg: a warpgroup gives registers back, another takes them.
 
@@ -105,6 +116,7 @@ __device__ void wait_for(float (&x)[Count]) {
 
 // The accumulator's registers %0 to %(COUNT - 1) in an instruction's text, and as its operands: x[0] to x[COUNT - 1].
 #define TEN(t) ", %" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9" TEN(1) TEN(2) ", %30, %31"
 #define REGS_40 REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define REGS_48 REGS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -113,7 +125,8 @@ __device__ void wait_for(float (&x)[Count]) {
 #define REGS_128 REGS_96 ", %96, %97, %98, %99" TEN(10) TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define X_4(i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define X_8(i) X_4(i), X_4(i + 4)
-#define X_32 X_8(0), X_8(8), X_8(16), X_8(24)
+#define X_16 X_8(0), X_8(8)
+#define X_32 X_16, X_8(16), X_8(24)
 #define X_40 X_32, X_8(32)
 #define X_48 X_40, X_8(40)
 #define X_64 X_48, X_8(48), X_8(56)
@@ -124,28 +137,30 @@ __device__ void wait_for(float (&x)[Count]) {
 // after it. The first argument, of any value, says T.
 //   A B^T, both in shared memory, the 16 running along the columns of both; `adds` or else x begins as 0
 //   A B, A in registers, the 16 running along the rows of B
-#define WGMMA(T, TYPE, N, COUNT, I0, I1, I2, I3, I4)                                                          \
-    __device__ inline void multiply_transposed(T, float(&x)[COUNT], uint64_t A, uint64_t B, bool adds) {      \
-        asm volatile("{ .reg .pred adds; setp.ne.b32 adds, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
-                     "k16.f32." TYPE "." TYPE " {" REGS_##COUNT "}, %" #I0 ", %" #I1 ", adds, 1, 1, 0, 0; }"  \
-                     : X_##COUNT                                                                              \
-                     : "l"(A), "l"(B), "r"((int)adds));                                                       \
-    }                                                                                                         \
-    __device__ inline void multiply(T, float(&x)[COUNT], const uint32_t *A, uint64_t B) {                     \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS_##COUNT        \
-                     "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", 1, 1, 1, 1;"                     \
-                     : X_##COUNT                                                                              \
-                     : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B));                                   \
+#define WGMMA(T, TYPE, N, COUNT, I0, I1, I2, I3, I4, I5)                                                             \
+    __device__ inline void multiply_transposed(T, float(&x)[COUNT], uint64_t A, uint64_t B, bool adds) {             \
+        asm volatile("{ .reg .pred adds; setp.ne.b32 adds, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N        \
+                     "k16.f32." TYPE "." TYPE " {" REGS_##COUNT "}, %" #I0 ", %" #I1 ", adds, 1, 1, 0, 0; }"         \
+                     : X_##COUNT                                                                                     \
+                     : "l"(A), "l"(B), "r"((int)adds));                                                              \
+    }                                                                                                                \
+    __device__ inline void multiply(T, float(&x)[COUNT], const uint32_t *A, uint64_t B, bool adds = true) {          \
+        asm volatile("{ .reg .pred adds; setp.ne.b32 adds, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N        \
+                     "k16.f32." TYPE "." TYPE " {" REGS_##COUNT "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 \
+                                                                ", adds, 1, 1, 1; }"                                 \
+                     : X_##COUNT                                                                                     \
+                     : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"((int)adds));                          \
     }
-#define WGMMA_HALF_TYPES(N, COUNT, I0, I1, I2, I3, I4) \
-    WGMMA(__half, "f16", N, COUNT, I0, I1, I2, I3, I4) \
-    WGMMA(__nv_bfloat16, "bf16", N, COUNT, I0, I1, I2, I3, I4)
+#define WGMMA_HALF_TYPES(N, COUNT, I0, I1, I2, I3, I4, I5) \
+    WGMMA(__half, "f16", N, COUNT, I0, I1, I2, I3, I4, I5) \
+    WGMMA(__nv_bfloat16, "bf16", N, COUNT, I0, I1, I2, I3, I4, I5)
 
-WGMMA_HALF_TYPES(64, 32, 32, 33, 34, 35, 36)
-WGMMA_HALF_TYPES(80, 40, 40, 41, 42, 43, 44)
-WGMMA_HALF_TYPES(96, 48, 48, 49, 50, 51, 52)
-WGMMA_HALF_TYPES(128, 64, 64, 65, 66, 67, 68)
-WGMMA_HALF_TYPES(192, 96, 96, 97, 98, 99, 100)
-WGMMA_HALF_TYPES(256, 128, 128, 129, 130, 131, 132)
+WGMMA(__half, "f16", 32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_HALF_TYPES(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_HALF_TYPES(80, 40, 40, 41, 42, 43, 44, 45)
+WGMMA_HALF_TYPES(96, 48, 48, 49, 50, 51, 52, 53)
+WGMMA_HALF_TYPES(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA_HALF_TYPES(192, 96, 96, 97, 98, 99, 100, 101)
+WGMMA_HALF_TYPES(256, 128, 128, 129, 130, 131, 132, 133)
 
 }  // namespace minimal_attn::hopper

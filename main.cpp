@@ -72,9 +72,10 @@ const char *cuda_architectures() {
 Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
 #ifdef WITH_CUDA
-// TMA wants 16-byte aligned addresses and strides, and rows that don't overlap; what has others is copied, the heads and
-// batches of an expanded tensor once.
+// For half types TMA wants 16-byte aligned addresses and strides, and rows that don't overlap; what has others is copied,
+// the heads and batches of an expanded tensor once. float32s are read by threads.
 Tensor with_aligned_rows(const Tensor &t) {
+    if (t.scalar_type() == at::kFloat) return with_contiguous_rows(t);
     const int64_t chunk = 16 / t.element_size();
     bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) &&
                 (t.stride(2) >= t.size(3) || t.size(2) <= 1);
@@ -96,7 +97,6 @@ std::string why_not_sm90(const Tensor &q) {
     if (std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos)
         return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
                         "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
-    if (q.scalar_type() == at::kFloat) return "float16 and bfloat16, but q is float32";
     if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > int64_t(1) << 30)
         return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes());
     return "";
@@ -111,20 +111,29 @@ struct Machine {
     bool counts;                                               // it uses Attention::scratch, under a mask
     Tensor (*readable)(const Tensor &);                        // q, k or v as it can read it, copied if need be
     const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
+    int64_t (*workspace)(const Attention &);                   // bytes of Attention::workspace
+    bool (*is_slow)(const Tensor &q, const Tensor &k);         // the next machine is faster for these
 };
 
 const std::vector<Machine> &machines() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
+    static const auto needs_none = [](const Attention &) -> int64_t { return 0; };
+    static const auto never = [](const Tensor &, const Tensor &) { return false; };
     static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
-        {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90},
-        {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable},
+        {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90, workspace_sm90,
+         // A tile or less of float32s is computed before it is split.
+         [](const Tensor &q, const Tensor &k) {
+             return q.scalar_type() == at::kFloat && q.size(2) <= 64 && k.size(2) <= 64;
+         }},
+        {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable, needs_none, never},
 #endif
         {"cpu", at::kCPU, serves_all, false, with_contiguous_rows,
          [](const Attention &attention, CUstream_st *) -> const char * {
              forward_cpu(attention);
              return nullptr;
-         }},
+         },
+         needs_none, never},
     };
     return list;
 }
@@ -195,7 +204,7 @@ const Machine *check_machine(const Arguments &a) {
     for (const Machine &machine : machines()) {
         if (!is_auto && machine.name != a.machine) continue;
         is_known = true;
-        if (machine.device != device) continue;
+        if (machine.device != device || (is_auto && machine.is_slow(a.q, a.k))) continue;
         const std::string why_not = machine.why_not(a.q);
         if (why_not.empty()) return &machine;
         TORCH_CHECK_VALUE(is_auto, "machine \"", machine.name, "\" serves ", why_not);
@@ -342,6 +351,9 @@ Results run(const Arguments &a, const State *state) {
     attention.l = out(results.l), attention.m = out(results.m);
     attention.shared_memory_limit = shared_memory_limit;
     attention.scratch = scratch.defined() ? scratch.mutable_data_ptr<int>() : nullptr;
+    const int64_t bytes = machine->workspace(attention);
+    const Tensor workspace = bytes > 0 ? at::empty({bytes}, q.options().dtype(at::kByte)) : Tensor();
+    attention.workspace = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
     launch(attention, *machine, q);
     return results;
 }

@@ -45,8 +45,8 @@ def forward(
             l and m (B, Hq, Nq): the result covers the keys of both calls. It isn't changed.
         return_state: return the state (implied by `state`).
         machine: "auto", the fastest that serves the inputs, or by name "cpu" (flash_cpu.cpp), "portable"
-            (flash.cu) or "sm90" (flash_sm90.cu: float16 and bfloat16 on GPUs of compute capability 9.0,
-            Hopper): for tests, benchmarks, readers.
+            (flash.cu) or "sm90" (flash_sm90.cu: GPUs of compute capability 9.0, Hopper): for tests,
+            benchmarks, readers.
 
     Returns:
         o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all

@@ -42,7 +42,6 @@ class Machine:
         self.device = torch.device("cpu" if name == "cpu" else "cuda")
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.dtype = torch.float16 if name == "sm90" else torch.float32  # for tests to which any would do
 
     def randn(self, *shape, dtype=torch.float32):
         return torch.randn(shape, generator=self.generator).to(self.device, dtype)
@@ -57,12 +56,7 @@ class Machine:
     def ints(self, *values):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def must_serve(self, dtype):
-        if self.name == "sm90" and dtype == torch.float32:
-            pytest.skip("sm90 serves float16 and bfloat16")
-
     def forward(self, q, k, v, **options):
-        self.must_serve(q.dtype)
         return minimal_attn.forward(q, k, v, machine=self.name, **options)
 
     def check(self, q, k, v, **options):

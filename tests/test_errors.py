@@ -12,8 +12,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 
 def refuses(machine, error, /, *patterns, **changes):
     """A good call but for `changes` raises `error`, in one line with all of `patterns`; the next is right."""
-    if machine.name == "sm90":
-        pytest.skip("sm90 serves float16 and bfloat16; the checks are those of portable")
     q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=5, Nk=7, d=8)
     call = {"q": q, "k": k, "v": v, "machine": machine.name, **changes}
     with pytest.raises(error) as caught:
@@ -332,16 +330,6 @@ def test_gpu_and_a_build_without_cuda():
     assert "\n" not in str(error.value)
     q = q.cpu()
     assert not minimal_attn.forward(q, q, q).any()
-
-
-def test_sm90_serves_half_types(cuda_machine):
-    if cuda_machine.name != "sm90":
-        pytest.skip("not sm90")
-    q, k, v = cuda_machine.qkv()
-    with pytest.raises(ValueError, match='^machine "sm90" serves float16 and bfloat16, but q is float32$'):
-        minimal_attn.forward(q, k, v, machine="sm90")
-    for dtype in torch.float16, torch.bfloat16:
-        cuda_machine.check(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
 def test_nothing_is_printed(machine, capfd):

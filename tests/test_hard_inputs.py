@@ -156,8 +156,9 @@ def errors(machine, inputs, dtype, causal):
 @pytest.mark.parametrize("inputs", HARD_INPUTS)
 def test_float32(machine, inputs, causal):
     ours, manual = errors(machine, inputs, torch.float32, causal)
-    # Where manual attention happens to be exact, a few roundings are as good.
-    assert ours <= max(1.5 * manual, 5e-7)
+    # Where manual attention happens to be exact, a few roundings are as good. 9e-7 is what PyTorch's own kernel
+    # has with means far from zero, where manual attention has 4e-7.
+    assert ours <= max(1.5 * manual, 9e-7)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -213,3 +214,100 @@ def test_scores_whose_difference_overflows(machine, dtype, d, softmax_scale):
     q, k, v = (t.to(dtype) for t in (q, k, v))
     machine.check(q, k, v, softmax_scale=softmax_scale)
     machine.check(q, k, v, softmax_scale=softmax_scale, causal=True)
+
+
+def some_larger(inputs):
+    """Two keys, or queries, with a number far larger than all others, and scores like others'."""
+
+    def larger(machine, d):
+        q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+        if inputs == "v":
+            v[0, 1, [70, 400]] *= 1e12
+        else:
+            large, small = (q, k) if inputs == "q" else (k, q)
+            large[:, :, [70, 270], 3] *= 1e9
+            small[..., 3] *= 1e-9
+        return q, k, v
+
+    larger.__name__ = f"larger_{inputs}"
+    return larger
+
+
+def tiles_of_other_sizes(inputs, exponent):
+    def scaled(machine, d):
+        q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+        t = {"q": q, "k": k, "v": v}[inputs]
+        tiles = torch.arange(t.size(2), device=t.device) // 64
+        t *= (10.0 ** (exponent * (tiles % 3)))[:, None]
+        return q, k, v
+
+    scaled.__name__ = f"{inputs}_by_1e{exponent}"
+    return scaled
+
+
+def tiles_of_zeros(machine, d):
+    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    for t in q, k, v:
+        t[:, :, 64:128] = t[:, 1] = 0
+        t[..., d // 2] = 0
+    return q, k, 1e-3 * v
+
+
+def tiny_among_ordinary(machine, d):
+    """A channel and a few neighbours of each far below the others."""
+    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    for t in q, k, v:
+        t[..., 3] *= 1e-9
+        t[:, :, 5, 4:12] *= 1e-30
+    v[:, :, ::2] *= 1e-7
+    return q, k, v
+
+
+def subnormal(machine, d):
+    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    return 1e19 * q, 1e-19 * k, 1e-39 * v
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (150, 20)}], ids=str)
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        some_larger("q"),
+        some_larger("k"),
+        some_larger("v"),
+        tiles_of_other_sizes("q", -4),
+        tiles_of_other_sizes("k", -4),
+        tiles_of_other_sizes("v", -1),
+        tiles_of_other_sizes("v", 5),
+        tiles_of_zeros,
+        tiny_among_ordinary,
+        subnormal,
+    ],
+    ids=lambda inputs: inputs.__name__,
+)
+def test_float32_of_mixed_sizes(machine, inputs, d, options):
+    """Where two float16s can't carry a tile's numbers, and its neighbours' they can."""
+    q, k, v = inputs(machine, d)
+    if inputs is subnormal:  # a subnormal has fewer bits, and may count as 0
+        o, expected = machine.forward(q, k, v, **options), attention(q, k, v, **options)
+        assert (o - expected.o).abs().max() <= 1e-5 * expected.size.max() + 2e-38
+    else:
+        machine.check(q, k, v, **options)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_float32_that_are_not_finite(machine, d, value):
+    """Who sees them gets what manual attention gives; seen of k: scores of +-inf or NaN."""
+    for name in "kv":
+        tensors = dict(zip("qkv", machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=300, d=d), strict=True))
+        tensors[name][:, :, 250, 1] = value
+        expected = attention(**tensors).o
+        o = machine.forward(**tensors)
+        assert torch.equal(o.isfinite(), expected.isfinite())
+        finite = expected.isfinite()
+        torch.testing.assert_close(o[finite].double(), expected[finite], rtol=1e-4, atol=1e-5)
+        # Hidden by seqlens_k they are nobody's.
+        hidden = machine.ints(250)
+        machine.check(**tensors, seqlens_k=hidden)

@@ -89,14 +89,14 @@ def fresh_compiler():
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_opcheck(machine, name):
     op, options = for_operator(keywords(machine)[name])
-    tensors = machine.qkv(dtype=machine.dtype)
+    tensors = machine.qkv()
     library.opcheck(op, tensors, options)
     library.opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_operator_equals_function(machine, name):
-    options, tensors = keywords(machine)[name], machine.qkv(dtype=machine.dtype)
+    options, tensors = keywords(machine)[name], machine.qkv()
     op, op_options = for_operator(options)
     assert same_bits(op(*tensors, **op_options), minimal_attn.forward(*tensors, **options))
 
@@ -144,7 +144,6 @@ def test_bad_input_without_data():
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_compile(machine, dtype, name):
     """The default backend, one graph, other operations before and after: eager's values."""
-    machine.must_serve(dtype)
     options = keywords(machine)[name]
 
     def block(x, k, v):
@@ -158,7 +157,7 @@ def test_compile(machine, dtype, name):
 
 def test_compile_bad_input(machine):
     forward = torch.compile(minimal_attn.forward, fullgraph=True)
-    q, k, v = machine.qkv(dtype=machine.dtype)
+    q, k, v = machine.qkv()
     with pytest.raises(Exception, match="window_size must be"):
         forward(q, k, v, window_size=(-2, 0))
     assert same_bits(forward(q, k, v), minimal_attn.forward(q, k, v))
@@ -172,10 +171,10 @@ def test_compiled_once_for_all_lengths(machine, return_state):
     def forward(q, k, v, offset):
         return minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
 
-    forward(*machine.qkv(Nq=70, Nk=90, dtype=machine.dtype), 20)
+    forward(*machine.qkv(Nq=70, Nk=90), 20)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for Nq, Nk, offset in (70, 91, 21), (65, 128, 3), (300, 33, -40), (2, 1000, 998), (512, 512, 5):
-            q, k, v = machine.qkv(Nq=Nq, Nk=Nk, dtype=machine.dtype)
+            q, k, v = machine.qkv(Nq=Nq, Nk=Nk)
             expected = minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
             assert same_bits(forward(q, k, v, offset), expected)
 
@@ -188,8 +187,8 @@ def test_compiled_lengths_become_dynamic(machine):
         return minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
 
     def run(Nk):
-        q, k, v = machine.qkv(Nq=1, Nk=Nk, dtype=machine.dtype)
-        state = minimal_attn.forward(*machine.qkv(Nq=1, dtype=machine.dtype), return_state=True)
+        q, k, v = machine.qkv(Nq=1, Nk=Nk)
+        state = minimal_attn.forward(*machine.qkv(Nq=1), return_state=True)
         seqlens_k = machine.ints(Nk // 2, Nk)
         expected = minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
         assert same_bits(decode(q, k, v, seqlens_k, state), expected)
@@ -218,7 +217,7 @@ def test_export(machine):
         def forward(self, q, k, v):
             return minimal_attn.forward(q, k, v, causal=True)
 
-    q, k, v = machine.qkv(dtype=machine.dtype)
+    q, k, v = machine.qkv()
     program = torch.export.export(Block(), (q, k, v))
     assert same_bits(program.module()(q, k, v), minimal_attn.forward(q, k, v, causal=True))
 
@@ -235,14 +234,14 @@ def test_autocast_is_not_consulted(machine, dtype):
 def test_vmap(machine, return_state):
     """The same as one call for each element."""
     options = {"causal": True, "return_state": return_state}
-    q, k, v = machine.qkv(B=6, dtype=machine.dtype)
+    q, k, v = machine.qkv(B=6)
     stacked = [t.unflatten(0, (2, 3)) for t in (q, k, v)]
     actual = torch.vmap(lambda q, k, v: machine.forward(q, k, v, **options))(*stacked)
     assert same_bits(tuple(t.flatten(0, 1) for t in flat(actual)), flat(machine.forward(q, k, v, **options)))
 
 
 def test_profiler_sees_it(machine):
-    q, k, v = machine.qkv(dtype=machine.dtype)
+    q, k, v = machine.qkv()
     with torch.profiler.profile(acc_events=True) as profile:
         machine.forward(q, k, v)
     assert "minimal_attn::forward" in {event.key for event in profile.key_averages()}

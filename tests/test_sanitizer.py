@@ -77,6 +77,15 @@ def test_scores_far_from_zero(machine, dtype, d):
     check(machine, (q, k, v), causal=True)
 
 
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+def test_float32_beyond_float16(machine, d):
+    q, k, v = machine.qkv(B=2, Hq=2, Hkv=1, Nq=200, Nk=100, d=d)
+    v[0, :, 70] *= 1e12
+    k[0, :, 80, 3] *= 1e9
+    q[..., 3] *= 1e-9
+    check(machine, (q, k, v), causal=True)
+
+
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 def test_state(machine, dtype, d):
     q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
