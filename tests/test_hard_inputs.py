@@ -156,8 +156,8 @@ def errors(machine, inputs, dtype, causal):
 @pytest.mark.parametrize("inputs", HARD_INPUTS)
 def test_float32(machine, inputs, causal):
     ours, manual = errors(machine, inputs, torch.float32, causal)
-    # Where manual attention happens to be exact, a few roundings are as good. 9e-7 is what PyTorch's own kernel
-    # has with means far from zero, where manual attention has 4e-7.
+    # Where manual attention happens to be exact, a few roundings are as good: with means far from zero
+    # PyTorch's own kernel has 9e-7 where manual attention has 4e-7.
     assert ours <= max(1.5 * manual, 9e-7)
 
 
