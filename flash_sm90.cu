@@ -8,21 +8,23 @@
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij, Pij
 // (which is the A of Pij Vj) and Oi are in the registers of the consumers. The table of tiles, at the end, has the bytes.
 //
-// What overlaps what, per consumer: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the row maxima and a
-// third of the exponentials of the one run beside the other; where there is room for two Qi, a work ends and is stored
-// beside the first Sij of the next. Consumers take turns: the tensor cores have work while others do their softmax.
+// What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the row
+// maxima and a third of the exponentials of the one run beside the other; where there is room for two Qi, a work ends and
+// is stored beside the first Sij of the next. Consumers take turns: the tensor cores have work while others do their softmax.
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
 //     works, Q, K, V: empty  the readers', one arrival a warp: it may be overwritten
-//     named 1, 2, ..         whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
-//     named, one a consumer  its threads have cleared the rows of Vj that no query may see
+//     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
+//     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
 //
 // float32 runs on the same tensor cores, each number in two float16s, a product as three (Markidis et al. 2018; Ootomo and
-// Yokota 2022). split_kernel makes the two parts of Q, K and V beforehand, in a workspace of their size; they are loaded as
-// twice as many rows. consume_parts differs from consume in three things: there are three products, the low parts' first,
-// while the sum is small; Tij = Pij Vj of each tile is a sum of its own, added to Oi in float32, since the tensor cores
-// truncate; and a work whose numbers the parts can't carry (judge) is multiplied by FMAs from the float32s themselves.
+// Yokota 2022). split_kernel makes the two parts of Q, K and V beforehand, in a workspace of their size, zeros where no query
+// may see; a box of TMA brings both, 64 columns of hi and behind them the same of lo. consume_parts does what consume does,
+// simpler: the next Sij beside Pij Vj and the softmax, but no turns, and no work begun before the last is stored. New are the
+// three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile, a sum of its own that is
+// added to Oi in float32, since the tensor cores truncate; and that a work whose numbers the parts can't carry (judge) is
+// multiplied by FMAs from the float32s themselves.
 //
 // Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials; a work that sees no key
 // gets a tile all the same, which is masked.
@@ -90,7 +92,8 @@ struct Work {
     int b, h, i0, i1;  // b < 0: there is no more work
     Keys seen;
     BandOf<int> band;
-    // Of float32: the largest unscale of all Kj, and whether parts don't do.
+    // Of float32: the largest unscale of its Kj, in units of which all Sij are kept; whether the parts don't carry it, so
+    // that FMAs multiply the float32s themselves.
     float unscaleK;
     bool exact;
 };
@@ -107,8 +110,10 @@ struct Shared {
 // What TMA must know of a tensor, and whether its heads and batches are one and the same (stride 0).
 struct TensorMap {
     CUtensorMap map;
-    int head, batch;       // what the indices are multiplied by: 1, or 0; of float32 batch may be the number of heads
-    const float *unscale;  // of float32: (heads, blocks)
+    int head, batch;  // 1, or 0: what the indices are multiplied by
+    // Of float32. There TMA's third dimension is the part and its fourth all heads of all batches: batch is their number in a
+    // batch, or 0.
+    const float *unscale;  // (heads, blocks)
     int blocks;            // of 64 rows
 };
 
@@ -134,13 +139,14 @@ __device__ uint32_t pack(float x, float y) {
 // ------------------------------------------------------------------------------ float32 in two parts
 
 // A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is of 64 rows: the power of 2 that
-// brings their largest number to 2^14. Numbers below 2^-17 of that have fewer bits, since their lo is subnormal. This doesn't
-// matter beside larger numbers of their row and column: of four neighbours, and of what a thread has of a column, the largest
-// must be 0 or, scaled, at least `least`. Where it isn't, or a number isn't finite, the parts can't carry the rows: unscale is
-// 0 instead of 1 / scale, and whoever sees one of them multiplies the float32s themselves.
+// brings their largest number to 2^14. Scaled numbers below 2^-3 have a subnormal lo, an absolute error of 2^-25. That is
+// harmless beside larger ones, so `split` asks: of every four neighbours the largest must be 0 or, scaled, at least
+// least_of_four; of what a thread has of a column, kLeastOfColumn. unscale, of each 64 rows, is 1 / scale; 0 where that fails or
+// a number isn't finite, so that the parts can't carry them; kOfZeros where all are 0, which any scale suits.
 constexpr float kLeastOfColumn = 1.f / 8;
-constexpr float kOfZeros = -1.f;  // unscale where all numbers are 0, which any scale suits
-constexpr float kP = 32768.f;     // scale of Pij, of which 1 is the largest
+constexpr float kOfZeros = -1.f;
+constexpr float kScaledEnd = 32768.f;  // scaled numbers are below it, unless they aren't finite or beyond the scales
+constexpr float kP = 32768.f;          // scale of Pij, of which 1 is the largest
 
 // max, but NaN if one is NaN
 __device__ float max_abs(float x, float y) {
@@ -150,7 +156,7 @@ __device__ float max_abs(float x, float y) {
 }
 __device__ float max_abs(const float4 &x) { return max_abs(max_abs(x.x, x.y), max_abs(x.z, x.w)); }
 
-// Of what a thread has: as bits NaN is above all, and inf above all numbers.
+// The largest size among what a thread has. Compared as ints, its bits are above all numbers if it is inf, above inf if NaN.
 template <int Count>
 __device__ float largest_of(const float4 (&x)[Count]) {
     float most = 0.f;
@@ -190,7 +196,7 @@ __device__ bool split(const float4 (&x)[Count], float scale, float least_of_four
     }
     for (float z : {columns.x, columns.y, columns.z, columns.w}) {
         fit &= z == 0.f || z * scale >= kLeastOfColumn;
-        fit &= z * scale < kP;  // not if it is inf or NaN
+        fit &= z * scale < kScaledEnd;
     }
     return fit;
 }
@@ -212,19 +218,20 @@ struct Halved {
 
 struct SplitParameters {
     Attention a;
-    Halved parts[3];
+    Halved tensors[3];
 };
 
 // A block of 256 threads splits 64 rows of a head. Keys that no query may see become 0.
 template <int D>
 __global__ void __launch_bounds__(256) split_kernel(const __grid_constant__ SplitParameters p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int Lanes = D / 4, Step = 256 / Lanes, Count = 64 / Step;  // a row's threads, rows at a time, and times
-    __shared__ int largest;
+    __shared__ int largest;                                              // the bits of a float
     __shared__ bool fits;
     int n = blockIdx.x, which = 0;
-    while (n >= p.parts[which].heads * p.parts[which].blocks())
-        n -= p.parts[which].heads * p.parts[which].blocks(), ++which;
-    const Halved &t = p.parts[which];
+    while (n >= p.tensors[which].heads * p.tensors[which].blocks())
+        n -= p.tensors[which].heads * p.tensors[which].blocks(), ++which;
+    const Halved &t = p.tensors[which];
     const int head = n / t.blocks(), b = head / t.H;
     const Keys rows = t.are_keys ? band_of(p.a, b).keys : Keys{0, t.N};
     const int row0 = 64 * (n % t.blocks()) + threadIdx.x / Lanes, column = threadIdx.x % Lanes * 4;
@@ -250,13 +257,17 @@ __global__ void __launch_bounds__(256) split_kernel(const __grid_constant__ Spli
     if (!fit) fits = false;
     __syncthreads();
     if (threadIdx.x == 0) t.unscale[n] = largest == 0 ? kOfZeros : fits ? 1.f / scale : 0.f;
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#endif
 }
 
 // ------------------------------------------------------------------------------ the producer
 
 // The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most to
 // do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left with
-// a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the shortest.
+// a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the shortest. Not
+// those of float32, of queries and of keys, which must begin at multiples of 64, since a scale is of 64 rows.
 template <class Tile>
 __device__ Work work_of(const Parameters &p, int n) {
     if (n >= p.tiles) return {-1};
@@ -264,11 +275,10 @@ __device__ Work work_of(const Parameters &p, int n) {
     const int head = rest < 0 ? n / p.Tr : alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
     const int from_last = rest < 0 ? n % p.Tr : rest / p.together;
     int i1 = p.a.Nq - from_last * Tile::Br, i0 = max(i1 - Tile::Br, 0);
-    if (Tile::Parts == 2)
-        i0 = (p.Tr - 1 - from_last) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);  // a scale is of 64 rows
+    if (Tile::Parts == 2) i0 = (p.Tr - 1 - from_last) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
     const BandOf<int> band = narrow(band_of(p.a, b));
     Keys seen = keys_of_any(band, i0, i1);
-    if (Tile::Parts == 2) seen.begin = seen.begin / 64 * 64;               // a scale is of 64 rows
+    if (Tile::Parts == 2) seen.begin = seen.begin / 64 * 64;
     return {b, head % Hq, i0, i1, empty(seen) ? Keys{0, 1} : seen, band};  // if need be, a tile that nobody sees
 }
 
@@ -278,13 +288,15 @@ __device__ int tile_after(const Parameters &p, int n) {
     return p.next ? grid + atomicAdd(p.next, 1) : n < grid ? 2 * grid - 1 - n : n + grid;
 }
 
+// Of the 64 rows that `row` is among; past the last, where TMA fills in zeros, 1
 __device__ float unscale_of(const TensorMap &tensor, int row, int h, int b) {
     return row / 64 < tensor.blocks ? tensor.unscale[(b * tensor.batch + h * tensor.head) * tensor.blocks + row / 64]
                                     : 1.f;
 }
 
-// Whether the parts carry a work. Also not where tiles of V differ so much that what is lost of a small Pij matters, nor
-// where scores might overflow.
+// Whether the parts carry a work: all unscales but 0 (which `least` or `unit` shows), the units of scores far from overflow and
+// underflow, and tiles of V alike enough that what is lost of a small Pij doesn't matter. Nor is there anything to load
+// without keys.
 template <class Tile>
 __device__ void judge(const Parameters &p, Work &work) {
     const int h = work.h / ((int)p.a.Hq / (int)p.a.Hkv);
@@ -489,6 +501,7 @@ __device__ void begin_QK_parts(float (&Sij)[Count], const unsigned char *Qi, con
     commit();
 }
 
+// Tij = Pij Vj, begun, and not added to what Tij was
 template <class Tile, int CountT, int CountP>
 __device__ void begin_PV_parts(float (&Tij)[CountT], const uint32_t (&hi)[CountP], const uint32_t (&lo)[CountP],
                                const unsigned char *Vj) {
@@ -787,10 +800,10 @@ __device__ void split(uint32_t (&hi)[Count], uint32_t (&lo)[Count], const float 
     }
 }
 
-// The same for float32, in parts
+// consume for float32, in parts
 template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
-    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;
+    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;  // of Vj at once
     const Attention &a = p.a;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // shuffled: now nvcc knows that a warp has one
     const int row = 64 * warpgroup + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;  // and row + 8
@@ -804,20 +817,20 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         if (work.b < 0) return;
         const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1);
         const int my_end = i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, work.seen.end) : 0;
-        float Oi[D / 2], Sij[Bc / 2], unit = 2.f;  // of scores
+        float Oi[D / 2], Sij[Bc / 2], unit = 2.f;  // what Sij is to be multiplied by; multiply_QK_floats halves it
         Rows rows = Rows();
         int j0 = work.seen.begin;
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
         // 10. - 11.
-        const auto softmax = [&](int j0, float c) {
+        const auto softmax = [&](int j, float c) {
             const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
-            if (negated || j0 < unmasked.begin || j0 + Bc > unmasked.end) {
+            if (negated || j < unmasked.begin || j + Bc > unmasked.end) {
                 if (negated) {
 #pragma unroll
                     for (int x = 0; x < Bc / 2; ++x) Sij[x] = -Sij[x];
                 }
-                mask(Sij, work.band, work.i0 + row, j0);
+                mask(Sij, work.band, work.i0 + row, j);
             }
             move_max<D>(Sij, rows, c);
             exponentiate<D>(Sij, rows, c);
@@ -886,6 +899,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             end_S();
             softmax(j0, c);
             split(hi, lo, Sij);
+            // 5. for j
             for (; j0 + Bc < my_end; j0 += Bc) {
                 K.wait_full();
                 begin_S();
@@ -1003,9 +1017,10 @@ int64_t plan(const Attention &a, SplitParameters &split) {
     split = {a,
              {parts_of(a, a.q, a.q_stride, a.Hq, a.Nq, false, kLeastOfColumn),
               parts_of(a, a.k, a.k_stride, a.Hkv, a.Nk, true, kLeastOfColumn),
-              parts_of(a, a.v, a.v_stride, a.Hkv, a.Nk, true, 1.f)}};  // a small Pij loses more beside a large Vj
+              parts_of(a, a.v, a.v_stride, a.Hkv, a.Nk, true,
+                       1.f)}};  // V's neighbours may differ less: a tiny Pij has an absolute error, times a large Vj
     int64_t bytes = 0;
-    for (Halved &parts : split.parts) {
+    for (Halved &parts : split.tensors) {
         const int64_t blocks = (int64_t)parts.heads * parts.blocks();
         parts.to = (__half *)((char *)a.workspace + bytes), bytes += blocks * 64 * parts.columns() * 4;
         parts.unscale = (float *)((char *)a.workspace + bytes), bytes += (blocks * 4 + 15) / 16 * 16;
@@ -1030,7 +1045,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     if constexpr (Tile::Parts == 2) {
         SplitParameters split;
         plan(a, split);
-        const Halved &Q = split.parts[0], &K = split.parts[1], &V = split.parts[2];
+        const Halved &Q = split.tensors[0], &K = split.tensors[1], &V = split.tensors[2];
         described = describe_parts(p.Q, Q, 64) && describe_parts(p.K, K, Tile::Bc) && describe_parts(p.V, V, Tile::Bc);
         const int64_t blocks = (int64_t)Q.heads * Q.blocks() + (int64_t)(K.heads + V.heads) * K.blocks();
         if (described) split_kernel<Tile::D><<<blocks, 256, 0, stream>>>(split);
@@ -1064,7 +1079,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// 48 KB, 176 KB, 192 KB, 192 KB. A scale is of 64 rows, so that Bc can't be more.
+// 48 KB, 176 KB, 192 KB, 192 KB. A scale is of 64 rows, so that Bc can't be more; nor can the registers hold more of d 256.
+// d between goes to the next of 64, 128 and 256.
 const char *launch_float32(const Attention &a, CUstream_st *stream) {
     if (a.d <= 64 && a.Nq <= 64) return launch<float, Tile<64, 64, 64, 1, 1, 2, 2>>(a, stream);
     if (a.d <= 64) return launch<float, Tile<64, 192, 64, 1, 4, 1, 2>>(a, stream);

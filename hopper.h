@@ -46,17 +46,6 @@ __device__ inline void arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Waits, too, and says whether one of them says so.
-__device__ inline bool any_of(int barrier, int threads, bool says_so) {
-    int any;
-    asm volatile(
-        "{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.cta.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
-        : "=r"(any)
-        : "r"(barrier), "r"(threads), "r"((int)says_so)
-        : "memory");
-    return any;
-}
-
 // ------------------------------------------------------------------------------ registers
 // setmaxnreg: a warpgroup gives registers back, another takes them.
 
@@ -133,9 +122,10 @@ __device__ void wait_for(float (&x)[Count]) {
 #define X_96 X_64, X_8(64), X_8(72), X_8(80), X_8(88)
 #define X_128 X_96, X_8(96), X_8(104), X_8(112), X_8(120)
 
-// wgmma.mma_async for numbers of type T, TYPE in PTX, and an accumulator x of COUNT floats; I0 to I4 number the operands
+// wgmma.mma_async for numbers of type T, TYPE in PTX, and an accumulator x of COUNT floats; I0 to I5 number the operands
 // after it. The first argument, of any value, says T.
-//   A B^T, both in shared memory, the 16 running along the columns of both; `adds` or else x begins as 0
+// Both add to x if `adds`, or else x begins as 0.
+//   A B^T, both in shared memory, the 16 running along the columns of both
 //   A B, A in registers, the 16 running along the rows of B
 #define WGMMA(T, TYPE, N, COUNT, I0, I1, I2, I3, I4, I5)                                                             \
     __device__ inline void multiply_transposed(T, float(&x)[COUNT], uint64_t A, uint64_t B, bool adds) {             \

@@ -103,7 +103,7 @@ std::string why_not_sm90(const Tensor &q) {
 }
 #endif
 
-// The machines of this build, the fastest of each device first: "auto" takes the first that serves q.
+// The machines of this build, the fastest of each device first: "auto" takes the first that serves q and isn't slow for it.
 struct Machine {
     std::string name;
     at::DeviceType device;
@@ -122,7 +122,7 @@ const std::vector<Machine> &machines() {
     static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
         {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90, workspace_sm90,
-         // A tile or less of float32s is computed before it is split.
+         // A tile or less of float32s: to split them takes longer than it saves.
          [](const Tensor &q, const Tensor &k) {
              return q.scalar_type() == at::kFloat && q.size(2) <= 64 && k.size(2) <= 64;
          }},
