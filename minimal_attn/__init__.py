@@ -45,11 +45,10 @@ def forward(
             l and m (B, Hq, Nq): the result covers the keys of both calls. It isn't changed.
         return_state: return the state (implied by `state`).
         machine: "auto", the fastest that serves the inputs, or by name "cpu" (flash_cpu.cpp), "portable"
-            (flash.cu) or "sm90" (flash_sm90.cu: GPUs of compute capability 9.0, Hopper; at most 2^30 tiles of
-            64 queries): for tests, benchmarks, readers. On Hopper "auto" is "sm90", but for float32 with at
-            most 64 queries and 64 keys "portable". There float32 takes workspace as large as q, k and v. It is
-            as exact as float32 arithmetic, whatever torch's float32_matmul_precision says, and slower where
-            numbers of one tile differ by more than 2^17.
+            (flash.cu) or "sm90" (flash_sm90.cu: GPUs of compute capability 9.0, Hopper; at most 2^30 tiles
+            of 64 queries): for tests, benchmarks, readers, and for float32 on Hopper, which "auto" leaves to
+            "portable": "sm90" is several times faster, but takes workspace as large as q, k and v, and is
+            slow where a tile has numbers 2^17 apart or many zeros (README).
 
     Returns:
         o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all
