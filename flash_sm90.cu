@@ -297,7 +297,6 @@ __device__ float unscale_of(const TensorMap &tensor, int row, int h, int b) {
 // Whether the parts carry a work: all unscales but 0 (which `least` or `unit` shows), the units of scores far from overflow and
 // underflow, and tiles of V alike enough that what is lost of a small Pij doesn't matter. Nor is there anything to load
 // without keys.
-template <class Tile>
 __device__ void judge(const Parameters &p, Work &work) {
     const int h = work.h / ((int)p.a.Hq / (int)p.a.Hkv);
     float least_V = INFINITY, most_V = 0.f, least = INFINITY;
@@ -332,7 +331,7 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
     Ring<kWorks> works{shared.works};
     for (int n = blockIdx.x;;) {
         Work work = work_of<Tile>(p, n);
-        if (Tile::Parts == 2 && work.b >= 0) judge<Tile>(p, work);
+        if (Tile::Parts == 2 && work.b >= 0) judge(p, work);
         shared.work[works.at()] = work;
         arrive(shared.works[works.at()].full);
         works.advance();
@@ -444,6 +443,12 @@ template <class T, int Count>
 __device__ void pack(uint32_t (&Pij)[Count], const float (&Sij)[2 * Count]) {
 #pragma unroll
     for (int x = 0; x < Count; ++x) Pij[x] = pack<T>(Sij[2 * x], Sij[2 * x + 1]);
+}
+
+template <int Count>
+__device__ void negate(float (&x)[Count]) {
+#pragma unroll
+    for (int y = 0; y < Count; ++y) x[y] = -x[y];
 }
 
 // 9. -inf for the keys of this tile that a row doesn't see
@@ -694,10 +699,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     // 9. - 11. for j
     const auto find_max = [&](const Work &work, int j0, Keys unmasked) {
         if (j0 < unmasked.begin || j0 + Bc > unmasked.end) {
-            if (negated) {
-#pragma unroll
-                for (int x = 0; x < Bc / 2; ++x) Sij[x] = -Sij[x];
-            }
+            if (negated) negate(Sij);
             mask(Sij, work.band, work.i0 + row, j0);
         }
         move_max<D>(Sij, rows, c);
@@ -826,10 +828,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         const auto softmax = [&](int j, float c) {
             const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
             if (negated || j < unmasked.begin || j + Bc > unmasked.end) {
-                if (negated) {
-#pragma unroll
-                    for (int x = 0; x < Bc / 2; ++x) Sij[x] = -Sij[x];
-                }
+                if (negated) negate(Sij);
                 mask(Sij, work.band, work.i0 + row, j);
             }
             move_max<D>(Sij, rows, c);
