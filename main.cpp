@@ -103,7 +103,8 @@ std::string why_not_sm90(const Tensor &q) {
 }
 #endif
 
-// The machines of this build, the fastest of each device first: "auto" takes the first that serves q, but for what is only_by_name.
+// The machines of this build, the fastest of each device first: "auto" takes the first that serves q and isn't only_by_name
+// for it.
 struct Machine {
     std::string name;
     at::DeviceType device;
@@ -111,27 +112,24 @@ struct Machine {
     bool counts;                                               // it uses Attention::scratch, under a mask
     Tensor (*readable)(const Tensor &);                        // q, k or v as it can read it, copied if need be
     const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
-    int64_t (*workspace)(const Attention &);                   // bytes of Attention::workspace
-    bool (*only_by_name)(const Tensor &q);                     // "auto" takes the next machine for this
+    int64_t (*workspace)(const Attention &) = nullptr;         // bytes of Attention::workspace; null: none
+    bool (*only_by_name)(const Tensor &q) = nullptr;           // what "auto" leaves to the next machine; null: nothing
 };
 
 const std::vector<Machine> &machines() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
-    static const auto needs_none = [](const Attention &) -> int64_t { return 0; };
-    static const auto never = [](const Tensor &) { return false; };
     static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
         {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90, workspace_sm90,
          // float32 on request alone: inputs of mixed sizes take its slow way too often yet (NOTES.md).
          [](const Tensor &q) { return q.scalar_type() == at::kFloat; }},
-        {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable, needs_none, never},
+        {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable},
 #endif
         {"cpu", at::kCPU, serves_all, false, with_contiguous_rows,
          [](const Attention &attention, CUstream_st *) -> const char * {
              forward_cpu(attention);
              return nullptr;
-         },
-         needs_none, never},
+         }},
     };
     return list;
 }
@@ -202,7 +200,7 @@ const Machine *check_machine(const Arguments &a) {
     for (const Machine &machine : machines()) {
         if (!is_auto && machine.name != a.machine) continue;
         is_known = true;
-        if (machine.device != device || (is_auto && machine.only_by_name(a.q))) continue;
+        if (machine.device != device || (is_auto && machine.only_by_name && machine.only_by_name(a.q))) continue;
         const std::string why_not = machine.why_not(a.q);
         if (why_not.empty()) return &machine;
         TORCH_CHECK_VALUE(is_auto, "machine \"", machine.name, "\" serves ", why_not);
@@ -349,7 +347,7 @@ Results run(const Arguments &a, const State *state) {
     attention.l = out(results.l), attention.m = out(results.m);
     attention.shared_memory_limit = shared_memory_limit;
     attention.scratch = scratch.defined() ? scratch.mutable_data_ptr<int>() : nullptr;
-    const int64_t bytes = q.numel() > 0 ? machine->workspace(attention) : 0;
+    const int64_t bytes = machine->workspace && q.numel() > 0 ? machine->workspace(attention) : 0;
     const Tensor workspace = bytes > 0 ? at::empty({bytes}, q.options().dtype(at::kByte)) : Tensor();
     attention.workspace = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
     launch(attention, *machine, q);
