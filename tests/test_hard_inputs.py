@@ -219,8 +219,7 @@ def test_scores_whose_difference_overflows(machine, dtype, d, softmax_scale):
 def some_larger(inputs):
     """Two keys, or queries, with a number far larger than all others, and scores like others'."""
 
-    def larger(machine, d):
-        q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    def larger(q, k, v):
         if inputs == "v":
             v[0, 1, [70, 400]] *= 1e12
         else:
@@ -234,8 +233,7 @@ def some_larger(inputs):
 
 
 def tiles_of_other_sizes(inputs, exponent):
-    def scaled(machine, d):
-        q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    def scaled(q, k, v):
         t = {"q": q, "k": k, "v": v}[inputs]
         tiles = torch.arange(t.size(2), device=t.device) // 64
         t *= (10.0 ** (exponent * (tiles % 3)))[:, None]
@@ -245,17 +243,15 @@ def tiles_of_other_sizes(inputs, exponent):
     return scaled
 
 
-def tiles_of_zeros(machine, d):
-    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+def tiles_of_zeros(q, k, v):
     for t in q, k, v:
         t[:, :, 64:128] = t[:, 1] = 0
-        t[..., d // 2] = 0
+        t[..., t.size(-1) // 2] = 0
     return q, k, 1e-3 * v
 
 
-def tiny_among_ordinary(machine, d):
+def tiny_among_ordinary(q, k, v):
     """A channel and a few neighbours of each far below the others."""
-    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
     for t in q, k, v:
         t[..., 3] *= 1e-9
         t[:, :, 5, 4:12] *= 1e-30
@@ -263,8 +259,7 @@ def tiny_among_ordinary(machine, d):
     return q, k, v
 
 
-def subnormal(machine, d):
-    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+def subnormal(q, k, v):
     return 1e19 * q, 1e-19 * k, 1e-39 * v
 
 
@@ -288,7 +283,7 @@ def subnormal(machine, d):
 )
 def test_float32_of_mixed_sizes(machine, inputs, d, options):
     """Where two float16s can't carry a tile's numbers, and its neighbours' they can."""
-    q, k, v = inputs(machine, d)
+    q, k, v = inputs(*machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d))
     if inputs is subnormal:  # a subnormal has fewer bits, and may count as 0
         o, expected = machine.forward(q, k, v, **options), attention(q, k, v, **options)
         assert (o - expected.o).abs().max() <= 1e-5 * expected.size.max() + 2e-38
