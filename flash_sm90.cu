@@ -1,33 +1,46 @@
-// flash_sm90.cu: Algorithm 1 on Hopper. Read flash.cu first: the steps and the names are the same, and what is new is who
-// does them, and when.
+// flash_sm90.cu: Algorithm 1 on Hopper. Read flash.cu first: the steps and the names are the same, and what is new is
+// who does them, and when.
 //
-// Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br queries
-// of one head. Its first warpgroup, the producer, loads tiles by TMA: one thread Qi (and says what the next work is), one
-// Kj, one Vj. The other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the softmax.
+// Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
+// queries of one head. Its first warpgroup is the producer. Thread 0 loads Qi by TMA, and says what the next work is;
+// thread 32 loads Kj, and 64 Vj. For float32 thread 32 copies the parts of both from the workspace, and warps 2 and 3
+// put parts there. The other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the
+// softmax.
 //
-// What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij, Pij
-// (which is the A of Pij Vj) and Oi are in the registers of the consumers. The table of tiles, at the end, has the bytes.
+// What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
+// Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers. The table of tiles, at the end, has the
+// bytes. float32's workspace, in global memory, has the parts of each tile of K and V as they lie in shared memory.
 //
-// What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the row
-// maxima and a third of the exponentials of the one run beside the other; where there is room for two Qi, a work ends and
-// is stored beside the first Sij of the next. Consumers take turns: the tensor cores have work while others do their softmax.
+// What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the
+// row maxima and a third of the exponentials of the one run beside the other; where there is room for two Qi, a work
+// ends and is stored beside the first Sij of the next. Consumers take turns: the tensor cores have work while others do
+// their softmax.
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
-//     works, Q, K, V: empty  the readers', one arrival a warp: it may be overwritten
+//     works, Q, K, V: empty  the readers', one arrival a warp (works: also one of each thread that loads): it may be
+//                            overwritten
 //     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
+//     loaded                 float32: what the producer's warps are to split has arrived (TMA counts its bytes). The end of
+//                            split_tile says that it may be overwritten
+//     named 1, 2, ..         float32: the producer's two warps; a consumer: split_tile, help, and whether to help
+//     Head::there            float32: so many of the head's tiles are in the workspace (tell, await_parts)
 //
-// float32 runs on the same tensor cores, each number in two float16s, a product as three (Markidis et al. 2018; Ootomo and
-// Yokota 2022). split_kernel makes the two parts of Q, K and V beforehand, in a workspace of their size, zeros where no query
-// may see; a box of TMA brings both, 64 columns of hi and behind them the same of lo. consume_parts does what consume does,
-// simpler: the next Sij beside Pij Vj and the softmax, but no turns, and no work begun before the last is stored. New are the
-// three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile, a sum of its own that is
-// added to Oi in float32, since the tensor cores truncate; and that a work whose numbers the parts can't carry (judge) is
-// multiplied by FMAs from the float32s themselves.
+// float32 runs on the same tensor cores, each number in two float16s, a product as three (Markidis et al. 2018; Ootomo
+// and Yokota 2022). Each tile of K and V is split once, for all queries: the producer's warps 2 and 3 take shares of
+// that from a counter, all blocks of all heads (split_K_and_V), and so do consumers that would wait (help). Who needs a
+// head waits until all its tiles are there (await_parts). Who splits waits, at most, until so many works are taken
+// (begins_at): fewer than come before the first one that needs the tile, so that no two wait for each other. A consumer
+// splits its own Qi where TMA put it.
 //
-// Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials; a work that sees no key
-// gets a tile all the same, which is masked.
+// consume_parts does what consume does, simpler: the next Sij beside Pij Vj and the softmax, but no turns, and no work
+// begun before the last is stored. New are the three products, those with a low part first, while the sum is small; Tij
+// = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; and that
+// what the parts can't carry is multiplied by FMAs from the float32s themselves (attend_by_floats).
+//
+// Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials (float32: after Tij); a work
+// that sees no key gets a tile all the same, which is masked.
 #include <algorithm>
 #include <type_traits>
 
@@ -40,26 +53,32 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kBox = 64;   // columns of a box of TMA: 128 bytes, the width of the swizzle
+constexpr int kBox = 64;   // columns of a box of TMA: 128 bytes, the width of the swizzle; of float32s half as many
 constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 
-// Under a mask so many of the last heads are worked on together that a block gets 4 of their tiles (2 and 3 are up to 3 %
-// slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
+// Under a mask so many of the last heads are worked on together that a block gets 4 of their tiles (2 and 3 are up to 3
+// % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
+// Of float32: a head is split so many works a block before it is needed. 6 is the same; without a bound d 64, N 2048 is
+// 7 % slower, K and V being larger than the L2 cache.
+constexpr int kAhead = 2;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor; 16-bit parts of a number
 template <int D_, int Br_, int Bc_, int QStages_, int Stages_, int BlocksPerSM_ = 1, int Parts_ = 1>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
-    // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers.
-    static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8, ProducerRegisters = 32;
+    // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. 40 where two
+    // consumers get 232 either way. A float division calls a subroutine that doesn't know of this, so there is none in
+    // the producer.
+    static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
+    static constexpr int ProducerRegisters = Parts_ == 2 && Consumers == 2 ? 40 : 32;
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
-    static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox;
-    static constexpr int QBytes = Parts * 64 * Boxes * 128, KBytes = Parts * Bc * Boxes * 128;
-    static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2 && (Parts == 1 || 64 % Bc == 0));
+    static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
+    static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
+    static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
 };
 
 // The barriers of one place in a ring.
@@ -67,8 +86,8 @@ struct Stage {
     Barrier full, empty;
 };
 
-// A walk around a ring, whose n-th lap ends phase n of every barrier in it. The producer waits for the phase before, which
-// on the first lap passes at once: a new barrier takes parity 1 for over.
+// A walk around a ring, whose n-th lap ends phase n of every barrier in it. The producer waits for the phase before,
+// which on the first lap passes at once: a new barrier takes parity 1 for over.
 template <int Stages>
 struct Ring {
     Stage *stages;
@@ -79,8 +98,9 @@ struct Ring {
     __device__ void advance() { place = place == 2 * Stages - 1 ? 0 : place + 1; }
     __device__ void wait_full() const { wait(stages[at()].full, parity()); }
     __device__ void wait_empty() const { wait(stages[at()].empty, parity() ^ 1); }
-    // By all lanes of a warp, or by one thread that is its first lane; not before x is computed, which also keeps ptxas from
-    // moving the next wait for wgmma above that. x is a result of exp2, so never -0, but ptxas can't know.
+    // By all lanes of a warp, or by one thread that is its first lane; not before x is computed, which also keeps ptxas
+    // from moving the next wait for wgmma above that. x is a result of exp2, or an unscale: never -0, but ptxas can't
+    // know.
     __device__ void release(float x = 0.f) {
         if (threadIdx.x % 32 == 0 && __float_as_int(x) != __float_as_int(-0.f)) arrive(stages[at()].empty);
         advance();
@@ -88,15 +108,55 @@ struct Ring {
 };
 
 // A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
-struct Work {
-    int b, h, i0, i1;  // b < 0: there is no more work
+struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of half types at d 64
+    int b, h, i0, i1;      // b < 0: there is no more work
     Keys seen;
     BandOf<int> band;
-    // Of float32: the largest unscale of its Kj, in units of which all Sij are kept; whether the parts don't carry it, so
-    // that FMAs multiply the float32s themselves.
+    // Of float32: the largest unscale of the head's Kj, in units of which all Sij are kept; whether the parts don't
+    // carry Kj or Vj, so that FMAs multiply the float32s themselves.
     float unscaleK;
     bool exact;
 };
+
+// Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
+struct Share {
+    int head, h, b;  // its index in Workspace::heads (< 0: there is no more); the key head and the batch
+    int n, end;
+    Keys keys;      // only these count, the others' rows become 0
+    int begins_at;  // in the producer it waits until so many works are taken
+
+    __device__ bool is_V() const { return n % 2; }
+    __device__ int t() const { return n / 2; }
+};
+
+// What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the
+// largest of four neighbours; the least of the largest of a column, as far as they have it.
+struct Extremes {
+    int largest, least, least_of_column;
+};
+
+template <class Tile>
+struct SharedOfParts {
+    // split_K_and_V's; the small tile splits in place. With two places the next tile is loaded beside the split.
+    static constexpr int Places = Tile::KBytes > 16384 ? 1 : 2;
+    alignas(1024) unsigned char floats[Places][Tile::Consumers == 1 ? 1 : Tile::KBytes];
+    Barrier loaded[2];
+    Share shares[4];  // of laps: 96 may still read one while 64 writes that of two laps on
+    // Thread 64's, and 96's, in shared memory since registers are short
+    Share next;      // 64: the tile to be loaded next
+    int taken;       // 64: so many works were, when it last looked
+    bool is_loaded;  // 64: the tile at hand is, from the lap before
+    int untold;      // 96: the head of the last tile, of which nobody was told yet; or -1
+
+    Share helped[Tile::Consumers];
+    int ends[kWorks][Tile::Consumers];                      // of the keys that a consumer's rows of the work see
+    float largest_unscaleV[kWorks];                         // of the head's Vj
+    float4 unscaleK[Tile::Stages], unscaleV[Tile::Stages];  // in x; less than 16 bytes can't be copied
+    float unscaleQ[Tile::Consumers];
+    Extremes extremes[1 + Tile::Consumers][4];  // split_tile's: of the producer's warps, and of each consumer's
+    int least[1 + Tile::Consumers][4];
+};
+struct Nothing {};
 
 template <class Tile>
 struct Shared {
@@ -104,17 +164,33 @@ struct Shared {
     unsigned char Kj[Tile::Stages][Tile::KBytes], Vj[Tile::Stages][Tile::KBytes];
     Work work[kWorks];
     Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
-    float unscaleQ[Tile::Consumers], unscaleK[Tile::Stages], unscaleV[Tile::Stages];  // of float32
+    std::conditional_t<Tile::Parts == 2, SharedOfParts<Tile>, Nothing> parts;
 };
 
 // What TMA must know of a tensor, and whether its heads and batches are one and the same (stride 0).
 struct TensorMap {
     CUtensorMap map;
     int head, batch;  // 1, or 0: what the indices are multiplied by
-    // Of float32. There TMA's third dimension is the part and its fourth all heads of all batches: batch is their number in a
-    // batch, or 0.
-    const float *unscale;  // (heads, blocks)
-    int blocks;            // of 64 rows
+};
+
+// What is known of the tiles of a key head, in the workspace. All begin as 0.
+struct Head {
+    int there;               // tiles of K and of V that are in the workspace
+    int unscaleK, scaleK;    // the largest of all tiles, as bits of floats; inf if the parts don't carry one of them
+    int unscaleV, inverseV;  // likewise; the largest 1 / v, v being the largest number in a row
+};
+
+// The workspace of float32: what the blocks split for one another, and how they share that work. heads is null where
+// nobody splits for others: the small tile, or no key at all.
+struct Workspace {
+    Head *heads;
+    int *works_taken, *shares_taken;  // counters
+    float4 *unscaleK, *unscaleV;      // (heads, Tc), in x
+    unsigned char *K, *V;             // (heads, Tc) tiles as they lie in shared memory
+    int batches, Tc;                  // batches (1 if they are one and the same), tiles of keys
+    int shares, tiles_a_share;        // of a head; tiles of K or of V
+    int lead;                         // so many shares are split at once; each work that is taken allows more
+    float works_a_share;
 };
 
 struct Parameters {
@@ -122,8 +198,9 @@ struct Parameters {
     TensorMap Q, K, V;
     int Tr, tiles;  // tiles of queries of a head, and of all heads
     int together;   // so many of the heads, the last ones, are worked on together
-    int *next;      // counts the tiles taken after each block's first; null: their order is fixed (produce_Q)
-    bool aligned;   // rows of O begin and end at multiples of 16 bytes
+    int *next;  // half types: counts the tiles taken after each block's first; null: their order is fixed (tile_after)
+    bool aligned;         // rows of O begin and end at multiples of 16 bytes
+    Workspace workspace;  // of float32
 };
 
 template <class T>
@@ -138,15 +215,27 @@ __device__ uint32_t pack(float x, float y) {
 
 // ------------------------------------------------------------------------------ float32 in two parts
 
-// A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is of 64 rows: the power of 2 that
-// brings their largest number to 2^14. Scaled numbers below 2^-3 have a subnormal lo, an absolute error of 2^-25. That is
-// harmless beside larger ones, so `split` asks: of every four neighbours the largest must be 0 or, scaled, at least
-// least_of_four; of what a thread has of a column, kLeastOfColumn. unscale, of each 64 rows, is 1 / scale; 0 where that fails or
-// a number isn't finite, so that the parts can't carry them; kOfZeros where all are 0, which any scale suits.
-constexpr float kLeastOfColumn = 1.f / 8;
-constexpr float kOfZeros = -1.f;
-constexpr float kScaledEnd = 32768.f;  // scaled numbers are below it, unless they aren't finite or beyond the scales
-constexpr float kP = 32768.f;          // scale of Pij, of which 1 is the largest
+// A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is of a tile (of K and V Bc rows,
+// of Q 64): the power of 2 that brings its largest number to 2^14 or above, below 2^15. Scaled numbers below 2^-3 have
+// a subnormal lo, an absolute error of 2^-25. That is harmless beside larger ones: the largest number of each row and
+// of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too.
+// Otherwise the parts don't carry the tile.
+constexpr float kLeast = 1.f;
+constexpr float kLeastOfFew =
+    1.f / 256;                 // of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
+constexpr float kP = 32768.f;  // scale of Pij, of which 1 is the largest
+
+// x, of which the compiler knows nothing here: what follows from it is computed here, rather than before all loops and
+// kept in local memory.
+__device__ unsigned opaque(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+template <class T>
+__device__ T *opaque(T *x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
 
 // max, but NaN if one is NaN
 __device__ float max_abs(float x, float y) {
@@ -156,130 +245,205 @@ __device__ float max_abs(float x, float y) {
 }
 __device__ float max_abs(const float4 &x) { return max_abs(max_abs(x.x, x.y), max_abs(x.z, x.w)); }
 
-// The largest size among what a thread has. Compared as ints, its bits are above all numbers if it is inf, above inf if NaN.
-template <int Count>
-__device__ float largest_of(const float4 (&x)[Count]) {
-    float most = 0.f;
-#pragma unroll
-    for (int y = 0; y < Count; ++y) most = max_abs(most, max_abs(x[y]));
-    return most;
-}
-
+// Of a tile's largest number, as bits; 2^-100 to 2^100, so that 1 / scale is normal
 __device__ float scale_for(int largest) {
     return __int_as_float(clamp(127 + 14 + 127 - (largest >> 23), 27, 227) << 23);
 }
 
-// Four neighbours, of which so many are there
-__device__ float4 four_of(const float *from, int count, bool aligned) {
-    if (count <= 0) return {};
-    if (aligned) return *(const float4 *)from;
-    return {from[0], count > 1 ? from[1] : 0.f, count > 2 ? from[2] : 0.f, count > 3 ? from[3] : 0.f};
+// 1 / x of a power of 2
+__device__ float inverse_of_power(float x) { return __int_as_float((254 << 23) - __float_as_int(x)); }
+
+// Two numbers, scaled, as two hi and two lo
+__device__ void split(float2 x, uint32_t &hi, uint32_t &lo) {
+    const __half2 high = __float22half2_rn(x);
+    const float2 back = __half22float2(high);
+    hi = *(const uint32_t *)&high, lo = pack<__half>(x.x - back.x, x.y - back.y);
 }
 
-// What a thread has of a tile, by store(y, hi, lo); says whether the parts carry it.
-template <int Count, class Store>
-__device__ bool split(const float4 (&x)[Count], float scale, float least_of_four, const Store &store) {
-    bool fit = true;
-    float4 columns = {};
-#pragma unroll
-    for (int y = 0; y < Count; ++y) {
-        const float2 xy = {x[y].x * scale, x[y].y * scale}, zw = {x[y].z * scale, x[y].w * scale};
-        const __half2 hi_xy = __float22half2_rn(xy), hi_zw = __float22half2_rn(zw);
-        const float2 back_xy = __half22float2(hi_xy), back_zw = __half22float2(hi_zw);
-        store(
-            y, uint2{*(const uint32_t *)&hi_xy, *(const uint32_t *)&hi_zw},
-            uint2{pack<__half>(xy.x - back_xy.x, xy.y - back_xy.y), pack<__half>(zw.x - back_zw.x, zw.y - back_zw.y)});
-        const float four = max_abs(x[y]);
-        fit &= four == 0.f || four * scale >= least_of_four;
-        columns = {max_abs(columns.x, x[y].x), max_abs(columns.y, x[y].y), max_abs(columns.z, x[y].z),
-                   max_abs(columns.w, x[y].w)};
-    }
-    for (float z : {columns.x, columns.y, columns.z, columns.w}) {
-        fit &= z == 0.f || z * scale >= kLeastOfColumn;
-        fit &= z * scale < kScaledEnd;
-    }
-    return fit;
-}
+struct Scales {
+    float unscale;  // 1 / scale
+    float least;  // each row's largest number (but 0) is at least so large; negative if the parts don't carry the tile
 
-// Q, K or V, before and after. Heads and batches that are one and the same count once.
-struct Halved {
-    const float *from;
-    Strides stride;
-    int H, heads, N, d;  // heads of a batch, and of all
-    bool are_keys;
-    float least_of_four;
-    bool aligned;
-    __half *to;      // (heads, 2, 64 blocks(), columns()): hi, lo
-    float *unscale;  // (heads, blocks())
-
-    __host__ __device__ int blocks() const { return (N + 63) / 64; }
-    __host__ __device__ int columns() const { return (d + 7) / 8 * 8; }
+    __device__ bool fit() const { return least >= 0.f; }
 };
 
-struct SplitParameters {
-    Attention a;
-    Halved tensors[3];
+// A tile of float32s: where TMA put it, in boxes of 32 columns, 128 bytes a row, swizzled; or the tensor itself.
+struct InShared {
+    unsigned char *tile;
+    int d;
+};
+struct InGlobal {
+    const float *first;
+    int64_t stride;
+    int d;  // a multiple of 4
 };
 
-// A block of 256 threads splits 64 rows of a head. Keys that no query may see become 0.
-template <int D>
-__global__ void __launch_bounds__(256) split_kernel(const __grid_constant__ SplitParameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int Lanes = D / 4, Step = 256 / Lanes, Count = 64 / Step;  // a row's threads, rows at a time, and times
-    __shared__ int largest;                                              // the bits of a float
-    __shared__ bool fits;
-    int n = blockIdx.x, which = 0;
-    while (n >= p.tensors[which].heads * p.tensors[which].blocks())
-        n -= p.tensors[which].heads * p.tensors[which].blocks(), ++which;
-    const Halved &t = p.tensors[which];
-    const int head = n / t.blocks(), b = head / t.H;
-    const Keys rows = t.are_keys ? band_of(p.a, b).keys : Keys{0, t.N};
-    const int row0 = 64 * (n % t.blocks()) + threadIdx.x / Lanes, column = threadIdx.x % Lanes * 4;
-    const float *const from = t.from + b * t.stride.batch + head % t.H * t.stride.head + column;
-    float4 x[Count];
+// 4 warps, or 2, split a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of lo of the
+// same 64 columns: a row of both is the same 256 bytes before and after, and half a warp has it. They go to parts(),
+// asked for late, since registers are short, which may be the tile itself. `team` is 0 for the producer's two warps, 1
+// + n for consumer n. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if there is one. between() is
+// done while it isn't known yet what the other warps have. At the end all have met at the barrier, and written.
+template <class Tile, int Rows, int Warps, class From, class To, class Between>
+__device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
+                             float *unscale_to, const Between &between) {
+    constexpr bool is_shared = std::is_same_v<From, InShared>, in_place = is_shared && Warps == 4;
+    constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (2 * Warps);
+    // Of 2 warps, which have few registers, so many rows at a time, and of those whose swizzle is the same.
+    constexpr int Read = Warps == 4 ? Count : Count / 4, Split = Warps == 4 ? Count : 2;
+    const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 16,
+                   half = thread / 16 % 2;
+    const int row0 = warp * (Rows / Warps) + half, barrier = 1 + team;
+    // The y-th 4 numbers of a lane in a pair: row row0 + 2 y, columns 4 lane to 4 lane + 3. The swizzle takes the 16
+    // bytes called `chunk` of row x to place chunk ^ x % 8.
+    const auto at = [&](unsigned char *tile, int pair, int y, unsigned chunk) {
+        return tile + ((row0 * 128 + (chunk ^ half) * 16) ^ y % 4 * 32) + y * 256 + pair * (2 * Rows * 128);
+    };
+    const auto counts = [&](int row) { return row >= rows.begin && row < rows.end; };
+    const auto four_of = [&](unsigned char *tile, int pair, int y) {
+        return (float4 *)(at(tile, pair, y, lane % 8) + lane / 8 * (Rows * 128));
+    };
+    const auto read = [&](int pair, int y) {
+        if constexpr (is_shared) {
+            return *four_of(from.tile, pair, y);
+        } else {
+            const int row = row0 + 2 * y, column = 64 * pair + 4 * lane;
+            float4 x{};
+            if (counts(row) && column < from.d) x = *(const float4 *)(from.first + row * from.stride + column);
+            return x;
+        }
+    };
+    const auto read_one = [&](int row, int column) {
+        if constexpr (is_shared)
+            return *(const float *)(from.tile + column / 32 * (Rows * 128) + row * 128 +
+                                    ((column % 32 * 4) ^ row % 8 * 16));
+        else
+            return counts(row) && column < from.d ? from.first[row * from.stride + column] : 0.f;
+    };
+    if constexpr (is_shared)
+        if (rows.begin > 0 || rows.end < Rows) {
+#pragma unroll 1
+            for (int y = 0; y < Count; ++y)
+                if (!counts(row0 + 2 * y))
+                    for (int pair = 0; pair < Pairs; ++pair) *four_of(from.tile, pair, y) = {};
+            fence_async();  // TMA writes there again
+        }
+    // So far four neighbours stand for their row, and a warp's part of a column for the column.
+    float most = 0.f, least = INFINITY, least_of_column = INFINITY;
+#pragma unroll 1
+    for (int pair = 0; pair < Pairs; ++pair) {
+        const bool is_whole = 64 * pair + 4 * (int)lane + 3 < max(from.d, 4);  // fewer neighbours are small more often
+        float column[4] = {};
+#pragma unroll 1
+        for (int y0 = 0; y0 < Count / Read; ++y0)
 #pragma unroll
-    for (int y = 0; y < Count; ++y) {
-        const int row = row0 + y * Step;
-        x[y] = row >= rows.begin && row < rows.end ? four_of(from + row * t.stride.row, t.d - column, t.aligned)
-                                                   : float4{};
+            for (int y = y0; y < Count; y += Count / Read) {
+                const float4 x = read(pair, y);
+                column[0] = max_abs(column[0], x.x), column[1] = max_abs(column[1], x.y);
+                column[2] = max_abs(column[2], x.z), column[3] = max_abs(column[3], x.w);
+                if (is_whole) least = fminf(least, max_abs(x));
+            }
+#pragma unroll
+        for (float &z : column) {
+            z = max_abs(z, __shfl_xor_sync(~0u, z, 16));
+            most = max_abs(most, z);
+            if (z > 0.f) least_of_column = fminf(least_of_column, z);
+        }
     }
-    if (threadIdx.x == 0) largest = 0, fits = true;
-    __syncthreads();
-    atomicMax(&largest, __float_as_int(largest_of(x)));
-    __syncthreads();
-    const float scale = scale_for(largest);
-    const int64_t part = (int64_t)64 * t.blocks() * t.columns();
-    const bool fit = split(x, scale, t.least_of_four, [&](int y, uint2 hi, uint2 lo) {
-        if (column >= t.columns()) return;
-        __half *const to = t.to + head * 2 * part + (int64_t)(row0 + y * Step) * t.columns() + column;
-        *(uint2 *)to = hi, *(uint2 *)(to + part) = lo;
-    });
-    if (!fit) fits = false;
-    __syncthreads();
-    if (threadIdx.x == 0) t.unscale[n] = largest == 0 ? kOfZeros : fits ? 1.f / scale : 0.f;
-#elif defined(__CUDA_ARCH__)
-    __trap();
-#endif
+    // As ints, the bits of inf are above all numbers, those of NaN above inf.
+    Extremes(&extremes)[4] = shared.extremes[team];
+    const int bits[3] = {__reduce_max_sync(~0u, __float_as_int(most)), __reduce_min_sync(~0u, __float_as_int(least)),
+                         __reduce_min_sync(~0u, __float_as_int(least_of_column))};
+    if (thread % 32 == 0) extremes[warp] = {bits[0], bits[1], bits[2]};
+    between();
+    sync(barrier, 32 * Warps);
+    Extremes of_tile = extremes[0];
+#pragma unroll
+    for (int n = 1; n < Warps; ++n) {
+        of_tile.largest = max(of_tile.largest, extremes[n].largest);
+        of_tile.least = min(of_tile.least, extremes[n].least);
+        of_tile.least_of_column = min(of_tile.least_of_column, extremes[n].least_of_column);
+    }
+    const float scale = of_tile.largest == 0 ? 1.f : scale_for(of_tile.largest);
+    bool fit = __int_as_float(of_tile.largest) < 0x1p115f;  // else inf, NaN, or too large for a scale of 2^-100
+    least = __int_as_float(of_tile.least);
+    // In a column of few numbers all may be small by chance.
+    const float least_allowed = min(rows.end, Rows) - max(rows.begin, 0) < 16 ? kLeastOfFew : kLeast;
+    // If some are small, or 0, look at all of the row, or column. 64, so that `least` does for tiles of V whose scales
+    // are 2^6 apart, too. Rows are looked at for their own sake alone: else `least` would depend on how many warps
+    // split.
+    const bool rows_are_doubtful = !fit || least * scale < 64.f * kLeast;
+    if (rows_are_doubtful || __int_as_float(of_tile.least_of_column) * scale < least_allowed) {
+        if (rows_are_doubtful) {
+            least = INFINITY;
+#pragma unroll 1
+            for (int y = 0; y < Count; ++y) {
+                float row = 0.f;
+#pragma unroll 1
+                for (int pair = 0; pair < Pairs; ++pair) row = max_abs(row, max_abs(read(pair, y)));
+                row = row_max<16>(row);
+                if (row > 0.f) least = fminf(least, row);
+            }
+        }
+        fit &= !(least * scale < kLeast);
+#pragma unroll 1
+        for (int x = thread; x < Tile::D; x += 32 * Warps) {
+            float column = 0.f;
+#pragma unroll 1
+            for (int row = 0; row < Rows; ++row) column = max_abs(column, read_one(row, x));
+            fit &= !(column > 0.f && column * scale < least_allowed);
+        }
+        int(&all)[4] = shared.least[team];
+        const int least_of_warp = __reduce_min_sync(~0u, __float_as_int(fit ? least : -1.f));
+        if (thread % 32 == 0) all[warp] = least_of_warp;
+        sync(barrier, 32 * Warps);
+        int least_of_tile = min(all[0], all[1]);
+        if (Warps == 4) least_of_tile = min(least_of_tile, min(all[2], all[3]));
+        least = __int_as_float(least_of_tile);
+    }
+    unsigned char *const to = parts();
+#pragma unroll 1
+    for (int pair = 0; pair < Pairs; ++pair)
+#pragma unroll 1
+        for (int y0 = 0; y0 < Count / Split; ++y0) {
+            float4 x[Split];
+#pragma unroll
+            for (int n = 0; n < Split; ++n) x[n] = read(pair, y0 + n * (Count / Split));
+            __syncwarp();  // the rows are read
+#pragma unroll
+            for (int n = 0; n < Split; ++n) {
+                uint2 hi, lo;
+                split({x[n].x * scale, x[n].y * scale}, hi.x, lo.x),
+                    split({x[n].z * scale, x[n].w * scale}, hi.y, lo.y);
+                unsigned char *const place = at(to, pair, y0 + n * (Count / Split), lane / 2) + lane % 2 * 8;
+                *(uint2 *)place = hi, *(uint2 *)(place + Rows * 128) = lo;
+            }
+        }
+    const float unscale = inverse_of_power(scale);
+    if (thread == 0 && unscale_to) *unscale_to = unscale;
+    if constexpr (in_place) fence_async();  // which waits for all stores, and those to global memory take long
+    sync(barrier, 32 * Warps);
+    return {unscale, least};
 }
 
 // ------------------------------------------------------------------------------ the producer
 
-// The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most to
-// do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left with
-// a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the shortest. Not
-// those of float32, of queries and of keys, which must begin at multiples of 64, since a scale is of 64 rows.
+// The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most
+// to do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left
+// with a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the
+// shortest. Float32's tiles of keys begin at multiples of Bc instead: they are split once, for all queries.
 template <class Tile>
 __device__ Work work_of(const Parameters &p, int n) {
     if (n >= p.tiles) return {-1};
     const int alone = p.tiles / p.Tr - p.together, rest = n - alone * p.Tr;
     const int head = rest < 0 ? n / p.Tr : alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
-    const int from_last = rest < 0 ? n % p.Tr : rest / p.together;
-    int i1 = p.a.Nq - from_last * Tile::Br, i0 = max(i1 - Tile::Br, 0);
-    if (Tile::Parts == 2) i0 = (p.Tr - 1 - from_last) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
+    const int i1 = p.a.Nq - (rest < 0 ? n % p.Tr : rest / p.together) * Tile::Br, i0 = max(i1 - Tile::Br, 0);
     const BandOf<int> band = narrow(band_of(p.a, b));
     Keys seen = keys_of_any(band, i0, i1);
-    if (Tile::Parts == 2) seen.begin = seen.begin / 64 * 64;
-    return {b, head % Hq, i0, i1, empty(seen) ? Keys{0, 1} : seen, band};  // if need be, a tile that nobody sees
+    // If need be, a tile that nobody sees; of float32 one that is split.
+    const int none = Tile::Parts == 2 ? band.keys.begin / Tile::Bc * Tile::Bc : 0;
+    if (empty(seen)) seen = {none, none + 1};
+    if (Tile::Parts == 2) seen.begin = seen.begin / Tile::Bc * Tile::Bc;
+    return {b, head % Hq, i0, i1, seen, band};
 }
 
 // The tile that a block takes after its n-th. Without a counter there and back: who had the longest gets the shortest.
@@ -288,40 +452,176 @@ __device__ int tile_after(const Parameters &p, int n) {
     return p.next ? grid + atomicAdd(p.next, 1) : n < grid ? 2 * grid - 1 - n : n + grid;
 }
 
-// Of the 64 rows that `row` is among; past the last, where TMA fills in zeros, 1
-__device__ float unscale_of(const TensorMap &tensor, int row, int h, int b) {
-    return row / 64 < tensor.blocks ? tensor.unscale[(b * tensor.batch + h * tensor.head) * tensor.blocks + row / 64]
-                                    : 1.f;
-}
-
-// Whether the parts carry a work: all unscales but 0 (which `least` or `unit` shows), the units of scores far from overflow and
-// underflow, and tiles of V alike enough that what is lost of a small Pij doesn't matter. Nor is there anything to load
-// without keys.
-__device__ void judge(const Parameters &p, Work &work) {
-    const int h = work.h / ((int)p.a.Hq / (int)p.a.Hkv);
-    float least_V = INFINITY, most_V = 0.f, least = INFINITY;
-    work.unscaleK = 0.f;
-#pragma unroll 1
-    for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += 64) {
-        const float K = unscale_of(p.K, j0, h, work.b), V = unscale_of(p.V, j0, h, work.b);
-        if (K != kOfZeros) least = fminf(least, K), work.unscaleK = fmaxf(work.unscaleK, K);
-        if (V != kOfZeros) least_V = fminf(least_V, V), most_V = fmaxf(most_V, V);
-    }
-    if (work.unscaleK == 0.f) work.unscaleK = 1.f;
-    work.exact = p.K.blocks == 0 || least == 0.f || least_V == 0.f || most_V > 256.f * least_V;
-    for (int i0 = work.i0; i0 < work.i1; i0 += 64) {
-        const float unit = fabsf(unscale_of(p.Q, i0, work.h, work.b)) * work.unscaleK;  // of scores
-        work.exact |= !(unit > 1e-30f && unit < 1e30f);
-    }
-}
-
+// A tile's boxes. float32s come as they are.
 template <class Tile, int Rows>
 __device__ void load(unsigned char *tile, const TensorMap &tensor, int row, int h, int b, Barrier &full) {
-    const int head = h * tensor.head, batch = b * tensor.batch, parts = Tile::Parts;
-    arrive_expecting(full, parts * Rows * Tile::Boxes * 128);
+    arrive_expecting(full, Rows * Tile::Boxes * 128);
     for (int box = 0; box < Tile::Boxes; ++box)
-        load_box(tile + box * parts * Rows * 128, tensor.map, box * kBox, row, parts == 1 ? head : 0,
-                 parts == 1 ? batch : batch + head, full);
+        load_box(tile + box * Rows * 128, tensor.map, box * (kBox / Tile::Parts), row, h * tensor.head,
+                 b * tensor.batch, full);
+}
+
+template <class Tile>
+__host__ __device__ int tiles_before(int j) {
+    return (j + Tile::Bc - 1) / Tile::Bc;
+}
+
+__device__ int key_head(const Attention &a, int h) { return h / ((int)a.Hq / (int)a.Hkv); }
+
+// Which of Workspace's heads a work reads
+__device__ int head_of(const Parameters &p, const Work &work) {
+    return (p.workspace.batches > 1 ? work.b * (int)p.a.Hkv : 0) + key_head(p.a, work.h);
+}
+
+// The n-th share; there may be nothing in it.
+template <class Tile>
+__device__ Share share_of(const Parameters &p, int n) {
+    const Workspace &w = p.workspace;
+    const int head = n / w.shares, first = n % w.shares * w.tiles_a_share, Hkv = (int)p.a.Hkv, b = head / Hkv;
+    if (b >= w.batches) return {-1};
+    const Keys keys = band_of(p.a, b).keys;
+    const Keys tiles = {2 * (keys.begin / Tile::Bc), 2 * tiles_before<Tile>(keys.end)};
+    const int begins_at = (n - w.lead) * w.works_a_share;
+    return {head, head % Hkv, b, max(first, tiles.begin), min(first + w.tiles_a_share, tiles.end), keys, begins_at};
+}
+
+// The next share with something in it, if there is one
+template <class Tile>
+__device__ Share take_share(const Parameters &p) {
+    Share share;
+    do {
+        share = share_of<Tile>(p, atomicAdd(p.workspace.shares_taken, 1));
+    } while (share.head >= 0 && share.n >= share.end);
+    return share;
+}
+
+// Waits until a work's keys and values are split, and says whether the parts carry them. Not K if units of scores are
+// 2^60 apart: floats couldn't be in both. Not V if a row's largest number is below kLeast in the scale of the largest
+// tile: what it loses counts where its Pij are large.
+template <class Tile>
+__device__ void await_parts(const Parameters &p, Work &work, float &largest_unscaleV) {
+    const Keys keys = work.band.keys;
+    work.exact = empty(keys), work.unscaleK = 1.f;
+    if (work.exact || !p.workspace.heads) return;
+    const Head &head = p.workspace.heads[head_of(p, work)];
+    while (load_acquire(head.there) < 2 * (tiles_before<Tile>(keys.end) - keys.begin / Tile::Bc)) {
+    }
+    const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
+    if (unscaleK > 0.f) work.unscaleK = unscaleK;
+    largest_unscaleV = unscaleV;
+    work.exact = !(unscaleK * __int_as_float(head.scaleK) < 0x1p60f) ||
+                 !(unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f);
+}
+
+// By one thread: what is known of a tile that was split.
+template <class Tile>
+__device__ void report(const Workspace &w, const Share &share, const Scales &scales) {
+    const bool is_V = share.is_V();
+    (is_V ? w.unscaleV : w.unscaleK)[(int64_t)share.head * w.Tc + share.t()].x = scales.unscale;
+    Head &head = w.heads[share.head];
+    const auto raise = [](int &most, float x) { atomicMax(&most, __float_as_int(x)); };
+    if (scales.least < INFINITY) {  // else all numbers are 0
+        raise(is_V ? head.unscaleV : head.unscaleK, scales.fit() ? scales.unscale : INFINITY);
+        raise(is_V ? head.inverseV : head.scaleK,
+              is_V ? __fdividef(1.f, scales.least) : inverse_of_power(scales.unscale));
+    }
+}
+
+// By one thread, when all have met who stored parts of this head: one tile more is there.
+__device__ void tell(const Workspace &w, int head) {
+    fence_async_global();  // there is one where they are read, too: the PTX manual asks for one on the way
+    add_release(w.heads[head].there, 1);
+}
+
+// Where the parts of a share's next tile go
+template <class Tile>
+__device__ unsigned char *parts_of(const Workspace &w, const Share &share) {
+    return opaque((share.is_V() ? w.V : w.K) + ((int64_t)share.head * w.Tc + share.t()) * Tile::KBytes);
+}
+
+// A consumer that would wait splits a share, if there is one left, straight from global memory.
+template <class Tile>
+__device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
+    Share &mine = shared.parts.helped[warpgroup];
+    if (threadIdx.x % 128 == 0) mine = take_share<Tile>(p);
+    sync(2 + warpgroup, 128);
+    Share share = mine;
+    if (share.head < 0) return false;
+    for (; share.n < share.end; ++share.n) {
+        const Strides &stride = share.is_V() ? p.a.v_stride : p.a.k_stride;
+        const int j0 = share.t() * Tile::Bc;
+        const float *const first = (const float *)(share.is_V() ? p.a.v : p.a.k) + share.b * stride.batch +
+                                   share.h * stride.head + j0 * stride.row;
+        const Scales scales = split_tile<Tile, Tile::Bc, 4>(
+            InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share); }, shared.parts,
+            1 + warpgroup, {share.keys.begin - j0, share.keys.end - j0}, nullptr, [] {});
+        if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales), tell(p.workspace, share.head);
+        __syncwarp();
+    }
+    return true;
+}
+
+// Two warps split K and V into the workspace, tile by tile, as fast as they can, but no further ahead of the works than
+// is good for the L2 cache. Thread 64 loads, 96 tells of what is done.
+template <class Tile>
+__device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared) {
+    const Workspace &w = p.workspace;
+    SharedOfParts<Tile> &parts = shared.parts;
+    constexpr int Places = SharedOfParts<Tile>::Places;
+    const auto advance = [&](Share share) {
+        if (++share.n >= share.end) share = take_share<Tile>(p);
+        parts.next = share;
+        const TensorMap &tensor = share.is_V() ? p.V : p.K;
+        if (Places == 1 && share.head >= 0)  // at least it comes to the L2 cache
+#pragma unroll
+            for (int box = 0; box < Tile::Boxes; ++box)
+                prefetch_box(tensor.map, box * (kBox / 2), share.t() * Tile::Bc, share.h * tensor.head,
+                             share.b * tensor.batch);
+    };
+    const auto may_begin = [&] {
+        if (parts.next.begins_at <= parts.taken) return true;
+        parts.taken = *(volatile int *)w.works_taken;
+        return parts.next.begins_at <= parts.taken;
+    };
+    const auto load_next = [&](int lap) {
+        const Share next = parts.next;
+        parts.shares[lap % 4] = next;
+        Barrier &loaded = parts.loaded[lap % 2];
+        if (next.head < 0) return arrive(loaded);
+        load<Tile, Tile::Bc>(parts.floats[lap % Places], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
+                             loaded);
+        advance(next);
+    };
+    // When nothing is to be done, or when the stores, for which it waits, were some time ago
+    const auto tell_last = [&] {
+        if (threadIdx.x == 96 && parts.untold >= 0) tell(w, parts.untold), parts.untold = -1;
+    };
+    if (threadIdx.x == 96) parts.untold = -1;
+    if (threadIdx.x == 64) {
+        parts.taken = 0, parts.is_loaded = false;
+        advance({});
+    }
+    for (int lap = 0;; ++lap) {
+        if (threadIdx.x == 64) {
+            if (!parts.is_loaded) {
+                while (!may_begin()) __nanosleep(200);
+                load_next(lap);
+            }
+            parts.is_loaded = Places == 2 && parts.shares[lap % 4].head >= 0 && may_begin();
+            if (parts.is_loaded) load_next(lap + 1);
+        }
+        if (!is_over(parts.loaded[lap % 2], lap / 2 % 2)) tell_last();
+        __syncwarp();
+        wait(parts.loaded[lap % 2], lap / 2 % 2);
+        const Share &share = parts.shares[lap % 4];
+        if (share.head < 0) return tell_last();
+        const int j0 = share.t() * Tile::Bc;
+        const Scales scales = split_tile<Tile, Tile::Bc, 2>(
+            InShared{parts.floats[lap % Places], p.a.d},
+            [&] { return parts_of<Tile>(w, parts.shares[opaque(lap) % 4]); }, parts, 0,
+            {share.keys.begin - j0, share.keys.end - j0}, nullptr, tell_last);
+        if (threadIdx.x == 96) report<Tile>(w, share, scales), parts.untold = share.head;
+    }
 }
 
 // 7. - 8. for i: Qi
@@ -329,31 +629,38 @@ template <class Tile>
 __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
     Ring<Tile::QStages> Q{};
     Ring<kWorks> works{shared.works};
-    for (int n = blockIdx.x;;) {
+    // Of float32 all are counted, from the first on, so that only a block that runs has one: others wait for what it
+    // splits.
+    const bool counts_all = Tile::Parts == 2 && p.workspace.heads;
+    for (int n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : blockIdx.x;;) {
         Work work = work_of<Tile>(p, n);
-        if (Tile::Parts == 2 && work.b >= 0) judge(p, work);
+        if constexpr (Tile::Parts == 2)
+            if (work.b >= 0) {
+                for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
+                    shared.parts.ends[works.at()][warpgroup] =
+                        i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
+                await_parts<Tile>(p, work, shared.parts.largest_unscaleV[works.at()]);
+            }
         shared.work[works.at()] = work;
         arrive(shared.works[works.at()].full);
         works.advance();
         if (work.b < 0) return;
-        for (int warpgroup = 0; warpgroup < Tile::Consumers && !work.exact; ++warpgroup) {
+        for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
             Q.stages = shared.Q[warpgroup];
             Q.wait_empty();
-            if (Tile::Parts == 2)
-                shared.unscaleQ[warpgroup] = unscale_of(p.Q, work.i0 + 64 * warpgroup, work.h, work.b);
             load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
                            Q.stages[Q.at()].full);
         }
-        if (!work.exact) Q.advance();
+        Q.advance();
         works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
-        n = tile_after(p, n);
+        n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : tile_after(p, n);
     }
 }
 
 // 5. - 6. for j: Kj, or Vj
 template <class Tile>
 __device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const TensorMap &tensor, Stage *stages,
-                               unsigned char (*tiles)[Tile::KBytes], float *unscales) {
+                               unsigned char (*tiles)[Tile::KBytes]) {
     Ring<kWorks> works{shared.works};
     Ring<Tile::Stages> ring{stages};
     for (;;) {
@@ -361,13 +668,43 @@ __device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const 
         const Work work = shared.work[works.at()];
         works.release();
         if (work.b < 0) return;
-        if (work.exact) continue;
-        const int h = work.h / ((int)p.a.Hq / (int)p.a.Hkv);
+        if (Tile::Parts == 2 && work.exact) continue;  // the consumer takes none
+        const int h = key_head(p.a, work.h);
         for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
             ring.wait_empty();
-            if (Tile::Parts == 2) unscales[ring.at()] = unscale_of(tensor, j0, h, work.b);
             load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, h, work.b, stages[ring.at()].full);
             ring.advance();
+        }
+    }
+}
+
+// 5. - 6. for j: the parts of Kj and Vj, in the order in which they are used
+template <class Tile>
+__device__ void produce_parts(const Parameters &p, Shared<Tile> &shared) {
+    Ring<kWorks> works{shared.works};
+    Ring<Tile::Stages> K{shared.K}, V{shared.V};
+    const auto load_parts = [&](Ring<Tile::Stages> &ring, unsigned char(&tiles)[Tile::Stages][Tile::KBytes],
+                                float4(&unscales)[Tile::Stages], const unsigned char *parts,
+                                const float4 *unscales_of_parts, int64_t at) {
+        ring.wait_empty();
+        Barrier &full = ring.stages[ring.at()].full;
+        arrive_expecting(full, Tile::KBytes + sizeof(float4));
+        load_bytes(tiles[ring.at()], parts + at * Tile::KBytes, Tile::KBytes, full);
+        load_bytes(&unscales[ring.at()], unscales_of_parts + at, sizeof(float4), full);
+        ring.advance();
+    };
+    const Workspace &w = p.workspace;
+    for (;; works.release()) {
+        works.wait_full();
+        const Work work = shared.work[works.at()];
+        if (work.b < 0) return;
+        if (work.exact) continue;
+        fence_async_global();  // the parts were written by threads, and are read by asynchronous copies
+        const int64_t head = (int64_t)head_of(p, work) * w.Tc;
+        const int begin = work.seen.begin / Tile::Bc, end = tiles_before<Tile>(work.seen.end);
+        for (int t = begin; t <= end; ++t) {
+            if (t < end) load_parts(K, shared.Kj, shared.parts.unscaleK, w.K, w.unscaleK, head + t);
+            if (t > begin) load_parts(V, shared.Vj, shared.parts.unscaleV, w.V, w.unscaleV, head + t - 1);
         }
     }
 }
@@ -376,9 +713,9 @@ __device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const 
 
 // exp(softmax_scale (s - m)) is one FFMA and one ex2: exp2(c s - cm), c = |softmax_scale| log2(e), scores of a negative
 // scale being negated first. cm is c m rounded: the error is one factor for a whole row, which O / l cancels. But for
-// scores in the thousands the difference would count, and for huge ones overflow: then m itself is subtracted first, or,
-// as long as a row has seen nothing but -inf, 0. For D > 128, where exponentials are few beside the products, it always is;
-// then c may be so small that a difference of scores overflows where it matters, so that s and m are halved.
+// scores in the thousands the difference would count, and for huge ones overflow: then m itself is subtracted first,
+// or, as long as a row has seen nothing but -inf, 0. For D > 128, where exponentials are few beside the products, it
+// always is; then c may be so small that a difference of scores overflows where it matters, so that s and m are halved.
 template <int D>
 __device__ bool subtracts_m(float cm) {
     return D > 128 || fabsf(cm) > 1024.f;
@@ -388,7 +725,7 @@ constexpr float kHalf = D > 128 ? 0.5f : 1.f;
 
 // c of scores in units of `unit`; neither 0 nor inf, nor is 2 c, which would make NaN of a hidden -inf or of a 0
 __device__ float scale_of(const Attention &a, float unit = 1.f) {
-    return fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e * unit, 1e-45f), 1.5e38f);
+    return fminf(fmaxf(fabsf(a.softmax_scale) * (kLog2e * unit), 1e-45f), 1.5e38f);
 }
 
 // The two rows of a thread, lane / 4 and lane / 4 + 8 of its warp's 16. m is of scores that aren't scaled yet.
@@ -466,15 +803,21 @@ __device__ void mask(float (&Sij)[Count], const BandOf<int> &band, int i, int j0
         hide([&](int j, Keys row) { return j < row.begin - j_lane; });
 }
 
-// Sij = Qi Kj^T, begun
+// Sij = Qi Kj^T of columns x0 to x1, begun. In parts: the products with a low part first, while the sum is small
 template <class T, class Tile, int Count>
-__device__ void begin_QK(float (&Sij)[Count], const unsigned char *Qi, const unsigned char *Kj) {
-    const Descriptor Q = descriptor(Qi, 0), K = descriptor(Kj, 0);
+__device__ void begin_QK(float (&Sij)[Count], const unsigned char *Qi, const unsigned char *Kj, int x0 = 0,
+                         int x1 = Tile::D) {
+    constexpr int Parts = Tile::Parts, QBox = 64 * 128, KBox = Tile::Bc * 128;
+    Descriptor Q = descriptor(Qi, 0), K = descriptor(Kj, 0);
+    if (Parts == 2) Q.low = __shfl_sync(~0u, Q.low, 0);  // or else what follows from it is kept in local memory
     fence();
 #pragma unroll
-    for (int x = 0; x < Tile::D; x += 16)
-        multiply_transposed(T(), Sij, Q + x / kBox * (64 * 128) + x % kBox * 2,
-                            K + x / kBox * (Tile::Bc * 128) + x % kBox * 2, x > 0);
+    for (int product = Parts == 2 ? 0 : 2; product < 3; ++product)
+#pragma unroll
+        for (int x = x0; x < x1; x += 16)
+            multiply_transposed(T(), Sij, Q + x / kBox * (Parts * QBox) + x % kBox * 2 + (product == 0) * QBox,
+                                K + x / kBox * (Parts * KBox) + x % kBox * 2 + (product == 1) * KBox,
+                                x > x0 || (Parts == 2 && product > 0));
     commit();
 }
 
@@ -490,21 +833,9 @@ __device__ void begin_PV(float (&Oi)[CountO], const uint32_t (&Pij)[CountP], con
 
 // ------------------------------------------------------------------------------ float32: what a consumer does with a tile
 
-// Sij = Qi Kj^T of columns x0 to x1, begun: the products with a low part first, while the sum is small
-template <class Tile, int Count>
-__device__ void begin_QK_parts(float (&Sij)[Count], const unsigned char *Qi, const unsigned char *Kj, int x0, int x1) {
-    Descriptor Q = descriptor(Qi, 0), K = descriptor(Kj, 0);
-    Q.low = __shfl_sync(~0u, Q.low, 0);  // or else what follows from it is kept from tile to tile, in local memory
-    fence();
-#pragma unroll
-    for (int part = 0; part < 3; ++part)
-#pragma unroll
-        for (int x = x0; x < x1; x += 16)
-            multiply_transposed(__half(), Sij, Q + x / kBox * (2 * 64 * 128) + x % kBox * 2 + (part == 0) * 64 * 128,
-                                K + x / kBox * (2 * Tile::Bc * 128) + x % kBox * 2 + (part == 1) * Tile::Bc * 128,
-                                x > x0 || part > 0);
-    commit();
-}
+// x.x for all lanes. One lane reads it, and its arrival (release(x)) depends on it: an arrival doesn't wait for a load,
+// and a lane that read for itself could get the next tile's.
+__device__ float read_by_one(const float4 &x) { return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? x.x : 0.f, 0); }
 
 // Tij = Pij Vj, begun, and not added to what Tij was
 template <class Tile, int CountT, int CountP>
@@ -522,58 +853,85 @@ __device__ void begin_PV_parts(float (&Tij)[CountT], const uint32_t (&hi)[CountP
     commit();
 }
 
-// Half of Sij by FMAs from the numbers themselves: half, so that a difference of scores can't overflow
+// What Sij is to be multiplied by if it is of FMAs: 2, so that a difference of scores can't overflow; or less for
+// scales that, times 2, would.
+__device__ float unit_of_floats(const Attention &a) { return fabsf(a.softmax_scale) > 1e10f ? .25f : 2.f; }
+
+// Four neighbours, of which so many are there
+__device__ float4 four_of(const float *from, int count) {
+    if (count >= 4) return *(const float4 *)from;
+    return {from[0], count > 1 ? from[1] : 0.f, count > 2 ? from[2] : 0.f, 0.f};
+}
+
+// Sij, but for that factor, by FMAs from the numbers themselves. Of rows and keys that aren't there it is anything.
 template <int Count>
 __device__ void multiply_QK_floats(float (&Sij)[Count], const Attention &a, const Work &work, int i, int j0) {
-    const float *q = (const float *)a.q + work.b * a.q_stride.batch + work.h * a.q_stride.head;
-    const float *k = (const float *)a.k + work.b * a.k_stride.batch + work.h / (a.Hq / a.Hkv) * a.k_stride.head;
-    j0 += threadIdx.x % 4 * 2;
+    const float *const q = (const float *)a.q + work.b * a.q_stride.batch + work.h * a.q_stride.head;
+    const float *const k = (const float *)a.k + work.b * a.k_stride.batch + key_head(a, work.h) * a.k_stride.head;
+    const float factor = 1.f / unit_of_floats(a), of_q = fminf(factor, 1.f), of_sum = fmaxf(factor, 1.f);
 #pragma unroll
-    for (int x = 0; x < Count; ++x) Sij[x] = 0.f;
-#pragma unroll 1
-    for (int y0 = 0; y0 < a.d; y0 += 32) {
-        float sum[Count] = {};  // of few terms: more exact
-#pragma unroll 1
-        for (int y = y0; y < min(y0 + 32, a.d); ++y) {
-            const float q0 = i < a.Nq ? .5f * q[i * a.q_stride.row + y] : 0.f;
-            const float q1 = i + 8 < a.Nq ? .5f * q[(i + 8) * a.q_stride.row + y] : 0.f;
-#pragma unroll
-            for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
-                const int j = j0 + x / 4 * 8 + x % 2;
-                const float kj = j < a.Nk ? k[j * a.k_stride.row + y] : 0.f;
-                sum[x] = fmaf(q0, kj, sum[x]), sum[x + 2] = fmaf(q1, kj, sum[x + 2]);
-            }
+    for (int x = 0; x < Count; x += 4) {  // two rows and two keys
+        const float *row[4];
+        for (int n = 0; n < 2; ++n) {
+            row[n] = q + min(i + 8 * n, a.Nq - 1) * a.q_stride.row;
+            row[2 + n] = k + min(j0 + 2 * x + opaque(threadIdx.x) % 4 * 2 + n, a.Nk - 1) * a.k_stride.row;
         }
-#pragma unroll
-        for (int x = 0; x < Count; ++x) Sij[x] += sum[x];
+        float sums[4] = {};
+#pragma unroll 1
+        for (int y0 = 0; y0 < a.d; y0 += 32) {
+            float sum[4] = {};  // of few terms: more exact
+#pragma unroll 1
+            for (int y = y0; y < min(y0 + 32, a.d); y += 4) {
+                float4 z[4];
+                for (int n = 0; n < 4; ++n) z[n] = four_of(row[n] + y, a.d - y);
+                for (int n = 0; n < 4; ++n) {
+                    const float4 &q4 = z[n / 2], &k4 = z[2 + n % 2];
+                    sum[n] = fmaf(of_q * q4.x, k4.x, sum[n]), sum[n] = fmaf(of_q * q4.y, k4.y, sum[n]);
+                    sum[n] = fmaf(of_q * q4.z, k4.z, sum[n]), sum[n] = fmaf(of_q * q4.w, k4.w, sum[n]);
+                }
+            }
+            for (int n = 0; n < 4; ++n) sums[n] += of_sum * sum[n];
+        }
+        for (int n = 0; n < 4; ++n) Sij[x + n] = sums[n];
     }
 }
 
-// Oi += Pij Vj likewise
+// Oi += Pij Vj likewise, 64 columns at a time, summed for the tile and then added: in a sum over all keys small terms
+// are lost.
 template <int Count, int CountP>
 __device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP], const Attention &a, const Work &work,
                                    int j0) {
-    const float *v = (const float *)a.v + work.b * a.v_stride.batch + work.h / (a.Hq / a.Hkv) * a.v_stride.head;
-    const int end = min(work.band.keys.end - j0, CountP * 2), quad = threadIdx.x % 4;
+    const float *v = (const float *)a.v + work.b * a.v_stride.batch + key_head(a, work.h) * a.v_stride.head;
+    const int end = min(work.band.keys.end - j0, CountP * 2), quad = opaque(threadIdx.x) % 4;
+#pragma unroll
+    for (int x0 = 0; x0 < Count; x0 += 32) {
+        float Tij[32] = {};
 #pragma unroll 1
-    for (int j = max(work.band.keys.begin - j0, 0); j < end; ++j) {
-        float p[2] = {0.f, 0.f};
+        for (int j = max(work.band.keys.begin - j0, 0); j < end; ++j) {
+            float p[2] = {0.f, 0.f};
 #pragma unroll
-        for (int x = 0; x < CountP; ++x)
-            if (x / 4 == j / 8 && x % 2 == j % 2) p[x / 2 % 2] = Pij[x];
-        for (int r = 0; r < 2; ++r) p[r] = __shfl_sync(~0u, p[r], j % 8 / 2, 4);
-        const float *const at = v + (j0 + j) * a.v_stride.row + 2 * quad;
-        const int columns = a.d - 2 * quad;
+            for (int x = 0; x < CountP; ++x)
+                if (x / 4 == j / 8 && x % 2 == j % 2) p[x / 2 % 2] = Pij[x];
+            for (int r = 0; r < 2; ++r) p[r] = __shfl_sync(~0u, p[r], j % 8 / 2, 4);
+            const float *const at = v + (j0 + j) * a.v_stride.row + 2 * x0 + 2 * quad;
+            const int columns = a.d - 2 * x0 - 2 * quad;
 #pragma unroll
-        for (int y = 0; y < Count / 2; ++y) {
-            const int x = y / 2 * 8 + y % 2;
-            const float vj = x < columns ? at[x] : 0.f;
-            for (int r = 0; r < 2; ++r) {
-                float &o = Oi[y / 2 * 4 + y % 2 + 2 * r];
-                o = fmaf(p[r], vj, o);
+            for (int x = 0; x < 32; x += 4) {  // of O's rows two columns: 2 x and 2 x + 1
+                float2 two = {};
+                if (2 * x + 1 < columns)
+                    two = *(const float2 *)(at + 2 * x);
+                else if (2 * x < columns)
+                    two.x = at[2 * x];
+                for (int r = 0; r < 2; ++r) {
+                    Tij[x + 2 * r] = fmaf(p[r], two.x, Tij[x + 2 * r]);
+                    Tij[x + 2 * r + 1] = fmaf(p[r], two.y, Tij[x + 2 * r + 1]);
+                }
+                if (x % 16 == 12)
+                    asm volatile("" ::: "memory");  // or else too many loads are under way for the registers
             }
-            if (y % 8 == 7) asm volatile("" ::: "memory");  // or else too many loads are under way for the registers
         }
+#pragma unroll
+        for (int x = 0; x < 32; ++x) Oi[x0 + x] += Tij[x];
     }
 }
 
@@ -635,27 +993,51 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
 
 // 12. - 13. The same in float32, with l and m, joined with the earlier state if there is one
 template <int D, int Count>
-__device__ void store_state(const Attention &a, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
+__device__ void store_state(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
                             float c, float unit = 1.f) {
-    const int quad = threadIdx.x % 4;
+    const Attention &a = p.a;
+    const int quad = opaque(threadIdx.x) % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
         // What l and Oi, relative to the rounded cm, are to be multiplied by to be relative to c m.
         const float unrounded = subtracts_m<D>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
         const float l = unrounded * row_sum<4>(rows.l[r]), m = rows.m[r] * unit * fabsf(a.softmax_scale);
+        // Two neighbours trade what they have of 16 columns, so that each has 4 in a row: x[n] of columns 16 n + first
+        // to + 3.
+        float4 x[Count / 8];
+#pragma unroll
+        for (int n = 0; n < Count / 8; ++n) {
+            const float *const mine = &Oi[8 * n + 2 * r];
+            const bool odd = quad % 2;
+            const float y = __shfl_xor_sync(~0u, odd ? mine[0] : mine[4], 1),
+                        z = __shfl_xor_sync(~0u, odd ? mine[1] : mine[5], 1);
+            x[n] = odd ? float4{y, z, mine[4], mine[5]} : float4{mine[0], mine[1], y, z};
+        }
+        const int first = quad % 2 * 8 + quad / 2 * 4;
         if (i >= work.i1) continue;
         const int64_t at = ((int64_t)work.b * a.Hq + work.h) * a.Nq + i;
         const bool sees_key = !empty(keys_of_row(work.band, i));
         const RowEnd end = end_of_row(sees_key, l, m, a.l_in ? a.l_in[at] : 0.f, a.l_in ? a.m_in[at] : -INFINITY);
         if (quad == 0 && a.l) a.l[at] = end.l, a.m[at] = end.m;
-        float *o = (float *)a.o + row_at(a.o_stride, work, i);
-        const float *o_in = a.o_in && end.reads_o_in ? a.o_in + row_at(a.o_in_stride, work, i) : nullptr;
+        float *o = (float *)a.o + row_at(a.o_stride, work, i) + first;
+        const float *o_in = a.o_in && end.reads_o_in ? a.o_in + row_at(a.o_in_stride, work, i) + first : nullptr;
+        const float weight = unrounded * end.weight_Oi;
+        const int columns = a.d - first;
+        if (p.aligned && end.reads_Oi && !o_in) {
 #pragma unroll
-        for (int y = 0; y < Count / 2; ++y) {
-            const int x = y / 2 * 8 + y % 2 + 2 * quad;
-            if (x >= a.d) continue;
-            const float sum = end.reads_Oi ? unrounded * end.weight_Oi * Oi[y / 2 * 4 + y % 2 + 2 * r] : 0.f;
-            o[x] = o_in ? sum + end.weight_o_in * o_in[x] : sum;
+            for (int n = 0; n < Count / 8; ++n)
+                if (16 * n < columns)
+                    *(float4 *)(o + 16 * n) = {weight * x[n].x, weight * x[n].y, weight * x[n].z, weight * x[n].w};
+            continue;
+        }
+#pragma unroll
+        for (int n = 0; n < Count / 8; ++n) {
+            const float four[4] = {x[n].x, x[n].y, x[n].z, x[n].w};
+            for (int y = 0; y < 4; ++y) {
+                if (16 * n + y >= columns) continue;
+                const float sum = end.reads_Oi ? weight * four[y] : 0.f;
+                o[16 * n + y] = o_in ? sum + end.weight_o_in * o_in[16 * n + y] : sum;
+            }
         }
     }
 }
@@ -780,7 +1162,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         wait_for<Tile::QStages - 1>(Oi);
         if (is_last) V.release();
         if (a.l)
-            store_state<D>(a, work, work.i0 + row, Oi, rows, c);
+            store_state<D>(p, work, work.i0 + row, Oi, rows, c);
         else
             store_o<T>(p, work, work.i0 + row, Oi, rows);
         __syncwarp();  // all lanes have read the work
@@ -794,82 +1176,152 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
 template <int Count>
 __device__ void split(uint32_t (&hi)[Count], uint32_t (&lo)[Count], const float (&Pij)[2 * Count]) {
 #pragma unroll
-    for (int x = 0; x < Count; ++x) {
-        const float2 two = {Pij[2 * x] * kP, Pij[2 * x + 1] * kP};
-        const __half2 high = __float22half2_rn(two);
-        const float2 back = __half22float2(high);
-        hi[x] = *(const uint32_t *)&high, lo[x] = pack<__half>(two.x - back.x, two.y - back.y);
+    for (int x = 0; x < Count; ++x) split({Pij[2 * x] * kP, Pij[2 * x + 1] * kP}, hi[x], lo[x]);
+}
+
+// The first of a thread's rows, counted from the work's first. Computed anew where it is needed: registers are short.
+__device__ int row_of_thread() {
+    const unsigned thread = opaque(threadIdx.x);
+    return 64 * (thread / 128 - 1) + thread % 128 / 32 * 16 + thread % 32 / 4;
+}
+
+// 10. - 11. for a tile of Count * 2 keys from j0 on
+template <int D, int Count>
+__device__ void softmax(float (&Sij)[Count], Rows &rows, const Attention &a, const Work &work, int warpgroup, int j0,
+                        float c) {
+    const int i0 = work.i0 + 64 * warpgroup;
+    const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
+    const bool negated = a.softmax_scale < 0.f;
+    if (negated || j0 < unmasked.begin || j0 + Count * 2 > unmasked.end) {
+        if (negated) negate(Sij);
+        mask(Sij, work.band, work.i0 + row_of_thread(), j0);
     }
+    move_max<D>(Sij, rows, c);
+    exponentiate<D>(Sij, rows, c);
+}
+
+// 12. Oi = diag(alpha) Oi
+template <int Count>
+__device__ void rescale(float (&Oi)[Count], const Rows &rows) {
+    if (!__any_sync(~0u, rows.alpha[0] != 1.f || rows.alpha[1] != 1.f)) return;
+#pragma unroll
+    for (int x = 0; x < Count; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
+}
+
+// Whether rows of O are far below V, so that what the parts lose of small Pij may count: as where the largest Pij are
+// those of rows of zeros in V. Means of as many ordinary numbers are 2^6 larger.
+template <int Count>
+__device__ bool are_small(const float (&Oi)[Count], const Rows &rows, const Work &work, float unscaleV) {
+    const float least = unscaleV * 256.f * rsqrtf((float)(work.seen.end - work.seen.begin));
+    bool small = false;
+    for (int r = 0; r < 2; ++r) {
+        float most = 0.f;
+#pragma unroll
+        for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
+        small |= row_max<4>(most) < least * row_sum<4>(rows.l[r]) && work.i0 + row_of_thread() + 8 * r < work.i1;
+    }
+    return __any_sync(~0u, small);
+}
+
+// A consumer's part of a work, from the float32s themselves
+template <class Tile>
+__device__ void attend_by_floats(const Parameters &p, const Work &work, int warpgroup, int end) {
+    constexpr int D = Tile::D, Bc = Tile::Bc;
+    const float unit = unit_of_floats(p.a), c = scale_of(p.a, unit);
+    const int i = work.i0 + row_of_thread();
+    float Oi[D / 2] = {}, Sij[Bc / 2];
+    Rows rows = Rows();
+    for (int j0 = work.seen.begin; j0 < end; j0 += Bc) {
+        multiply_QK_floats(Sij, p.a, work, i, j0);
+        softmax<D>(Sij, rows, p.a, work, warpgroup, j0, c);
+        rescale(Oi, rows);
+        multiply_PV_floats(Oi, Sij, p.a, work, j0);
+    }
+    store_state<D>(p, work, i, Oi, rows, c, unit);
 }
 
 // consume for float32, in parts
 template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
-    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;  // of Vj at once
+    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;  // of Vj at once: registers for Tij
     const Attention &a = p.a;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // shuffled: now nvcc knows that a warp has one
-    const int row = 64 * warpgroup + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;  // and row + 8
-    const bool negated = a.softmax_scale < 0.f;
     Ring<kWorks> works{shared.works};
-    Ring<Tile::QStages> Q{shared.Q[warpgroup]};
     Ring<Tile::Stages> K{shared.K}, V{shared.V};
-    for (;; works.release()) {
+    for (;; __syncwarp(), works.release()) {  // all lanes have read the work
+        // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
+        // don't.
+        if (Tile::Consumers > 1 && p.workspace.heads && a.d % 4 == 0)
+            while (!any(2 + warpgroup, 128, is_over(works.stages[works.at()].full, works.parity())) &&
+                   help<Tile>(p, shared, warpgroup)) {
+            }
         works.wait_full();
         const Work &work = shared.work[works.at()];
         if (work.b < 0) return;
-        const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1);
-        const int my_end = i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, work.seen.end) : 0;
-        float Oi[D / 2], Sij[Bc / 2], unit = 2.f;  // what Sij is to be multiplied by; multiply_QK_floats halves it
-        Rows rows = Rows();
-        int j0 = work.seen.begin;
-#pragma unroll
-        for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
-        // 10. - 11.
-        const auto softmax = [&](int j, float c) {
-            const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
-            if (negated || j < unmasked.begin || j + Bc > unmasked.end) {
-                if (negated) negate(Sij);
-                mask(Sij, work.band, work.i0 + row, j);
+        // Q's one place goes with the works: in step, so that it needs no register of its own.
+        static_assert(Tile::QStages == 1 && kWorks % 2 == 0);
+        const auto Q = [&] { return Ring<1>{shared.Q[warpgroup], works.place % 2}; };
+        const auto my_end = [&] { return shared.parts.ends[opaque(works.at())][warpgroup]; };
+        const auto pass_tiles = [&](int j0) {  // that other warpgroups need
+            for (; j0 < work.seen.end; j0 += Bc) {
+                K.wait_full();
+                K.release();
+                V.wait_full();
+                V.release();
             }
-            move_max<D>(Sij, rows, c);
-            exponentiate<D>(Sij, rows, c);
         };
-        const auto rescale = [&] {
-            if (!__any_sync(~0u, rows.alpha[0] != 1.f || rows.alpha[1] != 1.f)) return;
-#pragma unroll
-            for (int x = 0; x < D / 2; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
+        const auto largest_unscaleK = [&] { return Tile::Consumers == 1 ? shared.parts.unscaleK[0].x : work.unscaleK; };
+        const auto largest_unscaleV = [&] {
+            return Tile::Consumers == 1 ? shared.parts.unscaleV[0].x : shared.parts.largest_unscaleV[works.at()];
         };
-        if (work.exact) {
-            for (; j0 < my_end; j0 += Bc) {
-                multiply_QK_floats(Sij, a, work, work.i0 + row, j0);
-                softmax(j0, scale_of(a, unit));
-                rescale();
-                multiply_PV_floats(Oi, Sij, a, work, j0);
+        const auto unit = [&] { return largest_unscaleK() * shared.parts.unscaleQ[warpgroup]; };  // of Sij
+        Q().wait_full();
+        bool exact = work.exact;
+        if (!exact) {
+            const auto split = [&](unsigned char *tile, Keys rows, float &unscale) {
+                const Scales scales = split_tile<Tile, 64, 4>(
+                    InShared{tile, a.d}, [&] { return tile; }, shared.parts, 1 + warpgroup, rows, &unscale, [] {});
+                exact |= !scales.fit();
+            };
+            split(shared.Qi[warpgroup][0], {0, work.i1 - work.i0 - 64 * warpgroup}, shared.parts.unscaleQ[warpgroup]);
+            if constexpr (Tile::Consumers == 1) {  // K and V are of one tile each, that nobody else has
+                static_assert(Bc == 64);
+                K.wait_full();
+                split(shared.Kj[0], work.band.keys, shared.parts.unscaleK[0].x);
+                V.wait_full();
+                split(shared.Vj[0], work.band.keys, shared.parts.unscaleV[0].x);
             }
-        } else {
+            // Or floats couldn't be in units of it.
+            exact |= !(unit() > 1e-30f && unit() * fmaxf(fabsf(a.softmax_scale), 1.f) < 1e30f);
+            if (exact) pass_tiles(work.seen.begin);
+        }
+        if (exact) Q().release();
+        if (!exact) {
+            float Oi[D / 2], Sij[Bc / 2];
+            Rows rows = Rows();
+            int j0 = work.seen.begin;
+#pragma unroll
+            for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
             uint32_t hi[Bc / 4], lo[Bc / 4];
             float Tij[Columns / 2];
-            Q.wait_full();
-            unit = shared.unscaleQ[warpgroup] * work.unscaleK;
-            const float c = scale_of(a, unit);
+            const float c = scale_of(a, unit());
             // 9. Sij = Qi Kj^T; for long rows two sums
             float rest[D > 128 ? Bc / 2 : 1];
             const auto begin_S = [&] {
                 const unsigned char *Qi = shared.Qi[warpgroup][0], *Kj = shared.Kj[K.at()];
-                begin_QK_parts<Tile>(Sij, Qi, Kj, 0, D > 128 ? 128 : D);
-                if constexpr (D > 128) begin_QK_parts<Tile>(rest, Qi, Kj, 128, D);
+                begin_QK<__half, Tile>(Sij, Qi, Kj, 0, D > 128 ? 128 : D);
+                if constexpr (D > 128) begin_QK<__half, Tile>(rest, Qi, Kj, 128, D);
             };
             const auto end_S = [&] {
                 if constexpr (D > 128) {
 #pragma unroll
                     for (int x = 0; x < Bc / 2; ++x) Sij[x] += rest[x];
                 }
-                const float unscaleK = shared.unscaleK[K.at()];
-                __syncwarp();  // all lanes have read it
-                K.release();
-                if (unscaleK != work.unscaleK) {
+                const float unscale = read_by_one(shared.parts.unscaleK[K.at()]);
+                K.release(unscale);
+                if (unscale != largest_unscaleK()) {
 #pragma unroll
-                    for (int x = 0; x < Bc / 2; ++x) Sij[x] *= unscaleK / work.unscaleK;
+                    for (int x = 0; x < Bc / 2; ++x) Sij[x] *= unscale * inverse_of_power(largest_unscaleK());
                 }
             };
             // 12. Oi += Pij Vj
@@ -877,9 +1329,10 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 begin_PV_parts<Tile>(Tij, hi, lo, shared.Vj[V.at()] + x0 / kBox * (2 * Bc * 128));
             };
             const auto add_T = [&](int x0) {
-                const float unscaleV = shared.unscaleV[V.at()] / kP;
+                const float unscaleV = read_by_one(shared.parts.unscaleV[V.at()]) / kP;
 #pragma unroll
                 for (int x = 0; x < Columns / 2; ++x) Oi[x0 / 2 + x] = fmaf(unscaleV, Tij[x], Oi[x0 / 2 + x]);
+                if (x0 + Columns == D) V.release(unscaleV);
             };
             const auto other_columns = [&] {
 #pragma unroll
@@ -888,18 +1341,16 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     wait_for<0>(Tij);
                     add_T(x0);
                 }
-                __syncwarp();  // all lanes have read unscaleV
-                V.release();
             };
             K.wait_full();
             begin_S();
             wait_for<0>(Sij);
             if constexpr (D > 128) wait_for<0>(rest);
             end_S();
-            softmax(j0, c);
+            softmax<D>(Sij, rows, a, work, warpgroup, j0, c);
             split(hi, lo, Sij);
             // 5. for j
-            for (; j0 + Bc < my_end; j0 += Bc) {
+            for (j0 += Bc; j0 < my_end(); j0 += Bc) {
                 K.wait_full();
                 begin_S();
                 V.wait_full();
@@ -907,28 +1358,24 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 wait_for<1>(Sij);
                 if constexpr (D > 128) wait_for<1>(rest);
                 end_S();
-                softmax(j0 + Bc, c);
+                softmax<D>(Sij, rows, a, work, warpgroup, j0, c);
                 wait_for<0>(Tij);
                 add_T(0);
                 other_columns();
-                rescale();
+                rescale(Oi, rows);
                 split(hi, lo, Sij);
             }
+            Q().release();
             V.wait_full();
             begin_T(0);
             wait_for<0>(Tij);
             add_T(0);
             other_columns();
-            for (j0 += Bc; j0 < work.seen.end; j0 += Bc) {  // the other warpgroups need more, and they this one's place
-                K.wait_full();
-                K.release();
-                V.wait_full();
-                V.release();
-            }
-            Q.release();
+            pass_tiles(j0);
+            exact = are_small(Oi, rows, work, largest_unscaleV());
+            if (!exact) store_state<D>(p, work, work.i0 + row_of_thread(), Oi, rows, c, unit());
         }
-        store_state<D>(a, work, work.i0 + row, Oi, rows, scale_of(a, unit), unit);
-        __syncwarp();  // all lanes have read the work
+        if (exact) attend_by_floats<Tile>(p, work, warpgroup, my_end());
     }
 }
 
@@ -943,7 +1390,10 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Stage &stage : ring) init(stage.full, 1), init(stage.empty, readers);
         };
         constexpr int warps = 4 * Tile::Consumers;
-        init_ring(shared.works, warps + 2);  // the consumers, and who loads K and V
+        constexpr bool loads_parts = Tile::Parts == 2 && Tile::Consumers > 1;
+        init_ring(shared.works, warps + (loads_parts ? 1 : 2));  // the consumers, and who loads K and V
+        if constexpr (Tile::Parts == 2)
+            for (Barrier &loaded : shared.parts.loaded) init(loaded, 1);
         for (auto &ring : shared.Q) init_ring(ring, 4);
         init_ring(shared.K, warps), init_ring(shared.V, warps);
         fence_async();
@@ -952,8 +1402,13 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     if (threadIdx.x < 128) {
         give_registers<Tile::ProducerRegisters>();
         if (threadIdx.x == 0) produce_Q<Tile>(p, shared);
-        if (threadIdx.x == 32) produce_K_or_V<Tile>(p, shared, p.K, shared.K, shared.Kj, shared.unscaleK);
-        if (threadIdx.x == 64) produce_K_or_V<Tile>(p, shared, p.V, shared.V, shared.Vj, shared.unscaleV);
+        if constexpr (Tile::Parts == 2 && Tile::Consumers > 1) {
+            if (threadIdx.x == 32) produce_parts<Tile>(p, shared);
+            if (threadIdx.x >= 64 && p.workspace.heads) split_K_and_V<Tile>(p, shared);
+        } else {
+            if (threadIdx.x == 32) produce_K_or_V<Tile>(p, shared, p.K, shared.K, shared.Kj);
+            if (threadIdx.x == 64) produce_K_or_V<Tile>(p, shared, p.V, shared.V, shared.Vj);
+        }
     } else {
         take_registers<Tile::ConsumerRegisters>();
         if constexpr (Tile::Parts == 2)
@@ -979,112 +1434,107 @@ auto encoder() {
     return encode;
 }
 
-// A (B, H, N, d) tensor, of which a box has `rows` rows of `heads` heads.
+// A (B, H, N, d) tensor, of which a box has 128 bytes of so many rows.
 bool describe(TensorMap &tensor, Dtype dtype, const void *data, const Strides &stride, uint64_t B, uint64_t H,
-              uint64_t N, uint64_t d, uint32_t rows, uint32_t heads = 1) {
+              uint64_t N, uint64_t d, uint32_t rows) {
     tensor.batch = stride.batch != 0 && B > 1, tensor.head = stride.head != 0 && H > 1;
+    const uint32_t element = dtype == Dtype::float32 ? 4 : 2;
     const cuuint64_t size[4] = {d, N, tensor.head ? H : 1, tensor.batch ? B : 1};
     // The stride of a dimension of size 1 doesn't matter, but must look like one.
-    const auto bytes = [](bool matters, uint64_t elements) { return matters ? elements * 2 : 16; };
+    const auto bytes = [&](bool matters, uint64_t elements) { return matters ? elements * element : 16; };
     const cuuint64_t strides[3] = {bytes(N > 1, stride.row), bytes(tensor.head, stride.head),
                                    bytes(tensor.batch, stride.batch)};
-    const cuuint32_t box[4] = {kBox, rows, heads, 1}, steps[4] = {1, 1, 1, 1};
-    return encoder()(&tensor.map,
-                     dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-                     (void *)data, size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    const cuuint32_t box[4] = {128 / element, rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+    const auto type = dtype == Dtype::float32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                      : dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    return encoder()(&tensor.map, type, 4, (void *)data, size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-Halved parts_of(const Attention &a, const void *from, const Strides &stride, int64_t H, int N, bool are_keys,
-                float least_of_four) {
-    // Batches may be one and the same, and yet of different lengths.
-    const bool same_batch = stride.batch == 0 && !(are_keys && (a.seqlens_k || a.leftpad_k));
-    const int heads = stride.head != 0 ? H : 1;
-    return {(const float *)from,
-            stride,
-            heads,
-            same_batch ? heads : heads * (int)a.B,
-            N,
-            a.d,
-            are_keys,
-            least_of_four,
-            is_aligned(from, stride, sizeof(float), a.d)};
-}
-
-// Q, K and V in two parts each, in the workspace; returns its size.
-int64_t plan(const Attention &a, SplitParameters &split) {
-    split = {a,
-             {parts_of(a, a.q, a.q_stride, a.Hq, a.Nq, false, kLeastOfColumn),
-              parts_of(a, a.k, a.k_stride, a.Hkv, a.Nk, true, kLeastOfColumn),
-              parts_of(a, a.v, a.v_stride, a.Hkv, a.Nk, true,
-                       1.f)}};  // V's neighbours may differ less: a tiny Pij has an absolute error, times a large Vj
-    int64_t bytes = 0;
-    for (Halved &parts : split.tensors) {
-        const int64_t blocks = (int64_t)parts.heads * parts.blocks();
-        parts.to = (__half *)((char *)a.workspace + bytes), bytes += blocks * 64 * parts.columns() * 4;
-        parts.unscale = (float *)((char *)a.workspace + bytes), bytes += (blocks * 4 + 15) / 16 * 16;
-    }
-    return bytes;
-}
-
-bool describe_parts(TensorMap &tensor, const Halved &parts, int rows) {
-    if (parts.blocks() == 0) return true;  // judge: nobody loads it
-    const int64_t N = parts.blocks() * 64, columns = parts.columns();
-    const bool described = describe(tensor, Dtype::float16, parts.to, {2 * N * columns, N * columns, columns},
-                                    parts.heads, 2, N, columns, rows, 2);
-    tensor.head = parts.H > 1, tensor.batch = parts.heads > parts.H ? parts.H : 0;
-    tensor.unscale = parts.unscale, tensor.blocks = parts.blocks();
-    return described;
+// The parts of workspace `memory`; returns its size, 0 where heads is null.
+template <class Tile>
+int64_t plan(const Attention &a, void *memory, Workspace &w) {
+    if (Tile::Consumers == 1 || a.Nk == 0) return 0;
+    const bool same_batch = a.k_stride.batch == 0 && a.v_stride.batch == 0 && !a.seqlens_k && !a.leftpad_k;
+    w.batches = same_batch ? 1 : a.B, w.Tc = tiles_before<Tile>(a.Nk);
+    int64_t size = 0;
+    const auto take = [&](auto *&part, int64_t bytes) {
+        part = (std::remove_reference_t<decltype(part)>)((char *)memory + size), size += (bytes + 127) / 128 * 128;
+    };
+    const int64_t heads = w.batches * a.Hkv, tiles = heads * w.Tc;
+    take(w.heads, heads * sizeof(Head)), take(w.works_taken, sizeof(int)),
+        take(w.shares_taken, sizeof(int));  // set to 0 by one memset
+    take(w.unscaleK, tiles * sizeof(float4)), take(w.unscaleV, tiles * sizeof(float4));
+    take(w.K, tiles * Tile::KBytes), take(w.V, tiles * Tile::KBytes);
+    return size;
 }
 
 template <class T, class Tile>
 const char *launch(const Attention &a, CUstream_st *stream) {
     Parameters p{a};
-    bool described;
-    if constexpr (Tile::Parts == 2) {
-        SplitParameters split;
-        plan(a, split);
-        const Halved &Q = split.tensors[0], &K = split.tensors[1], &V = split.tensors[2];
-        described = describe_parts(p.Q, Q, 64) && describe_parts(p.K, K, Tile::Bc) && describe_parts(p.V, V, Tile::Bc);
-        const int64_t blocks = (int64_t)Q.heads * Q.blocks() + (int64_t)(K.heads + V.heads) * K.blocks();
-        if (described) split_kernel<Tile::D><<<blocks, 256, 0, stream>>>(split);
-    } else {
-        // Without keys a tile of something is loaded, too, and nobody sees it.
-        const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
-        const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
-        described = describe(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) &&
-                    describe(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc) &&
-                    describe(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc);
-    }
-    if (!described) return "cuTensorMapEncodeTiled refused q, k or v";
-    p.aligned = is_aligned(a.o, a.o_stride, sizeof(T), a.d);
+    // Without keys a tile of something is loaded, too, and nobody sees it.
+    const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
+    const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
+    if (!describe(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
+        !describe(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc) ||
+        !describe(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc))
+        return "cuTensorMapEncodeTiled refused q, k or v";
+    p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : sizeof(T), a.d);
     const auto kernel = hopper_kernel<T, Tile>;
     constexpr int bytes = sizeof(Shared<Tile>);
     int multiprocessors = 0;
     cudaError_t error = get_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.tiles = a.B * a.Hq * p.Tr;
-    const int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
-    // Under a mask tiles differ, and whoever is free takes the next. Two a block are but put in order: the counter has to
-    // be set to 0, which is a launch of its own.
+    int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
+    // Under a mask tiles differ, and whoever is free takes the next. Two a block are but put in order: the counter has
+    // to be set to 0, which is a launch of its own.
     p.next = p.tiles > 2 * grid ? a.scratch : nullptr;
     const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
     p.together = p.tiles <= 2 * grid ? heads : 1;
     if (p.next) p.together = clamp(std::min(kTogether * grid / p.Tr, in_L2 * (a.Hq / a.Hkv)), int64_t(1), heads);
-    if (error == cudaSuccess && p.next) error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
+    Workspace &w = p.workspace;
+    if (Tile::Parts == 2 && plan<Tile>(a, a.workspace, w) > 0) {
+        // A share is a tile, or more of long heads, so that those of which little counts are soon passed over.
+        const int key_heads = w.batches * a.Hkv;
+        w.tiles_a_share =
+            clamp(2 * w.Tc * (int64_t)key_heads / (16 * multiprocessors), int64_t(1), std::max<int64_t>(1, w.Tc / 32));
+        w.shares = (2 * w.Tc + w.tiles_a_share - 1) / w.tiles_a_share;
+        // All of a head must be allowed when its first work is taken, and of the heads that are worked on together
+        // likewise.
+        const int64_t all = (int64_t)w.shares * key_heads;
+        w.works_a_share = (float)p.tiles / all;
+        const int64_t at_once = p.together * p.Tr + (kAhead * grid);
+        w.lead = w.batches == a.B ? std::min<int64_t>(all, at_once * all / p.tiles + w.shares) : all;
+        grid = std::min<int64_t>(std::max<int64_t>(p.tiles, all), multiprocessors * Tile::BlocksPerSM);
+        if (error == cudaSuccess)
+            error = cudaMemsetAsync(w.heads, 0, (char *)(w.shares_taken + 1) - (char *)w.heads, stream);
+    } else if (error == cudaSuccess && p.next) {
+        error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
+    }
     if (error == cudaSuccess) kernel<<<grid, Tile::Threads, bytes, stream>>>(p), error = cudaGetLastError();
     return why_not(error);
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// 48 KB, 176 KB, 192 KB, 192 KB. A scale is of 64 rows, so that Bc can't be more; nor can the registers hold more of d 256.
-// d between goes to the next of 64, 128 and 256.
-const char *launch_float32(const Attention &a, CUstream_st *stream) {
-    if (a.d <= 64 && a.Nq <= 64) return launch<float, Tile<64, 64, 64, 1, 1, 2, 2>>(a, stream);
-    if (a.d <= 64) return launch<float, Tile<64, 192, 64, 1, 4, 1, 2>>(a, stream);
-    if (a.d <= 128) return launch<float, Tile<128, 128, 64, 1, 2, 1, 2>>(a, stream);
-    return launch<float, Tile<256, 128, 32, 1, 1, 1, 2>>(a, stream);
+// 48 KB, 208 KB, 224 KB, 224 KB, of which `floats` are 32 KB but for the first. Other d go to the next of 64, 128 and
+// 256. The first is for at most 64 queries and keys: nobody else reads their K and V, so the consumer splits them in
+// place, and two blocks share a multiprocessor.
+template <class Use>
+auto with_tile_of_float32(const Attention &a, const Use &use) {
+    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(Tile<64, 64, 64, 1, 1, 2, 2>());
+    if (a.d <= 64) return use(Tile<64, 192, 64, 1, 4, 1, 2>());
+    if (a.d <= 128) return use(Tile<128, 128, 64, 1, 2, 1, 2>());
+    return use(Tile<256, 128, 32, 1, 1, 1, 2>());
+}
+
+// Heads of keys and values that are one and the same (stride 0) count as one, and are split once.
+Attention with_heads_once(Attention a) {
+    if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;
+    return a;
 }
 
 template <class T>
@@ -1104,13 +1554,16 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
 }  // namespace
 
 int64_t workspace_sm90(const Attention &a) {
-    SplitParameters split;
-    return a.dtype == Dtype::float32 ? plan(a, split) : 0;
+    if (a.dtype != Dtype::float32) return 0;
+    Workspace w;
+    return with_tile_of_float32(a, [&](auto tile) { return plan<decltype(tile)>(with_heads_once(a), nullptr, w); });
 }
 
 const char *forward_sm90(const Attention &a, CUstream_st *stream) {
     if (!encoder()) return "the driver has no cuTensorMapEncodeTiled";
-    if (a.dtype == Dtype::float32) return launch_float32(a, stream);
+    if (a.dtype == Dtype::float32)
+        return with_tile_of_float32(
+            a, [&](auto tile) { return launch<float, decltype(tile)>(with_heads_once(a), stream); });
     return a.dtype == Dtype::float16 ? launch_for_d<__half>(a, stream) : launch_for_d<__nv_bfloat16>(a, stream);
 }
 

@@ -27,19 +27,50 @@ __device__ inline void arrive_expecting(Barrier &barrier, int bytes) {
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier, bytes);
 }
 
+__device__ inline bool is_over(Barrier &barrier, int parity) {
+    return ptx::mbarrier_test_wait_parity(&barrier, parity);
+}
+
 __device__ inline void wait(Barrier &barrier, int parity) {
     while (!ptx::mbarrier_try_wait_parity(&barrier, parity)) {
     }
 }
 
-// Makes initialised barriers, and ordinary writes to shared memory, visible to TMA and wgmma.
+// Makes initialised barriers, and ordinary writes to shared memory, visible to TMA and wgmma; likewise of global
+// memory.
 __device__ inline void fence_async() { ptx::fence_proxy_async(ptx::space_shared); }
+__device__ inline void fence_async_global() { ptx::fence_proxy_async(ptx::space_global); }
+
+// ------------------------------------------------------------------------------ counters in global memory
+// Who reads that something was added sees what its adder, and who met the adder at a barrier, wrote before.
+
+__device__ inline void add_release(int &counter, int x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(&counter), "r"(x) : "memory");
+}
+
+__device__ inline int load_acquire(const int &counter) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(&counter) : "memory");
+    return x;
+}
 
 // ------------------------------------------------------------------------------ named barriers
 // bar.sync, bar.arrive: one of 16 barriers of the block, for so many threads, those that wait and those that don't.
 
 __device__ inline void sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Whether x is true of any of them
+__device__ inline bool any(int barrier, int threads, bool x) {
+    int result;
+    asm volatile(
+        "{ .reg .pred x, any; setp.ne.b32 x, %1, 0; barrier.cta.red.or.aligned.pred any, %2, %3, x; selp.b32 %0, 1, 0, "
+        "any; }"
+        : "=r"(result)
+        : "r"((int)x), "r"(barrier), "r"(threads)
+        : "memory");
+    return result;
 }
 
 __device__ inline void arrive(int barrier, int threads) {
@@ -69,6 +100,18 @@ __device__ inline void load_box(void *to, const CUtensorMap &map, int x, int row
     ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, to, &map, at, &barrier);
 }
 
+// The same, to the L2 cache alone.
+__device__ inline void prefetch_box(const CUtensorMap &map, int x, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x),
+                 "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
+// cp.async.bulk: the same with bytes in a row, 16 or a multiple of them.
+__device__ inline void load_bytes(void *to, const void *from, uint32_t bytes, Barrier &barrier) {
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &barrier);
+}
+
 // ------------------------------------------------------------------------------ wgmma
 // A warpgroup multiplies 64 x 16 by 16 x N, asynchronously, and adds the product to an accumulator in registers, N / 2
 // floats a thread. Thread t of a warpgroup has in x[4 n + 2 r + c] row 16 (t / 32) + t % 32 / 4 + 8 r, column
@@ -78,8 +121,8 @@ __device__ inline void load_box(void *to, const CUtensorMap &map, int x, int row
 
 // A tile of 16-bit numbers as TMA writes it with a 128-byte swizzle: columns in boxes of 64, a box being rows of 128
 // bytes, 8 of which are one swizzle pattern of 1024 bytes. `box_bytes` is from one box to the next, which only matters
-// where N (not the 16) runs along the columns. Adding bytes moves it along. In the high half stand the 1024 and the kind of
-// swizzle (1 in the top two bits: 128 bytes).
+// where N (not the 16) runs along the columns. Adding bytes moves it along. In the high half stand the 1024 and the
+// kind of swizzle (1 in the top two bits: 128 bytes).
 struct Descriptor {
     uint32_t low;  // what differs: the address, and box_bytes, in units of 16 bytes
 
@@ -122,9 +165,8 @@ __device__ void wait_for(float (&x)[Count]) {
 #define X_96 X_64, X_8(64), X_8(72), X_8(80), X_8(88)
 #define X_128 X_96, X_8(96), X_8(104), X_8(112), X_8(120)
 
-// wgmma.mma_async for numbers of type T, TYPE in PTX, and an accumulator x of COUNT floats; I0 to I5 number the operands
-// after it. The first argument, of any value, says T.
-// Both add to x if `adds`, or else x begins as 0.
+// wgmma.mma_async for numbers of type T, TYPE in PTX, and an accumulator x of COUNT floats; I0 to I5 number the
+// operands after it. The first argument, of any value, says T. Both add to x if `adds`, or else x begins as 0.
 //   A B^T, both in shared memory, the 16 running along the columns of both
 //   A B, A in registers, the 16 running along the rows of B
 #define WGMMA(T, TYPE, N, COUNT, I0, I1, I2, I3, I4, I5)                                                             \

@@ -72,10 +72,9 @@ const char *cuda_architectures() {
 Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
 #ifdef WITH_CUDA
-// For half types TMA wants 16-byte aligned addresses and strides, and rows that don't overlap; what has others is copied,
-// the heads and batches of an expanded tensor once. float32s are read by threads.
+// TMA wants 16-byte aligned addresses and strides, and rows that don't overlap; what has others is copied, the heads and
+// batches of an expanded tensor once.
 Tensor with_aligned_rows(const Tensor &t) {
-    if (t.scalar_type() == at::kFloat) return with_contiguous_rows(t);
     const int64_t chunk = 16 / t.element_size();
     bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) &&
                 (t.stride(2) >= t.size(3) || t.size(2) <= 1);
@@ -103,8 +102,7 @@ std::string why_not_sm90(const Tensor &q) {
 }
 #endif
 
-// The machines of this build, the fastest of each device first: "auto" takes the first that serves q and isn't only_by_name
-// for it.
+// The machines of this build, the fastest of each device first: "auto" takes the first that serves q.
 struct Machine {
     std::string name;
     at::DeviceType device;
@@ -113,16 +111,13 @@ struct Machine {
     Tensor (*readable)(const Tensor &);                        // q, k or v as it can read it, copied if need be
     const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
     int64_t (*workspace)(const Attention &) = nullptr;         // bytes of Attention::workspace; null: none
-    bool (*only_by_name)(const Tensor &q) = nullptr;           // what "auto" leaves to the next machine; null: nothing
 };
 
 const std::vector<Machine> &machines() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
     static const std::vector<Machine> list = {
 #ifdef WITH_CUDA
-        {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90, workspace_sm90,
-         // float32 on request alone: inputs of mixed sizes take its slow way too often yet (NOTES.md).
-         [](const Tensor &q) { return q.scalar_type() == at::kFloat; }},
+        {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90, workspace_sm90},
         {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable},
 #endif
         {"cpu", at::kCPU, serves_all, false, with_contiguous_rows,
@@ -200,7 +195,7 @@ const Machine *check_machine(const Arguments &a) {
     for (const Machine &machine : machines()) {
         if (!is_auto && machine.name != a.machine) continue;
         is_known = true;
-        if (machine.device != device || (is_auto && machine.only_by_name && machine.only_by_name(a.q))) continue;
+        if (machine.device != device) continue;
         const std::string why_not = machine.why_not(a.q);
         if (why_not.empty()) return &machine;
         TORCH_CHECK_VALUE(is_auto, "machine \"", machine.name, "\" serves ", why_not);

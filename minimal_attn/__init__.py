@@ -46,9 +46,9 @@ def forward(
         return_state: return the state (implied by `state`).
         machine: "auto", the fastest that serves the inputs, or by name "cpu" (flash_cpu.cpp), "portable"
             (flash.cu) or "sm90" (flash_sm90.cu: GPUs of compute capability 9.0, Hopper; at most 2^30 tiles
-            of 64 queries): for tests, benchmarks, readers, and for float32 on Hopper, which "auto" leaves to
-            "portable": "sm90" is several times faster, but takes workspace as large as q, k and v, and is
-            slow where a tile has numbers 2^17 apart or many zeros (README).
+            of 64 queries): for tests, benchmarks and readers. For float32 "sm90" takes workspace as large as
+            k and v, d rounded up to 64, 128 or 256, of every batch if seqlens_k or leftpad_k is given, and is
+            slow where a row or a channel of 64 tokens is all but 0 beside their largest number (README).
 
     Returns:
         o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all

@@ -52,6 +52,38 @@ def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
         assert torch.equal(machine.forward(q, k, v, causal=causal), first)
 
 
+def test_many_small_works(cuda_machine, dtype):
+    """More than two a multiprocessor of one tile each, every second without a key; and none with a key."""
+    machine = cuda_machine
+    B = 700
+    tensors = machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64, dtype=dtype)
+    machine.check(*tensors, seqlens_k=machine.ints(*(b % 2 * (1 + b % 64) for b in range(B))))
+    machine.check(*machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=0, d=64, dtype=dtype))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_tiles_of_queries_that_see_no_key(cuda_machine, dtype, d):
+    """Whatever the memory is filled with that nobody writes: a NaN hides what -0 shows."""
+    machine = cuda_machine
+    tensors = machine.qkv(B=8, Hq=32, Hkv=32, Nq=600, Nk=600, d=d, dtype=dtype)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.full((1 << 27,), -0.0, device=machine.device)
+    machine.check(*tensors, causal=True, leftpad_k=machine.ints(*[500] * 8))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_same_bits_of_long_queries_and_few_keys(cuda_machine, dtype, d):
+    """Much is multiplied beside what little is prepared of k and v, and that by tiles of different sizes."""
+    machine = cuda_machine
+    q, k, v = machine.qkv(B=2, Hq=16, Hkv=4, Nq=2048, Nk=130, d=d, dtype=dtype)
+    k[:, :, ::97] *= 30
+    v[:, :, :64] *= 2**11
+    v[:, :, 64:80, 5] *= 1e-5
+    first = machine.forward(q, k, v)
+    for _ in range(60):
+        assert torch.equal(machine.forward(q, k, v), first)
+
+
 def test_current_stream(cuda_machine, dtype):
     """Work queued before on the same stream is seen, however long it takes; two streams don't interfere."""
     machine = cuda_machine

@@ -4,8 +4,11 @@ The error is the largest of the whole tensor's, the worst row's and the worst ch
 behind larger numbers.
 """
 
+import math
+
 import pytest
 import torch
+from conftest import check_l_m, check_o
 from reference import attention, worst_error
 
 N, d = 300, 64
@@ -259,6 +262,21 @@ def tiny_among_ordinary(q, k, v):
     return q, k, v
 
 
+def values_far_apart(q, k, v):
+    """Keys of a tiny weight with values so large that they count, in tiles of their own."""
+    q, k = 0.01 * q, 0.01 * k
+    q[..., 0], k[..., 0] = q.size(-1) ** 0.5, 0
+    k[:, :, 320:384, 0], v[:, :, 320:384] = -34 * math.log(2), 2.0**36 * v[:, :, 320:384]
+    return q, k, v
+
+
+def weight_on_zeros(q, k, v):
+    """Nearly all the weight is on a key whose value is 0; what counts is e^-25 of it."""
+    q[..., 0], k[..., 0], k[:, :, 0], v[:, :, 0] = q.size(-1) ** 0.5, 0, 0, 0
+    k[:, :, 0, 0] = 25
+    return q, k, v
+
+
 def subnormal(q, k, v):
     return 1e19 * q, 1e-19 * k, 1e-39 * v
 
@@ -277,6 +295,8 @@ def subnormal(q, k, v):
         tiles_of_other_sizes("v", 5),
         tiles_of_zeros,
         tiny_among_ordinary,
+        values_far_apart,
+        weight_on_zeros,
         subnormal,
     ],
     ids=lambda inputs: inputs.__name__,
@@ -295,14 +315,107 @@ def test_float32_of_mixed_sizes(machine, inputs, d, options):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_float32_that_are_not_finite(machine, d, value):
     """Who sees them gets what manual attention gives; seen of k: scores of +-inf or NaN."""
-    for name in "kv":
+    for name, at in ("q", 150), ("k", 250), ("v", 250):
         tensors = dict(zip("qkv", machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=300, d=d), strict=True))
-        tensors[name][:, :, 250, 1] = value
+        tensors[name][:, :, at, 1] = value
         expected = attention(**tensors).o
         o = machine.forward(**tensors)
         assert torch.equal(o.isfinite(), expected.isfinite())
         finite = expected.isfinite()
         torch.testing.assert_close(o[finite].double(), expected[finite], rtol=1e-4, atol=1e-5)
-        # Hidden by seqlens_k they are nobody's.
-        hidden = machine.ints(250)
-        machine.check(**tensors, seqlens_k=hidden)
+        if name != "q":  # hidden by seqlens_k they are nobody's
+            machine.check(**tensors, seqlens_k=machine.ints(250))
+
+
+@pytest.mark.parametrize("options", [{"softmax_scale": -0.05}, {"window_size": (90, 40)}], ids=str)
+@pytest.mark.parametrize("d", [33, 64, 128, 256])
+def test_float32_of_mixed_sizes_in_chunks(machine, d, options):
+    """Inputs that two float16s can't carry, with a state, and keys that are expanded or not aligned."""
+    q, k, v = some_larger("v")(*machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d + 1))
+    q, k, v = q[..., 1:], k[..., 1:], v[..., 1:]
+    k = k[:, :1].expand(-1, 2, -1, -1)
+    machine.check(q, k, v, **options)
+    expected = attention(q, k, v, causal=True)
+    first = machine.forward(q, k[:, :, :333], v[:, :, :333], causal=True, offset=400, return_state=True)
+    o, l, m = machine.forward(q, k[:, :, 333:], v[:, :, 333:], causal=True, offset=67, state=first)
+    check_o(o, expected, q.dtype)
+    check_l_m(l, m, expected)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_float32_of_one_prefix(machine, d):
+    """Keys that all batches have in common, of which each has another part; and heads that are one."""
+    q, k, v = machine.qkv(B=3, Hq=4, Hkv=4, Nq=200, Nk=300, d=d)
+    for heads in k[:1], k[:1, :1]:
+        both = heads.expand_as(k), v[: heads.size(0), : heads.size(1)].expand_as(v)
+        machine.check(q, *both, causal=True)
+        machine.check(q, *both, seqlens_k=machine.ints(300, 0, 70), leftpad_k=machine.ints(5, 0, 64))
+
+
+@pytest.mark.parametrize(("d", "softmax_scale"), [(64, 1e38), (64, -1e38), (256, 1e37), (256, -1e37)])
+def test_scores_of_a_huge_scale(machine, d, softmax_scale):
+    """Tiny numbers, whose ordinary scores come from the scale. Their products aren't subnormal."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=100, Nk=300, d=d)
+    machine.check(3e19 / abs(softmax_scale) / d**0.5 * q, 1e-19 * k, v, softmax_scale=softmax_scale)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_small_query(machine, d):
+    """Its scores are ordinary, by channels that are large in k; those of the other queries are far apart."""
+    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    q[:, :, 77] *= 2.0**-13
+    k[..., d // 2 :] *= 2.0**10
+    o, expected = machine.forward(q, k, v)[:, :, 77], attention(q, k, v).o[:, :, 77]
+    assert (o - expected).norm() <= 1.5e-6 * expected.norm()
+
+
+def test_many_keys_of_mixed_sizes(machine):
+    """Equal terms, of which a running sum would lose part."""
+    q, k, v = (torch.zeros(1, 1, N, 16, device=machine.device) for N in (16, 16384, 16384))
+    v[:] = 0.1
+    v[..., 3] = 1e-9
+    machine.check(q, k, v)
+
+
+def as_drawn(t):
+    return t
+
+
+def after_relu(t):
+    return t.relu()
+
+
+def half_dropped(t):
+    return t * (t.roll(1, dims=-1) > 0)
+
+
+def rows_a_hundredfold(t):
+    return t * torch.logspace(-1, 1, t.size(2), device=t.device)[:, None]
+
+
+@pytest.mark.parametrize("inputs", [as_drawn, after_relu, half_dropped, rows_a_hundredfold])
+@pytest.mark.parametrize("d", [63, 64, 65, 128, 256])
+def test_ordinary_float32_is_split(machine, d, inputs):
+    """It doesn't go the slow way, which a huge key that nobody sees forces on all: other bits."""
+    if machine.name != "sm90":
+        pytest.skip("the others have one way")
+    q, k, v = map(inputs, machine.qkv(B=4, Hq=4, Hkv=4, Nq=600, Nk=700, d=d))
+    if inputs is rows_a_hundredfold:
+        k = k / 10
+    o = machine.check(q, k, v, causal=True)
+    with_huge = (torch.cat([t, torch.full_like(t[:, :, :1], 1e30)], dim=2) for t in (k, v))
+    slow = machine.check(q, *with_huge, causal=True, offset=100)
+    assert ((o == slow).flatten(2).float().mean(-1) < 0.7).all()  # a tenth to a third is equal by chance
+
+
+@pytest.mark.parametrize("Nq, Nk", [(1, 640), (1, 641), (193, 300)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_few_rows_of_float32_are_split(machine, d, Nq, Nk):
+    """Likewise where a tile has a single row, whose columns are single numbers, some tiny by chance."""
+    if machine.name != "sm90":
+        pytest.skip("the others have one way")
+    q, k, v = machine.qkv(B=8, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d)
+    o = machine.check(q, k, v)
+    with_huge = (torch.cat([t, torch.full_like(t[:, :, :1], 1e30)], dim=2) for t in (k, v))
+    slow = machine.forward(q, *with_huge, causal=True, offset=Nk - 1)[:, :, :1]
+    assert ((o[:, :, :1] == slow).flatten(2).float().mean(-1) < 0.7).float().mean() > 0.99
