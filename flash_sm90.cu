@@ -78,7 +78,11 @@ struct Tile {
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
+    // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and its consumer splits them.
+    static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
+    static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
+    static_assert(!SplitsAll || (Bc == 64 && Stages == 1));
 };
 
 // The barriers of one place in a ring.
@@ -139,7 +143,7 @@ template <class Tile>
 struct SharedOfParts {
     // split_K_and_V's; the small tile splits in place. With two places the next tile is loaded beside the split.
     static constexpr int Places = Tile::KBytes > 16384 ? 1 : 2;
-    alignas(1024) unsigned char floats[Places][Tile::Consumers == 1 ? 1 : Tile::KBytes];
+    alignas(1024) unsigned char floats[Places][Tile::SplitsAll ? 1 : Tile::KBytes];
     Barrier loaded[2];
     Share shares[4];  // of laps: 96 may still read one while 64 writes that of two laps on
     // Thread 64's, and 96's, in shared memory since registers are short
@@ -1251,7 +1255,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
     for (;; __syncwarp(), works.release()) {  // all lanes have read the work
         // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
         // don't.
-        if (Tile::Consumers > 1 && p.workspace.heads && a.d % 4 == 0)
+        if (Tile::FromWorkspace && p.workspace.heads && a.d % 4 == 0)
             while (!any(2 + warpgroup, 128, is_over(works.stages[works.at()].full, works.parity())) &&
                    help<Tile>(p, shared, warpgroup)) {
             }
@@ -1259,7 +1263,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         const Work &work = shared.work[works.at()];
         if (work.b < 0) return;
         // Q's one place goes with the works: in step, so that it needs no register of its own.
-        static_assert(Tile::QStages == 1 && kWorks % 2 == 0);
+        static_assert(kWorks % 2 == 0);
         const auto Q = [&] { return Ring<1>{shared.Q[warpgroup], works.place % 2}; };
         const auto my_end = [&] { return shared.parts.ends[opaque(works.at())][warpgroup]; };
         const auto pass_tiles = [&](int j0) {  // that other warpgroups need
@@ -1270,9 +1274,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 V.release();
             }
         };
-        const auto largest_unscaleK = [&] { return Tile::Consumers == 1 ? shared.parts.unscaleK[0].x : work.unscaleK; };
+        const auto largest_unscaleK = [&] { return Tile::SplitsAll ? shared.parts.unscaleK[0].x : work.unscaleK; };
         const auto largest_unscaleV = [&] {
-            return Tile::Consumers == 1 ? shared.parts.unscaleV[0].x : shared.parts.largest_unscaleV[works.at()];
+            return Tile::SplitsAll ? shared.parts.unscaleV[0].x : shared.parts.largest_unscaleV[works.at()];
         };
         const auto unit = [&] { return largest_unscaleK() * shared.parts.unscaleQ[warpgroup]; };  // of Sij
         Q().wait_full();
@@ -1284,8 +1288,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 exact |= !scales.fit();
             };
             split(shared.Qi[warpgroup][0], {0, work.i1 - work.i0 - 64 * warpgroup}, shared.parts.unscaleQ[warpgroup]);
-            if constexpr (Tile::Consumers == 1) {  // K and V are of one tile each, that nobody else has
-                static_assert(Bc == 64);
+            if constexpr (Tile::SplitsAll) {  // K and V are of one tile each, that nobody else has
                 K.wait_full();
                 split(shared.Kj[0], work.band.keys, shared.parts.unscaleK[0].x);
                 V.wait_full();
@@ -1390,8 +1393,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Stage &stage : ring) init(stage.full, 1), init(stage.empty, readers);
         };
         constexpr int warps = 4 * Tile::Consumers;
-        constexpr bool loads_parts = Tile::Parts == 2 && Tile::Consumers > 1;
-        init_ring(shared.works, warps + (loads_parts ? 1 : 2));  // the consumers, and who loads K and V
+        init_ring(shared.works, warps + (Tile::FromWorkspace ? 1 : 2));  // the consumers, and who loads K and V
         if constexpr (Tile::Parts == 2)
             for (Barrier &loaded : shared.parts.loaded) init(loaded, 1);
         for (auto &ring : shared.Q) init_ring(ring, 4);
@@ -1402,7 +1404,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     if (threadIdx.x < 128) {
         give_registers<Tile::ProducerRegisters>();
         if (threadIdx.x == 0) produce_Q<Tile>(p, shared);
-        if constexpr (Tile::Parts == 2 && Tile::Consumers > 1) {
+        if constexpr (Tile::FromWorkspace) {
             if (threadIdx.x == 32) produce_parts<Tile>(p, shared);
             if (threadIdx.x >= 64 && p.workspace.heads) split_K_and_V<Tile>(p, shared);
         } else {
@@ -1456,7 +1458,7 @@ bool describe(TensorMap &tensor, Dtype dtype, const void *data, const Strides &s
 // The parts of workspace `memory`; returns its size, 0 where heads is null.
 template <class Tile>
 int64_t plan(const Attention &a, void *memory, Workspace &w) {
-    if (Tile::Consumers == 1 || a.Nk == 0) return 0;
+    if (!Tile::FromWorkspace || a.Nk == 0) return 0;
     const bool same_batch = a.k_stride.batch == 0 && a.v_stride.batch == 0 && !a.seqlens_k && !a.leftpad_k;
     w.batches = same_batch ? 1 : a.B, w.Tc = tiles_before<Tile>(a.Nk);
     int64_t size = 0;
