@@ -60,8 +60,8 @@ constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 // % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Of float32: a head is split so many works a block before it is needed. 6 is the same; without a bound d 64, N 2048 is
-// 7 % slower, K and V being larger than the L2 cache.
+// Of float32: a head is split so many works a block before it is needed. 6 is not faster; without a bound d 64, N 2048
+// had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
 constexpr int kAhead = 2;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor; 16-bit parts of a number
@@ -132,6 +132,10 @@ struct Share {
     __device__ bool is_V() const { return n % 2; }
     __device__ int t() const { return n / 2; }
 };
+
+// Who splits a tile together: team 0 is the producer's two warps, 1 + n is consumer n. Each has a named barrier.
+__device__ int team_of(int warpgroup) { return 1 + warpgroup; }
+__device__ int barrier_of(int team) { return 1 + team; }
 
 // What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the
 // largest of four neighbours; the least of the largest of a column, as far as they have it.
@@ -282,11 +286,11 @@ struct InGlobal {
     int d;  // a multiple of 4
 };
 
-// 4 warps, or 2, split a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of lo of the
-// same 64 columns: a row of both is the same 256 bytes before and after, and half a warp has it. They go to parts(),
-// asked for late, since registers are short, which may be the tile itself. `team` is 0 for the producer's two warps, 1
-// + n for consumer n. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if there is one. between() is
-// done while it isn't known yet what the other warps have. At the end all have met at the barrier, and written.
+// A team of 4 warps, or 2, splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
+// lo of the same 64 columns: a row of both is the same 256 bytes before and after, and half a warp has it. They go to
+// parts(), asked for late, since registers are short, which may be the tile itself. Rows that aren't of `rows` become
+// 0. 1 / scale goes to unscale_to, if there is one. between() is done while it isn't known yet what the other warps
+// have. At the end all have met at the barrier, and written.
 template <class Tile, int Rows, int Warps, class From, class To, class Between>
 __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
                              float *unscale_to, const Between &between) {
@@ -296,7 +300,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     constexpr int Read = Warps == 4 ? Count : Count / 4, Split = Warps == 4 ? Count : 2;
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 16,
                    half = thread / 16 % 2;
-    const int row0 = warp * (Rows / Warps) + half, barrier = 1 + team;
+    const int row0 = warp * (Rows / Warps) + half, barrier = barrier_of(team);
     // The y-th 4 numbers of a lane in a pair: row row0 + 2 y, columns 4 lane to 4 lane + 3. The swizzle takes the 16
     // bytes called `chunk` of row x to place chunk ^ x % 8.
     const auto at = [&](unsigned char *tile, int pair, int y, unsigned chunk) {
@@ -465,6 +469,14 @@ __device__ void load(unsigned char *tile, const TensorMap &tensor, int row, int 
                  b * tensor.batch, full);
 }
 
+// Likewise, to the L2 cache alone
+template <class Tile>
+__device__ void prefetch(const TensorMap &tensor, int row, int h, int b) {
+#pragma unroll
+    for (int box = 0; box < Tile::Boxes; ++box)
+        prefetch_box(tensor.map, box * (kBox / Tile::Parts), row, h * tensor.head, b * tensor.batch);
+}
+
 template <class Tile>
 __host__ __device__ int tiles_before(int j) {
     return (j + Tile::Bc - 1) / Tile::Bc;
@@ -548,7 +560,7 @@ template <class Tile>
 __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
     Share &mine = shared.parts.helped[warpgroup];
     if (threadIdx.x % 128 == 0) mine = take_share<Tile>(p);
-    sync(2 + warpgroup, 128);
+    sync(barrier_of(team_of(warpgroup)), 128);
     Share share = mine;
     if (share.head < 0) return false;
     for (; share.n < share.end; ++share.n) {
@@ -558,7 +570,7 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
                                    share.h * stride.head + j0 * stride.row;
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
             InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share); }, shared.parts,
-            1 + warpgroup, {share.keys.begin - j0, share.keys.end - j0}, nullptr, [] {});
+            team_of(warpgroup), {share.keys.begin - j0, share.keys.end - j0}, nullptr, [] {});
         if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales), tell(p.workspace, share.head);
         __syncwarp();
     }
@@ -575,12 +587,8 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared) {
     const auto advance = [&](Share share) {
         if (++share.n >= share.end) share = take_share<Tile>(p);
         parts.next = share;
-        const TensorMap &tensor = share.is_V() ? p.V : p.K;
-        if (Places == 1 && share.head >= 0)  // at least it comes to the L2 cache
-#pragma unroll
-            for (int box = 0; box < Tile::Boxes; ++box)
-                prefetch_box(tensor.map, box * (kBox / 2), share.t() * Tile::Bc, share.h * tensor.head,
-                             share.b * tensor.batch);
+        if (Places == 1 && share.head >= 0)
+            prefetch<Tile>(share.is_V() ? p.V : p.K, share.t() * Tile::Bc, share.h, share.b);
     };
     const auto may_begin = [&] {
         if (parts.next.begins_at <= parts.taken) return true;
@@ -714,6 +722,9 @@ __device__ void produce_parts(const Parameters &p, Shared<Tile> &shared) {
 }
 
 // ------------------------------------------------------------------------------ what a consumer does with a tile
+
+// Shuffled: now nvcc knows that a warp has one.
+__device__ int which_consumer() { return __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; }
 
 // exp(softmax_scale (s - m)) is one FFMA and one ex2: exp2(c s - cm), c = |softmax_scale| log2(e), scores of a negative
 // scale being negated first. cm is c m rounded: the error is one factor for a whole row, which O / l cancels. But for
@@ -1052,7 +1063,7 @@ template <class T, class Tile>
 __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc, Consumers = Tile::Consumers;
     const Attention &a = p.a;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // shuffled: now nvcc knows that a warp has one
+    const int warpgroup = which_consumer();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = 64 * warpgroup + 16 * warp + lane / 4;  // and row + 8
     const float c = scale_of(a);
@@ -1249,14 +1260,14 @@ template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;  // of Vj at once: registers for Tij
     const Attention &a = p.a;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // shuffled: now nvcc knows that a warp has one
+    const int warpgroup = which_consumer();
     Ring<kWorks> works{shared.works};
     Ring<Tile::Stages> K{shared.K}, V{shared.V};
     for (;; __syncwarp(), works.release()) {  // all lanes have read the work
         // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
         // don't.
         if (Tile::FromWorkspace && p.workspace.heads && a.d % 4 == 0)
-            while (!any(2 + warpgroup, 128, is_over(works.stages[works.at()].full, works.parity())) &&
+            while (!any(barrier_of(team_of(warpgroup)), 128, is_over(works.stages[works.at()].full, works.parity())) &&
                    help<Tile>(p, shared, warpgroup)) {
             }
         works.wait_full();
@@ -1284,7 +1295,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         if (!exact) {
             const auto split = [&](unsigned char *tile, Keys rows, float &unscale) {
                 const Scales scales = split_tile<Tile, 64, 4>(
-                    InShared{tile, a.d}, [&] { return tile; }, shared.parts, 1 + warpgroup, rows, &unscale, [] {});
+                    InShared{tile, a.d}, [&] { return tile; }, shared.parts, team_of(warpgroup), rows, &unscale, [] {});
                 exact |= !scales.fit();
             };
             split(shared.Qi[warpgroup][0], {0, work.i1 - work.i0 - 64 * warpgroup}, shared.parts.unscaleQ[warpgroup]);
@@ -1489,6 +1500,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     int multiprocessors = 0;
     cudaError_t error = get_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return why_not(error);
     p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.tiles = a.B * a.Hq * p.Tr;
     int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
     // Under a mask tiles differ, and whoever is free takes the next. Two a block are but put in order: the counter has
@@ -1499,7 +1511,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     if (p.next) p.together = clamp(std::min(kTogether * grid / p.Tr, in_L2 * (a.Hq / a.Hkv)), int64_t(1), heads);
     Workspace &w = p.workspace;
     if (Tile::Parts == 2 && plan<Tile>(a, a.workspace, w) > 0) {
-        // A share is a tile, or more of long heads, so that those of which little counts are soon passed over.
+        // A share is a tile, or more where there are many, so that those in which nothing counts are soon passed over.
         const int key_heads = w.batches * a.Hkv;
         w.tiles_a_share =
             clamp(2 * w.Tc * (int64_t)key_heads / (16 * multiprocessors), int64_t(1), std::max<int64_t>(1, w.Tc / 32));
@@ -1511,9 +1523,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
         const int64_t at_once = p.together * p.Tr + (kAhead * grid);
         w.lead = w.batches == a.B ? std::min<int64_t>(all, at_once * all / p.tiles + w.shares) : all;
         grid = std::min<int64_t>(std::max<int64_t>(p.tiles, all), multiprocessors * Tile::BlocksPerSM);
-        if (error == cudaSuccess)
-            error = cudaMemsetAsync(w.heads, 0, (char *)(w.shares_taken + 1) - (char *)w.heads, stream);
-    } else if (error == cudaSuccess && p.next) {
+        error = cudaMemsetAsync(w.heads, 0, (char *)(w.shares_taken + 1) - (char *)w.heads, stream);
+    } else if (p.next) {
         error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
     }
     if (error == cudaSuccess) kernel<<<grid, Tile::Threads, bytes, stream>>>(p), error = cudaGetLastError();
