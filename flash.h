@@ -124,13 +124,13 @@ struct RowEnd {
 // l_in and m_in as if that were one more tile, and divides by l. Without a state l_in = 0 and m_in = -inf.
 MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float mi, float l_in, float m_in) {
     if (!sees_key) return {l_in, m_in, 0.f, 1.f, false, true};
-    if (l_in == 0.f) m_in = -INFINITY;  // nothing has counted yet
+    // Nothing has counted yet. If every score was -inf, 0 / 0, as in softmax
+    if (l_in == 0.f) return {li, mi, li == 0.f ? NAN : 1.f / li, 0.f, true, false};
     const float m = fmaxf(mi, m_in);
-    const float alpha = l_in == 0.f ? 0.f : l_in * expf(m_in - m);
+    const float alpha = l_in * expf(m_in - m);
     const float beta = li == 0.f ? 0.f : expf(mi - m);
     const float l = alpha + beta * li;
-    if (l == 0.f) return {0.f, m, NAN, 0.f, true, false};  // every score seen so far was -inf: 0 / 0, as in softmax
-    return {l, m, beta / l, alpha / l, true, l_in != 0.f};
+    return {l, m, beta / l, alpha / l, true, true};
 }
 
 // The machines, which main.cpp lists. Each computes the whole contract on its device; those of the GPU return null, or

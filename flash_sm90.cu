@@ -3,9 +3,9 @@
 //
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
 // queries of one head. Its first warpgroup is the producer. Thread 0 loads Qi by TMA, and says what the next work is;
-// thread 32 loads Kj, and 64 Vj. For float32 thread 32 copies the parts of both from the workspace, and warps 2 and 3
-// put parts there. The other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the
-// softmax.
+// thread 32 loads Kj, and 64 Vj. For float32 thread 0 copies the parts of both from the workspace, warps 2 and 3 put
+// parts there, and thread 32 brings them what is to be split and tells of what is. The other warpgroups, the consumers, have 64 of the rows
+// each: they multiply by wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers. The table of tiles, at the end, has the
@@ -18,26 +18,28 @@
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
-//     works, Q, K, V: empty  the readers', one arrival a warp (works: also one of each thread that loads): it may be
-//                            overwritten
+//     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one of each thread that loads K
+//                            or V): it may be overwritten
 //     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
-//     loaded                 float32: what the producer's warps are to split has arrived (TMA counts its bytes). The end of
-//                            split_tile says that it may be overwritten
-//     named 1, 2, ..         float32: the producer's two warps; a consumer: split_tile, help, and whether to help
+//     tiles: full, empty     float32: what the producer's warps are to split has arrived (TMA counts its bytes); they have
+//                            split it. Of the small tile full alone, of Kj and of Vj, before they are split in place
+//     named 1, 2, ..         float32: the producer's warps that split; a consumer: split_tile, help, and whether to help
 //     Head::there            float32: so many of the head's tiles are in the workspace (tell, await_parts)
 //
 // float32 runs on the same tensor cores, each number in two float16s, a product as three (Markidis et al. 2018; Ootomo
-// and Yokota 2022). Each tile of K and V is split once, for all queries: the producer's warps 2 and 3 take shares of
-// that from a counter, all blocks of all heads (split_K_and_V), and so do consumers that would wait (help). Who needs a
-// head waits until all its tiles are there (await_parts). Who splits waits, at most, until so many works are taken
-// (begins_at): fewer than come before the first one that needs the tile, so that no two wait for each other. A consumer
-// splits its own Qi where TMA put it.
+// and Yokota 2022). Each tile of K and V is split once, for all queries: thread 32 takes shares of that from a counter,
+// all blocks of all heads (serve_split), warps 2 and 3 split them (split_K_and_V), and so do consumers that would wait
+// (help). Who needs a head waits until all its tiles are there (await_parts). Thread 32 waits, at most, until so many
+// works are taken (begins_at): fewer than come before the first one that needs the tile, so that no two wait for each
+// other. A consumer splits its own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps
+// split them there, too (produce_and_split).
 //
 // consume_parts does what consume does, simpler: the next Sij beside Pij Vj and the softmax, but no turns, and no work
 // begun before the last is stored. New are the three products, those with a low part first, while the sum is small; Tij
 // = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; and that
-// what the parts can't carry is multiplied by FMAs from the float32s themselves (attend_by_floats).
+// what the parts can't carry is multiplied by FMAs from the float32s themselves (attend_by_floats). Its code is short on
+// purpose: with several warps at several places instructions are waited for, at N 512 for a third of the time (NOTES.md).
 //
 // Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials (float32: after Tij); a work
 // that sees no key gets a tile all the same, which is masked.
@@ -60,25 +62,25 @@ constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 // % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Of float32: a head is split so many works a block before it is needed. 6 is not faster; without a bound d 64, N 2048
-// had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
-constexpr int kAhead = 2;
+// Of float32: a head is split so many works a block before its first work. 1 and 2 are 3 % slower at d 64, N 512,
+// causal; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
+constexpr int kAhead = 4;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor; 16-bit parts of a number
 template <int D_, int Br_, int Bc_, int QStages_, int Stages_, int BlocksPerSM_ = 1, int Parts_ = 1>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
-    // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. 40 where two
-    // consumers get 232 either way. A float division calls a subroutine that doesn't know of this, so there is none in
-    // the producer.
+    // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. Of float32 it keeps
+    // what these can spare, to have more under way when it splits; of the small tile it splits by all warps, as they do.
+    // A float division calls a subroutine that doesn't know of this, so there is none in the producer.
     static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
-    static constexpr int ProducerRegisters = Parts_ == 2 && Consumers == 2 ? 40 : 32;
+    static constexpr int ProducerRegisters = Parts_ == 1 ? 32 : Consumers == 1 ? 96 : D <= 128 ? 56 : 40;
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
-    // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and its consumer splits them.
+    // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
@@ -111,13 +113,20 @@ struct Ring {
     }
 };
 
+// x, in a place of a ring, for all lanes. One lane reads it, the one whose arrival gives the place back: another's read
+// could still be under way then, since an arrival doesn't wait for a load. Its own has to be used before, see release(x).
+template <class T>
+__device__ T read_by_one(const T &x) {
+    return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? x : T(), 0);
+}
+
 // A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
 struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of half types at d 64
     int b, h, i0, i1;      // b < 0: there is no more work
     Keys seen;
     BandOf<int> band;
-    // Of float32: the largest unscale of the head's Kj, in units of which all Sij are kept; whether the parts don't
-    // carry Kj or Vj, so that FMAs multiply the float32s themselves.
+    // Of float32: the largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own
+    // Kj; whether FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj.
     float unscaleK;
     bool exact;
 };
@@ -133,13 +142,22 @@ struct Share {
     __device__ int t() const { return n / 2; }
 };
 
-// Who splits a tile together: team 0 is the producer's two warps, 1 + n is consumer n. Each has a named barrier.
+// Who splits a tile together: team 0 is the producer's warps, 1 + n is consumer n. Each has a named barrier.
 __device__ int team_of(int warpgroup) { return 1 + warpgroup; }
 __device__ int barrier_of(int team) { return 1 + team; }
 
+// What is known of a tile that is split
+struct Scales {
+    float unscale;  // 1 / scale
+    float least;  // each row's largest number (but 0) is at least so large; negative if the parts don't carry the tile
+
+    __device__ bool fit() const { return least >= 0.f; }
+};
+
 // What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the
-// largest of four neighbours; the least of the largest of a column, as far as they have it.
-struct Extremes {
+// largest of eight neighbours; the least of the largest of a lane's part of a column. Aligned: or else one team's read
+// takes a word of another's along, which racecheck reports.
+struct alignas(16) Extremes {
     int largest, least, least_of_column;
 };
 
@@ -148,20 +166,17 @@ struct SharedOfParts {
     // split_K_and_V's; the small tile splits in place. With two places the next tile is loaded beside the split.
     static constexpr int Places = Tile::KBytes > 16384 ? 1 : 2;
     alignas(1024) unsigned char floats[Places][Tile::SplitsAll ? 1 : Tile::KBytes];
-    Barrier loaded[2];
-    Share shares[4];  // of laps: 96 may still read one while 64 writes that of two laps on
-    // Thread 64's, and 96's, in shared memory since registers are short
-    Share next;      // 64: the tile to be loaded next
-    int taken;       // 64: so many works were, when it last looked
-    bool is_loaded;  // 64: the tile at hand is, from the lap before
-    int untold;      // 96: the head of the last tile, of which nobody was told yet; or -1
+    Stage tiles[Places];  // of the small tile: Kj's and Vj's
+    static_assert(!Tile::SplitsAll || Places == 2);
+    Share shares[Places];   // what is there; of head -1: there are no more
+    Scales scales[Places];  // what came of it
 
-    Share helped[Tile::Consumers];
+    Share helped[Tile::Consumers];                          // what a consumer splits; of head -1: there was no more
     int ends[kWorks][Tile::Consumers];                      // of the keys that a consumer's rows of the work see
     float largest_unscaleV[kWorks];                         // of the head's Vj
     float4 unscaleK[Tile::Stages], unscaleV[Tile::Stages];  // in x; less than 16 bytes can't be copied
     float unscaleQ[Tile::Consumers];
-    Extremes extremes[1 + Tile::Consumers][4];  // split_tile's: of the producer's warps, and of each consumer's
+    Extremes extremes[1 + Tile::Consumers][4];  // split_tile's: of each team's warps
     int least[1 + Tile::Consumers][4];
 };
 struct Nothing {};
@@ -197,8 +212,6 @@ struct Workspace {
     unsigned char *K, *V;             // (heads, Tc) tiles as they lie in shared memory
     int batches, Tc;                  // batches (1 if they are one and the same), tiles of keys
     int shares, tiles_a_share;        // of a head; tiles of K or of V
-    int lead;                         // so many shares are split at once; each work that is taken allows more
-    float works_a_share;
 };
 
 struct Parameters {
@@ -206,8 +219,8 @@ struct Parameters {
     TensorMap Q, K, V;
     int Tr, tiles;  // tiles of queries of a head, and of all heads
     int together;   // so many of the heads, the last ones, are worked on together
-    int *next;  // half types: counts the tiles taken after each block's first; null: their order is fixed (tile_after)
-    bool aligned;         // rows of O begin and end at multiples of 16 bytes
+    int *next;      // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
+    bool aligned;   // rows of O begin and end at multiples of 16 bytes
     Workspace workspace;  // of float32
 };
 
@@ -268,11 +281,14 @@ __device__ void split(float2 x, uint32_t &hi, uint32_t &lo) {
     hi = *(const uint32_t *)&high, lo = pack<__half>(x.x - back.x, x.y - back.y);
 }
 
-struct Scales {
-    float unscale;  // 1 / scale
-    float least;  // each row's largest number (but 0) is at least so large; negative if the parts don't carry the tile
+// Eight neighbours
+struct Eight {
+    float4 four[2];
 
-    __device__ bool fit() const { return least >= 0.f; }
+    __device__ float operator[](int n) const {
+        const float4 &x = four[n / 4];
+        return n % 4 == 0 ? x.x : n % 4 == 1 ? x.y : n % 4 == 2 ? x.z : x.w;
+    }
 };
 
 // A tile of float32s: where TMA put it, in boxes of 32 columns, 128 bytes a row, swizzled; or the tensor itself.
@@ -287,38 +303,40 @@ struct InGlobal {
 };
 
 // A team of 4 warps, or 2, splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
-// lo of the same 64 columns: a row of both is the same 256 bytes before and after, and half a warp has it. They go to
-// parts(), asked for late, since registers are short, which may be the tile itself. Rows that aren't of `rows` become
-// 0. 1 / scale goes to unscale_to, if there is one. between() is done while it isn't known yet what the other warps
-// have. At the end all have met at the barrier, and written.
-template <class Tile, int Rows, int Warps, class From, class To, class Between>
+// lo of the same 64 columns: a row of both is the same 256 bytes before and after, and 8 lanes have it. Of 4 warps each
+// keeps in registers what it read; 2 have too few, and read twice. The parts go to parts(), asked for late, which may be
+// the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if there is one. At the end all
+// have met at the barrier, and written.
+template <class Tile, int Rows, int Warps, class From, class To>
 __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
-                             float *unscale_to, const Between &between) {
-    constexpr bool is_shared = std::is_same_v<From, InShared>, in_place = is_shared && Warps == 4;
-    constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (2 * Warps);
-    // Of 2 warps, which have few registers, so many rows at a time, and of those whose swizzle is the same.
-    constexpr int Read = Warps == 4 ? Count : Count / 4, Split = Warps == 4 ? Count : 2;
-    const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 16,
-                   half = thread / 16 % 2;
-    const int row0 = warp * (Rows / Warps) + half, barrier = barrier_of(team);
-    // The y-th 4 numbers of a lane in a pair: row row0 + 2 y, columns 4 lane to 4 lane + 3. The swizzle takes the 16
-    // bytes called `chunk` of row x to place chunk ^ x % 8.
+                             float *unscale_to) {
+    constexpr bool is_shared = std::is_same_v<From, InShared>, holds = Warps == 4, in_place = is_shared && holds;
+    constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (4 * Warps);                           // of a lane: rows
+    constexpr int Few = Tile::ProducerRegisters > 40 ? 2 : 1, AtOnce = holds ? Count : 2 * Few;  // while looked at
+    constexpr int AtOnceSplit = holds ? Count : Few;
+    const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
+    const int row0 = warp * (Rows / Warps) + thread % 32 / 8, barrier = barrier_of(team);
+    // Of a lane's y-th row, row0 + 4 y, the 16 bytes called `chunk`. The swizzle takes those of row x to place
+    // chunk ^ x % 8.
     const auto at = [&](unsigned char *tile, int pair, int y, unsigned chunk) {
-        return tile + ((row0 * 128 + (chunk ^ half) * 16) ^ y % 4 * 32) + y * 256 + pair * (2 * Rows * 128);
+        return tile + ((row0 * 128 + (chunk ^ thread % 32 / 8) * 16) ^ y % 2 * 64) + y * 512 + pair * (2 * Rows * 128);
     };
     const auto counts = [&](int row) { return row >= rows.begin && row < rows.end; };
-    const auto four_of = [&](unsigned char *tile, int pair, int y) {
-        return (float4 *)(at(tile, pair, y, lane % 8) + lane / 8 * (Rows * 128));
+    // A lane has columns 8 lane to 8 lane + 7 of a pair.
+    const auto four_of = [&](unsigned char *tile, int pair, int y, int n) {
+        return (float4 *)at(tile + lane / 4 * (Rows * 128), pair, y, lane % 4 * 2 + n);
     };
     const auto read = [&](int pair, int y) {
+        Eight x{};
         if constexpr (is_shared) {
-            return *four_of(from.tile, pair, y);
+            for (int n = 0; n < 2; ++n) x.four[n] = *four_of(from.tile, pair, y, n);
         } else {
-            const int row = row0 + 2 * y, column = 64 * pair + 4 * lane;
-            float4 x{};
-            if (counts(row) && column < from.d) x = *(const float4 *)(from.first + row * from.stride + column);
-            return x;
+            const int row = row0 + 4 * y, column = 64 * pair + 8 * lane;
+            const float *const first = from.first + row * from.stride + column;
+            for (int n = 0; n < 2; ++n)
+                if (counts(row) && column + 4 * n < from.d) x.four[n] = *(const float4 *)(first + 4 * n);
         }
+        return x;
     };
     const auto read_one = [&](int row, int column) {
         if constexpr (is_shared)
@@ -331,28 +349,32 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
         if (rows.begin > 0 || rows.end < Rows) {
 #pragma unroll 1
             for (int y = 0; y < Count; ++y)
-                if (!counts(row0 + 2 * y))
-                    for (int pair = 0; pair < Pairs; ++pair) *four_of(from.tile, pair, y) = {};
+                if (!counts(row0 + 4 * y))
+                    for (int pair = 0; pair < Pairs; ++pair)
+                        for (int n = 0; n < 2; ++n) *four_of(from.tile, pair, y, n) = {};
             fence_async();  // TMA writes there again
         }
-    // So far four neighbours stand for their row, and a warp's part of a column for the column.
+    // So far eight neighbours stand for their row, and a lane's part of a column for the column.
+    Eight held[holds ? Pairs : 1][holds ? Count : 1];
     float most = 0.f, least = INFINITY, least_of_column = INFINITY;
-#pragma unroll 1
+#pragma unroll(holds ? Pairs : 1)
     for (int pair = 0; pair < Pairs; ++pair) {
-        const bool is_whole = 64 * pair + 4 * (int)lane + 3 < max(from.d, 4);  // fewer neighbours are small more often
-        float column[4] = {};
+        float column[8] = {}, least_of_pair = INFINITY;
 #pragma unroll 1
-        for (int y0 = 0; y0 < Count / Read; ++y0)
+        for (int y0 = 0; y0 < Count; y0 += AtOnce) {
+            Eight x[AtOnce];
 #pragma unroll
-            for (int y = y0; y < Count; y += Count / Read) {
-                const float4 x = read(pair, y);
-                column[0] = max_abs(column[0], x.x), column[1] = max_abs(column[1], x.y);
-                column[2] = max_abs(column[2], x.z), column[3] = max_abs(column[3], x.w);
-                if (is_whole) least = fminf(least, max_abs(x));
+            for (int n = 0; n < AtOnce; ++n) x[n] = read(pair, y0 + n);
+#pragma unroll
+            for (int n = 0; n < AtOnce; ++n) {
+                for (int c = 0; c < 8; ++c) column[c] = max_abs(column[c], x[n][c]);
+                least_of_pair = fminf(least_of_pair, max_abs(max_abs(x[n].four[0]), max_abs(x[n].four[1])));
+                if (holds) held[holds ? pair : 0][holds ? n : 0] = x[n];
             }
-#pragma unroll
-        for (float &z : column) {
-            z = max_abs(z, __shfl_xor_sync(~0u, z, 16));
+        }
+        if (64 * pair + 8 * (int)lane + 7 < max(from.d, 8))  // fewer neighbours are small more often
+            least = fminf(least, least_of_pair);
+        for (float z : column) {
             most = max_abs(most, z);
             if (z > 0.f) least_of_column = fminf(least_of_column, z);
         }
@@ -362,7 +384,6 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     const int bits[3] = {__reduce_max_sync(~0u, __float_as_int(most)), __reduce_min_sync(~0u, __float_as_int(least)),
                          __reduce_min_sync(~0u, __float_as_int(least_of_column))};
     if (thread % 32 == 0) extremes[warp] = {bits[0], bits[1], bits[2]};
-    between();
     sync(barrier, 32 * Warps);
     Extremes of_tile = extremes[0];
 #pragma unroll
@@ -387,8 +408,11 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
             for (int y = 0; y < Count; ++y) {
                 float row = 0.f;
 #pragma unroll 1
-                for (int pair = 0; pair < Pairs; ++pair) row = max_abs(row, max_abs(read(pair, y)));
-                row = row_max<16>(row);
+                for (int pair = 0; pair < Pairs; ++pair) {
+                    const Eight x = read(pair, y);
+                    row = max_abs(row, max_abs(max_abs(x.four[0]), max_abs(x.four[1])));
+                }
+                row = row_max<8>(row);
                 if (row > 0.f) least = fminf(least, row);
             }
         }
@@ -408,22 +432,26 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
         if (Warps == 4) least_of_tile = min(least_of_tile, min(all[2], all[3]));
         least = __int_as_float(least_of_tile);
     }
-    unsigned char *const to = parts();
-#pragma unroll 1
+    unsigned char *const to = parts();  // nobody reads others' rows any more: all have met
+#pragma unroll(holds ? Pairs : 1)
     for (int pair = 0; pair < Pairs; ++pair)
 #pragma unroll 1
-        for (int y0 = 0; y0 < Count / Split; ++y0) {
-            float4 x[Split];
+        for (int y0 = 0; y0 < Count; y0 += AtOnceSplit) {
+            Eight x[AtOnceSplit];
 #pragma unroll
-            for (int n = 0; n < Split; ++n) x[n] = read(pair, y0 + n * (Count / Split));
-            __syncwarp();  // the rows are read
+            for (int n = 0; n < AtOnceSplit; ++n) {
+                if constexpr (holds)
+                    x[n] = held[pair][n];
+                else
+                    x[n] = read(pair, y0 + n);
+            }
 #pragma unroll
-            for (int n = 0; n < Split; ++n) {
-                uint2 hi, lo;
-                split({x[n].x * scale, x[n].y * scale}, hi.x, lo.x),
-                    split({x[n].z * scale, x[n].w * scale}, hi.y, lo.y);
-                unsigned char *const place = at(to, pair, y0 + n * (Count / Split), lane / 2) + lane % 2 * 8;
-                *(uint2 *)place = hi, *(uint2 *)(place + Rows * 128) = lo;
+            for (int n = 0; n < AtOnceSplit; ++n) {
+                uint32_t hi[4], lo[4];
+                for (int c = 0; c < 4; ++c) split({x[n][2 * c] * scale, x[n][2 * c + 1] * scale}, hi[c], lo[c]);
+                unsigned char *const place = at(to, pair, y0 + n, lane);
+                *(uint4 *)place = {hi[0], hi[1], hi[2], hi[3]};
+                *(uint4 *)(place + Rows * 128) = {lo[0], lo[1], lo[2], lo[3]};
             }
         }
     const float unscale = inverse_of_power(scale);
@@ -454,6 +482,12 @@ __device__ Work work_of(const Parameters &p, int n) {
     return {b, head % Hq, i0, i1, seen, band};
 }
 
+// The first work of a head
+__device__ int first_work(const Parameters &p, int head) {
+    const int alone = p.tiles / p.Tr - p.together;
+    return head < alone ? head * p.Tr : alone * (p.Tr - 1) + head;
+}
+
 // The tile that a block takes after its n-th. Without a counter there and back: who had the longest gets the shortest.
 __device__ int tile_after(const Parameters &p, int n) {
     const int grid = gridDim.x;
@@ -482,7 +516,8 @@ __host__ __device__ int tiles_before(int j) {
     return (j + Tile::Bc - 1) / Tile::Bc;
 }
 
-__device__ int key_head(const Attention &a, int h) { return h / ((int)a.Hq / (int)a.Hkv); }
+__device__ int group_of(const Attention &a) { return (int)a.Hq / (int)a.Hkv; }  // heads that share keys and values
+__device__ int key_head(const Attention &a, int h) { return h / group_of(a); }
 
 // Which of Workspace's heads a work reads
 __device__ int head_of(const Parameters &p, const Work &work) {
@@ -497,7 +532,7 @@ __device__ Share share_of(const Parameters &p, int n) {
     if (b >= w.batches) return {-1};
     const Keys keys = band_of(p.a, b).keys;
     const Keys tiles = {2 * (keys.begin / Tile::Bc), 2 * tiles_before<Tile>(keys.end)};
-    const int begins_at = (n - w.lead) * w.works_a_share;
+    const int begins_at = first_work(p, b * (int)p.a.Hq + head % Hkv * group_of(p.a)) - kAhead * (int)gridDim.x;
     return {head, head % Hkv, b, max(first, tiles.begin), min(first + w.tiles_a_share, tiles.end), keys, begins_at};
 }
 
@@ -543,23 +578,23 @@ __device__ void report(const Workspace &w, const Share &share, const Scales &sca
     }
 }
 
-// By one thread, when all have met who stored parts of this head: one tile more is there.
+// By one thread that met all who stored parts of this head: one tile more is there.
 __device__ void tell(const Workspace &w, int head) {
     fence_async_global();  // there is one where they are read, too: the PTX manual asks for one on the way
     add_release(w.heads[head].there, 1);
 }
 
-// Where the parts of a share's next tile go
+// Where the parts of tile n of a share go
 template <class Tile>
-__device__ unsigned char *parts_of(const Workspace &w, const Share &share) {
-    return opaque((share.is_V() ? w.V : w.K) + ((int64_t)share.head * w.Tc + share.t()) * Tile::KBytes);
+__device__ unsigned char *parts_of(const Workspace &w, int head, int n) {
+    return opaque((n % 2 ? w.V : w.K) + ((int64_t)head * w.Tc + n / 2) * Tile::KBytes);
 }
 
 // A consumer that would wait splits a share, if there is one left, straight from global memory.
 template <class Tile>
 __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
     Share &mine = shared.parts.helped[warpgroup];
-    if (threadIdx.x % 128 == 0) mine = take_share<Tile>(p);
+    if (threadIdx.x % 128 == 0 && mine.head >= 0) mine = take_share<Tile>(p);
     sync(barrier_of(team_of(warpgroup)), 128);
     Share share = mine;
     if (share.head < 0) return false;
@@ -569,132 +604,76 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
         const float *const first = (const float *)(share.is_V() ? p.a.v : p.a.k) + share.b * stride.batch +
                                    share.h * stride.head + j0 * stride.row;
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
-            InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share); }, shared.parts,
-            team_of(warpgroup), {share.keys.begin - j0, share.keys.end - j0}, nullptr, [] {});
+            InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); },
+            shared.parts, team_of(warpgroup), {share.keys.begin - j0, share.keys.end - j0}, nullptr);
         if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales), tell(p.workspace, share.head);
         __syncwarp();
     }
     return true;
 }
 
-// Two warps split K and V into the workspace, tile by tile, as fast as they can, but no further ahead of the works than
-// is good for the L2 cache. Thread 64 loads, 96 tells of what is done.
+// Two warps split K and V into the workspace, tile by tile.
 template <class Tile>
 __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared) {
-    const Workspace &w = p.workspace;
+    SharedOfParts<Tile> &parts = shared.parts;
+    for (Ring<SharedOfParts<Tile>::Places> floats{parts.tiles};; floats.release()) {
+        floats.wait_full();
+        // Registers are short: what is needed late is read again.
+        const auto share = [&]() -> const Share & { return parts.shares[floats.at()]; };
+        if (read_by_one(share().head) < 0) return;
+        const int j0 = read_by_one(share().n) / 2 * Tile::Bc;
+        const Keys rows = {read_by_one(share().keys.begin) - j0, read_by_one(share().keys.end) - j0};
+        const Scales scales = split_tile<Tile, Tile::Bc, 2>(
+            InShared{parts.floats[floats.at()], p.a.d},
+            [&] { return parts_of<Tile>(p.workspace, read_by_one(share().head), read_by_one(share().n)); }, parts, 0,
+            rows, nullptr);
+        if (threadIdx.x == 64) parts.scales[floats.at()] = scales;
+    }
+}
+
+// One thread does for them what takes long: it takes shares, loads their tiles, no further ahead of the works than is good
+// for the L2 cache, and tells of what is done, 1600 cycles in which it waits for stores. It never waits for one of these
+// while it could do another: what is not told of, works may be waiting for.
+template <class Tile>
+__device__ void serve_split(const Parameters &p, Shared<Tile> &shared) {
     SharedOfParts<Tile> &parts = shared.parts;
     constexpr int Places = SharedOfParts<Tile>::Places;
-    const auto advance = [&](Share share) {
-        if (++share.n >= share.end) share = take_share<Tile>(p);
-        parts.next = share;
-        if (Places == 1 && share.head >= 0)
-            prefetch<Tile>(share.is_V() ? p.V : p.K, share.t() * Tile::Bc, share.h, share.b);
-    };
+    Ring<Places> loads{parts.tiles}, ends{parts.tiles};
+    Share next = take_share<Tile>(p), done{-1};  // to be loaded; to be told of
+    Scales scales_of_done;
+    int under_way = 0, taken = 0;  // taken: so many works were, when it last looked
     const auto may_begin = [&] {
-        if (parts.next.begins_at <= parts.taken) return true;
-        parts.taken = *(volatile int *)w.works_taken;
-        return parts.next.begins_at <= parts.taken;
+        if (next.begins_at > taken) taken = *(volatile int *)p.workspace.works_taken;
+        return next.begins_at <= taken;
     };
-    const auto load_next = [&](int lap) {
-        const Share next = parts.next;
-        parts.shares[lap % 4] = next;
-        Barrier &loaded = parts.loaded[lap % 2];
-        if (next.head < 0) return arrive(loaded);
-        load<Tile, Tile::Bc>(parts.floats[lap % Places], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
-                             loaded);
-        advance(next);
-    };
-    // When nothing is to be done, or when the stores, for which it waits, were some time ago
-    const auto tell_last = [&] {
-        if (threadIdx.x == 96 && parts.untold >= 0) tell(w, parts.untold), parts.untold = -1;
-    };
-    if (threadIdx.x == 96) parts.untold = -1;
-    if (threadIdx.x == 64) {
-        parts.taken = 0, parts.is_loaded = false;
-        advance({});
-    }
-    for (int lap = 0;; ++lap) {
-        if (threadIdx.x == 64) {
-            if (!parts.is_loaded) {
-                while (!may_begin()) __nanosleep(200);
-                load_next(lap);
-            }
-            parts.is_loaded = Places == 2 && parts.shares[lap % 4].head >= 0 && may_begin();
-            if (parts.is_loaded) load_next(lap + 1);
-        }
-        if (!is_over(parts.loaded[lap % 2], lap / 2 % 2)) tell_last();
-        __syncwarp();
-        wait(parts.loaded[lap % 2], lap / 2 % 2);
-        const Share &share = parts.shares[lap % 4];
-        if (share.head < 0) return tell_last();
-        const int j0 = share.t() * Tile::Bc;
-        const Scales scales = split_tile<Tile, Tile::Bc, 2>(
-            InShared{parts.floats[lap % Places], p.a.d},
-            [&] { return parts_of<Tile>(w, parts.shares[opaque(lap) % 4]); }, parts, 0,
-            {share.keys.begin - j0, share.keys.end - j0}, nullptr, tell_last);
-        if (threadIdx.x == 96) report<Tile>(w, share, scales), parts.untold = share.head;
-    }
-}
-
-// 7. - 8. for i: Qi
-template <class Tile>
-__device__ void produce_Q(const Parameters &p, Shared<Tile> &shared) {
-    Ring<Tile::QStages> Q{};
-    Ring<kWorks> works{shared.works};
-    // Of float32 all are counted, from the first on, so that only a block that runs has one: others wait for what it
-    // splits.
-    const bool counts_all = Tile::Parts == 2 && p.workspace.heads;
-    for (int n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : blockIdx.x;;) {
-        Work work = work_of<Tile>(p, n);
-        if constexpr (Tile::Parts == 2)
-            if (work.b >= 0) {
-                for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
-                    shared.parts.ends[works.at()][warpgroup] =
-                        i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
-                await_parts<Tile>(p, work, shared.parts.largest_unscaleV[works.at()]);
-            }
-        shared.work[works.at()] = work;
-        arrive(shared.works[works.at()].full);
-        works.advance();
-        if (work.b < 0) return;
-        for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
-            Q.stages = shared.Q[warpgroup];
-            Q.wait_empty();
-            load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
-                           Q.stages[Q.at()].full);
-        }
-        Q.advance();
-        works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
-        n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : tile_after(p, n);
-    }
-}
-
-// 5. - 6. for j: Kj, or Vj
-template <class Tile>
-__device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const TensorMap &tensor, Stage *stages,
-                               unsigned char (*tiles)[Tile::KBytes]) {
-    Ring<kWorks> works{shared.works};
-    Ring<Tile::Stages> ring{stages};
-    for (;;) {
-        works.wait_full();
-        const Work work = shared.work[works.at()];
-        works.release();
-        if (work.b < 0) return;
-        if (Tile::Parts == 2 && work.exact) continue;  // the consumer takes none
-        const int h = key_head(p.a, work.h);
-        for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
-            ring.wait_empty();
-            load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, h, work.b, stages[ring.at()].full);
-            ring.advance();
+    while (next.head >= 0 || under_way > 0 || done.head >= 0) {
+        if (next.head >= 0 && under_way < Places && may_begin()) {
+            parts.shares[loads.at()] = next;
+            load<Tile, Tile::Bc>(parts.floats[loads.at()], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
+                                 loads.stages[loads.at()].full);
+            loads.advance(), ++under_way;
+            if (++next.n >= next.end) next = take_share<Tile>(p);
+            if (Places == 1 && next.head >= 0)
+                prefetch<Tile>(next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b);
+        } else if (done.head >= 0) {
+            report<Tile>(p.workspace, done, scales_of_done), tell(p.workspace, done.head);
+            done.head = -1;
+        } else if (under_way > 0 && is_over(ends.stages[ends.at()].empty, ends.parity())) {
+            done = parts.shares[ends.at()], scales_of_done = parts.scales[ends.at()];  // and the place is free
+            ends.advance(), --under_way;
+        } else {
+            __nanosleep(100);
         }
     }
+    parts.shares[loads.at()].head = -1;
+    arrive(loads.stages[loads.at()].full);
 }
 
 // 5. - 6. for j: the parts of Kj and Vj, in the order in which they are used
 template <class Tile>
-__device__ void produce_parts(const Parameters &p, Shared<Tile> &shared) {
-    Ring<kWorks> works{shared.works};
-    Ring<Tile::Stages> K{shared.K}, V{shared.V};
+__device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const Work &work, Ring<Tile::Stages> &K,
+                              Ring<Tile::Stages> &V) {
+    if (work.exact) return;
     const auto load_parts = [&](Ring<Tile::Stages> &ring, unsigned char(&tiles)[Tile::Stages][Tile::KBytes],
                                 float4(&unscales)[Tile::Stages], const unsigned char *parts,
                                 const float4 *unscales_of_parts, int64_t at) {
@@ -706,17 +685,118 @@ __device__ void produce_parts(const Parameters &p, Shared<Tile> &shared) {
         ring.advance();
     };
     const Workspace &w = p.workspace;
-    for (;; works.release()) {
+    fence_async_global();  // the parts were written by threads, and are read by asynchronous copies
+    const int64_t head = (int64_t)head_of(p, work) * w.Tc;
+    const int begin = work.seen.begin / Tile::Bc, end = tiles_before<Tile>(work.seen.end);
+    for (int t = begin; t <= end; ++t) {
+        if (t < end) load_parts(K, shared.Kj, shared.parts.unscaleK, w.K, w.unscaleK, head + t);
+        if (t > begin) load_parts(V, shared.Vj, shared.parts.unscaleV, w.V, w.unscaleV, head + t - 1);
+    }
+}
+
+// 7. - 8. for i: says what the n-th tile is, and loads Qi, if there is one.
+template <class Tile>
+__device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kWorks> &works, Ring<Tile::QStages> &Q,
+                              int n) {
+    Work work = work_of<Tile>(p, n);
+    if constexpr (Tile::Parts == 2)
+        if (work.b >= 0) {
+            for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
+                shared.parts.ends[works.at()][warpgroup] =
+                    i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
+            await_parts<Tile>(p, work, shared.parts.largest_unscaleV[works.at()]);
+        }
+    shared.work[works.at()] = work;
+    arrive(shared.works[works.at()].full);
+    if (work.b < 0) return work;
+    for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
+        Q.stages = shared.Q[warpgroup];
+        Q.wait_empty();
+        load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
+                       Q.stages[Q.at()].full);
+    }
+    Q.advance();
+    return work;
+}
+
+// Thread 0's, but of the small tile: the works, Qi, and of float32 the parts of Kj and Vj
+template <class Tile>
+__device__ void produce(const Parameters &p, Shared<Tile> &shared) {
+    Ring<Tile::QStages> Q{};
+    Ring<Tile::Stages> K{shared.K}, V{shared.V};
+    Ring<kWorks> works{shared.works};
+    // Of float32 all are counted, from the first on, so that only a block that runs has one: others wait for what it
+    // splits.
+    const bool counts_all = Tile::Parts == 2 && p.workspace.heads;
+    for (int n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : blockIdx.x;;) {
+        const Work work = announce_work<Tile>(p, shared, works, Q, n);
+        if (work.b < 0) return;
+        if constexpr (Tile::FromWorkspace) produce_parts<Tile>(p, shared, work, K, V);
+        works.advance();
+        works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
+        n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : tile_after(p, n);
+    }
+}
+
+// Of the small tile: all warps split Kj, then Vj, where TMA put them. Thread 0 does what produce does, too, and writes
+// what is learnt of the scales.
+template <class Tile>
+__device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
+    SharedOfParts<Tile> &parts = shared.parts;
+    Ring<1> Q{}, K{shared.K}, V{shared.V};
+    Ring<kWorks> works{shared.works};
+    const auto load_whole = [&](Ring<1> &ring, unsigned char *tile, const TensorMap &tensor, const Work &work,
+                                Barrier &loaded) {
+        ring.wait_empty();
+        load<Tile, Tile::Bc>(tile, tensor, work.seen.begin, key_head(p.a, work.h), work.b, loaded);
+    };
+    const auto split_whole = [&](Ring<1> &ring, unsigned char *tile, Work &work, Barrier &loaded, float4 &unscale,
+                                 float &largest_unscale) {
+        wait(loaded, ring.parity());
+        const Scales scales = split_tile<Tile, Tile::Bc, 4>(
+            InShared{tile, p.a.d}, [&] { return tile; }, parts, 0, work.band.keys, nullptr);
+        if (threadIdx.x == 0) {
+            unscale.x = scales.unscale, largest_unscale = scales.fit() ? scales.unscale : INFINITY;
+            arrive(ring.stages[0].full);
+        }
+        ring.advance();
+    };
+    for (int n = -1;; __syncwarp(), works.release()) {
+        if (threadIdx.x == 0) {
+            works.wait_empty();
+            n = n < 0 ? blockIdx.x : tile_after(p, n);
+            const Work work = announce_work<Tile>(p, shared, works, Q, n);
+            if (work.b >= 0 && !work.exact) {
+                load_whole(K, shared.Kj[0], p.K, work, parts.tiles[0].full);
+                load_whole(V, shared.Vj[0], p.V, work, parts.tiles[1].full);
+            }
+        }
+        __syncwarp();
+        works.wait_full();
+        Work &work = shared.work[works.at()];
+        if (work.b < 0) return;
+        if (work.exact) continue;  // there is no key
+        split_whole(K, shared.Kj[0], work, parts.tiles[0].full, parts.unscaleK[0], work.unscaleK);
+        split_whole(V, shared.Vj[0], work, parts.tiles[1].full, parts.unscaleV[0], parts.largest_unscaleV[works.at()]);
+    }
+}
+
+// Half types. 5. - 6. for j: Kj, or Vj
+template <class Tile>
+__device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const TensorMap &tensor, Stage *stages,
+                               unsigned char (*tiles)[Tile::KBytes]) {
+    Ring<kWorks> works{shared.works};
+    Ring<Tile::Stages> ring{stages};
+    for (;;) {
         works.wait_full();
         const Work work = shared.work[works.at()];
+        works.release();
         if (work.b < 0) return;
-        if (work.exact) continue;
-        fence_async_global();  // the parts were written by threads, and are read by asynchronous copies
-        const int64_t head = (int64_t)head_of(p, work) * w.Tc;
-        const int begin = work.seen.begin / Tile::Bc, end = tiles_before<Tile>(work.seen.end);
-        for (int t = begin; t <= end; ++t) {
-            if (t < end) load_parts(K, shared.Kj, shared.parts.unscaleK, w.K, w.unscaleK, head + t);
-            if (t > begin) load_parts(V, shared.Vj, shared.parts.unscaleV, w.V, w.unscaleV, head + t - 1);
+        const int h = key_head(p.a, work.h);
+        for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
+            ring.wait_empty();
+            load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, h, work.b, stages[ring.at()].full);
+            ring.advance();
         }
     }
 }
@@ -739,8 +819,9 @@ template <int D>
 constexpr float kHalf = D > 128 ? 0.5f : 1.f;
 
 // c of scores in units of `unit`; neither 0 nor inf, nor is 2 c, which would make NaN of a hidden -inf or of a 0
+constexpr float kLeastScale = 1e-45f;
 __device__ float scale_of(const Attention &a, float unit = 1.f) {
-    return fminf(fmaxf(fabsf(a.softmax_scale) * (kLog2e * unit), 1e-45f), 1.5e38f);
+    return fminf(fmaxf(fabsf(a.softmax_scale) * (kLog2e * unit), kLeastScale), 1.5e38f);
 }
 
 // The two rows of a thread, lane / 4 and lane / 4 + 8 of its warp's 16. m is of scores that aren't scaled yet.
@@ -750,14 +831,16 @@ struct Rows {
     float alpha[2], subtract[2];  // of the tile at hand: Pij = exp2(c Sij - subtract)
 };
 
-// 10. - 11. m, and alpha, what its move is for l and Oi
+// 10. - 11. m, and alpha, what its move is for l and Oi. Sij times tile_unit, a power of 2, is in units of m.
 template <int D, int Count>
-__device__ void move_max(float (&Sij)[Count], Rows &rows, float c) {
-    float m[2][2] = {{rows.m[0], rows.m[0]}, {rows.m[1], rows.m[1]}};  // of even and of odd columns: shorter chains
+__device__ void move_max(float (&Sij)[Count], Rows &rows, float c, float tile_unit = 1.f) {
+    const float to_unit = inverse_of_power(tile_unit);
+    float m[2][2];  // of even and of odd columns: shorter chains
+    for (int r = 0; r < 2; ++r) m[r][0] = m[r][1] = rows.m[r] * to_unit;
     const float m_old[2] = {rows.m[0], rows.m[1]};
 #pragma unroll
     for (int x = 0; x < Count; ++x) m[x / 2 % 2][x % 2] = fmaxf(m[x / 2 % 2][x % 2], Sij[x]);
-    const float m_lane[2] = {fmaxf(m[0][0], m[0][1]), fmaxf(m[1][0], m[1][1])};
+    const float m_lane[2] = {fmaxf(m[0][0], m[0][1]) * tile_unit, fmaxf(m[1][0], m[1][1]) * tile_unit};
     // Asked of the lanes, so that the answer is there when the rows' maxima are. A lane that is far while its row isn't
     // costs time, no more: below each row asks again.
     const bool any = __any_sync(~0u, subtracts_m<D>(m_lane[0] * c) || subtracts_m<D>(m_lane[1] * c));
@@ -771,8 +854,9 @@ __device__ void move_max(float (&Sij)[Count], Rows &rows, float c) {
     for (int r = 0; r < 2; ++r) {
         if (!subtracts_m<D>(rows.cm[r])) continue;
         const float m_safe = rows.m[r] == -INFINITY ? 0.f : rows.m[r];
-        const auto minus_m = [&](float x) { return fmaf(x, kHalf<D>, -kHalf<D> * m_safe); };
-        rows.alpha[r] = exp2_fast(minus_m(m_old[r]) * (c / kHalf<D>)), rows.subtract[r] = 0.f;
+        rows.alpha[r] = exp2_fast(fmaf(m_old[r], kHalf<D>, -kHalf<D> * m_safe) * (c / kHalf<D>));
+        rows.subtract[r] = 0.f;
+        const auto minus_m = [&](float x) { return fmaf(x, kHalf<D>, -kHalf<D> * (m_safe * to_unit)); };
 #pragma unroll
         for (int x = 2 * r; x < Count; x += 4) Sij[x] = minus_m(Sij[x]), Sij[x + 1] = minus_m(Sij[x + 1]);
     }
@@ -847,10 +931,6 @@ __device__ void begin_PV(float (&Oi)[CountO], const uint32_t (&Pij)[CountP], con
 }
 
 // ------------------------------------------------------------------------------ float32: what a consumer does with a tile
-
-// x.x for all lanes. One lane reads it, and its arrival (release(x)) depends on it: an arrival doesn't wait for a load,
-// and a lane that read for itself could get the next tile's.
-__device__ float read_by_one(const float4 &x) { return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? x.x : 0.f, 0); }
 
 // Tij = Pij Vj, begun, and not added to what Tij was
 template <class Tile, int CountT, int CountP>
@@ -1006,29 +1086,42 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
     }
 }
 
+// Two neighbours trade what they have of 16 columns of row r, so that each has 4 in a row: x[n] of columns 16 n + first to
+// + 3, first being first_column().
+template <int Count>
+__device__ void trade(float4 (&x)[Count / 8], const float (&Oi)[Count], int r, int quad) {
+    const bool odd = quad % 2;
+#pragma unroll
+    for (int n = 0; n < Count / 8; ++n) {
+        const float *const mine = &Oi[8 * n + 2 * r];
+        const float y = __shfl_xor_sync(~0u, odd ? mine[0] : mine[4], 1),
+                    z = __shfl_xor_sync(~0u, odd ? mine[1] : mine[5], 1);
+        x[n] = odd ? float4{y, z, mine[4], mine[5]} : float4{mine[0], mine[1], y, z};
+    }
+}
+__device__ int first_column(int quad) { return quad % 2 * 8 + quad / 2 * 4; }
+
+template <int Count>
+__device__ void store_row(float *o, int columns, float weight, const float4 (&x)[Count]) {
+#pragma unroll
+    for (int n = 0; n < Count; ++n)
+        if (16 * n < columns)
+            *(float4 *)(o + 16 * n) = {weight * x[n].x, weight * x[n].y, weight * x[n].z, weight * x[n].w};
+}
+
 // 12. - 13. The same in float32, with l and m, joined with the earlier state if there is one
 template <int D, int Count>
 __device__ void store_state(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
                             float c, float unit = 1.f) {
     const Attention &a = p.a;
-    const int quad = opaque(threadIdx.x) % 4;
+    const int quad = opaque(threadIdx.x) % 4, first = first_column(quad), columns = a.d - first;
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
         // What l and Oi, relative to the rounded cm, are to be multiplied by to be relative to c m.
         const float unrounded = subtracts_m<D>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
         const float l = unrounded * row_sum<4>(rows.l[r]), m = rows.m[r] * unit * fabsf(a.softmax_scale);
-        // Two neighbours trade what they have of 16 columns, so that each has 4 in a row: x[n] of columns 16 n + first
-        // to + 3.
         float4 x[Count / 8];
-#pragma unroll
-        for (int n = 0; n < Count / 8; ++n) {
-            const float *const mine = &Oi[8 * n + 2 * r];
-            const bool odd = quad % 2;
-            const float y = __shfl_xor_sync(~0u, odd ? mine[0] : mine[4], 1),
-                        z = __shfl_xor_sync(~0u, odd ? mine[1] : mine[5], 1);
-            x[n] = odd ? float4{y, z, mine[4], mine[5]} : float4{mine[0], mine[1], y, z};
-        }
-        const int first = quad % 2 * 8 + quad / 2 * 4;
+        trade(x, Oi, r, quad);
         if (i >= work.i1) continue;
         const int64_t at = ((int64_t)work.b * a.Hq + work.h) * a.Nq + i;
         const bool sees_key = !empty(keys_of_row(work.band, i));
@@ -1037,12 +1130,8 @@ __device__ void store_state(const Parameters &p, const Work &work, int i, const 
         float *o = (float *)a.o + row_at(a.o_stride, work, i) + first;
         const float *o_in = a.o_in && end.reads_o_in ? a.o_in + row_at(a.o_in_stride, work, i) + first : nullptr;
         const float weight = unrounded * end.weight_Oi;
-        const int columns = a.d - first;
         if (p.aligned && end.reads_Oi && !o_in) {
-#pragma unroll
-            for (int n = 0; n < Count / 8; ++n)
-                if (16 * n < columns)
-                    *(float4 *)(o + 16 * n) = {weight * x[n].x, weight * x[n].y, weight * x[n].z, weight * x[n].w};
+            store_row(o, columns, weight, x);
             continue;
         }
 #pragma unroll
@@ -1054,6 +1143,25 @@ __device__ void store_state(const Parameters &p, const Work &work, int i, const 
                 o[16 * n + y] = o_in ? sum + end.weight_o_in * o_in[16 * n + y] : sum;
             }
         }
+    }
+}
+
+// 12. - 13. O alone, of float32s. What is rare goes to store_state: code that runs once a work is waited for, line by
+// line (NOTES.md), so that it should be short and in one piece.
+template <int D, int Count>
+__device__ void store_floats(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
+                             float c, float unit) {
+    const float l[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};
+    // A row that sees no key has l = 0, too.
+    if (p.a.l || !p.aligned || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
+        return store_state<D>(p, work, i, Oi, rows, c, unit);
+    const int quad = opaque(threadIdx.x) % 4, first = first_column(quad);
+    float *const o = (float *)p.a.o + row_at(p.a.o_stride, work, i) + first;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float4 x[Count / 8];
+        trade(x, Oi, r, quad);
+        store_row(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - first : 0, 1.f / l[r], x);
     }
 }
 
@@ -1203,7 +1311,7 @@ __device__ int row_of_thread() {
 // 10. - 11. for a tile of Count * 2 keys from j0 on
 template <int D, int Count>
 __device__ void softmax(float (&Sij)[Count], Rows &rows, const Attention &a, const Work &work, int warpgroup, int j0,
-                        float c) {
+                        float c, float tile_unit = 1.f) {
     const int i0 = work.i0 + 64 * warpgroup;
     const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
     const bool negated = a.softmax_scale < 0.f;
@@ -1211,8 +1319,8 @@ __device__ void softmax(float (&Sij)[Count], Rows &rows, const Attention &a, con
         if (negated) negate(Sij);
         mask(Sij, work.band, work.i0 + row_of_thread(), j0);
     }
-    move_max<D>(Sij, rows, c);
-    exponentiate<D>(Sij, rows, c);
+    move_max<D>(Sij, rows, c, tile_unit);
+    exponentiate<D>(Sij, rows, fmaxf(c * tile_unit, kLeastScale));  // or else 0 times a hidden -inf
 }
 
 // 12. Oi = diag(alpha) Oi
@@ -1285,26 +1393,17 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 V.release();
             }
         };
-        const auto largest_unscaleK = [&] { return Tile::SplitsAll ? shared.parts.unscaleK[0].x : work.unscaleK; };
-        const auto largest_unscaleV = [&] {
-            return Tile::SplitsAll ? shared.parts.unscaleV[0].x : shared.parts.largest_unscaleV[works.at()];
-        };
-        const auto unit = [&] { return largest_unscaleK() * shared.parts.unscaleQ[warpgroup]; };  // of Sij
+        const auto largest_unscaleV = [&] { return shared.parts.largest_unscaleV[works.at()]; };
+        const auto unit = [&] { return work.unscaleK * shared.parts.unscaleQ[warpgroup]; };  // of m
         Q().wait_full();
         bool exact = work.exact;
         if (!exact) {
-            const auto split = [&](unsigned char *tile, Keys rows, float &unscale) {
-                const Scales scales = split_tile<Tile, 64, 4>(
-                    InShared{tile, a.d}, [&] { return tile; }, shared.parts, team_of(warpgroup), rows, &unscale, [] {});
-                exact |= !scales.fit();
-            };
-            split(shared.Qi[warpgroup][0], {0, work.i1 - work.i0 - 64 * warpgroup}, shared.parts.unscaleQ[warpgroup]);
-            if constexpr (Tile::SplitsAll) {  // K and V are of one tile each, that nobody else has
-                K.wait_full();
-                split(shared.Kj[0], work.band.keys, shared.parts.unscaleK[0].x);
-                V.wait_full();
-                split(shared.Vj[0], work.band.keys, shared.parts.unscaleV[0].x);
-            }
+            unsigned char *const Qi = shared.Qi[warpgroup][0];
+            const Scales scales = split_tile<Tile, 64, 4>(
+                InShared{Qi, a.d}, [&] { return Qi; }, shared.parts, team_of(warpgroup),
+                {0, work.i1 - work.i0 - 64 * warpgroup}, &shared.parts.unscaleQ[warpgroup]);
+            exact = !scales.fit();
+            if constexpr (Tile::SplitsAll) K.wait_full();  // its unscale is known; inf if the parts don't carry it
             // Or floats couldn't be in units of it.
             exact |= !(unit() > 1e-30f && unit() * fmaxf(fabsf(a.softmax_scale), 1.f) < 1e30f);
             if (exact) pass_tiles(work.seen.begin);
@@ -1325,69 +1424,67 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 const unsigned char *Qi = shared.Qi[warpgroup][0], *Kj = shared.Kj[K.at()];
                 begin_QK<__half, Tile>(Sij, Qi, Kj, 0, D > 128 ? 128 : D);
                 if constexpr (D > 128) begin_QK<__half, Tile>(rest, Qi, Kj, 128, D);
+                return read_by_one(shared.parts.unscaleK[K.at()].x);
             };
-            const auto end_S = [&] {
+            const auto end_S = [&](float unscale) {
                 if constexpr (D > 128) {
 #pragma unroll
                     for (int x = 0; x < Bc / 2; ++x) Sij[x] += rest[x];
                 }
-                const float unscale = read_by_one(shared.parts.unscaleK[K.at()]);
                 K.release(unscale);
-                if (unscale != largest_unscaleK()) {
-#pragma unroll
-                    for (int x = 0; x < Bc / 2; ++x) Sij[x] *= unscale * inverse_of_power(largest_unscaleK());
-                }
+                // Of numbers it is in between (await_parts); of a Kj of zeros anything does that overflows nowhere.
+                return fminf(fmaxf(unscale * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
             };
             // 12. Oi += Pij Vj
             const auto begin_T = [&](int x0) {
                 begin_PV_parts<Tile>(Tij, hi, lo, shared.Vj[V.at()] + x0 / kBox * (2 * Bc * 128));
             };
-            const auto add_T = [&](int x0) {
-                const float unscaleV = read_by_one(shared.parts.unscaleV[V.at()]) / kP;
+            const auto await_V = [&] {
+                V.wait_full();
+                return read_by_one(shared.parts.unscaleV[V.at()].x) / kP;
+            };
+            const auto add_T = [&](int x0, float unscaleV) {
 #pragma unroll
                 for (int x = 0; x < Columns / 2; ++x) Oi[x0 / 2 + x] = fmaf(unscaleV, Tij[x], Oi[x0 / 2 + x]);
-                if (x0 + Columns == D) V.release(unscaleV);
+                if (unscaleV != 0.f && x0 + Columns == D) V.release(unscaleV);
             };
-            const auto other_columns = [&] {
+            const auto other_columns = [&](float unscaleV) {
 #pragma unroll
                 for (int x0 = Columns; x0 < D; x0 += Columns) {
                     begin_T(x0);
                     wait_for<0>(Tij);
-                    add_T(x0);
+                    add_T(x0, unscaleV);
                 }
             };
-            K.wait_full();
-            begin_S();
-            wait_for<0>(Sij);
-            if constexpr (D > 128) wait_for<0>(rest);
-            end_S();
-            softmax<D>(Sij, rows, a, work, warpgroup, j0, c);
-            split(hi, lo, Sij);
-            // 5. for j
-            for (j0 += Bc; j0 < my_end(); j0 += Bc) {
+#pragma unroll
+            for (int x = 0; x < Bc / 4; ++x) hi[x] = lo[x] = 0;
+            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So the code is there once.
+            do {
+                const bool counts = j0 > work.seen.begin;
                 K.wait_full();
-                begin_S();
-                V.wait_full();
-                begin_T(0);
+                const float unscale = begin_S();
+                const float unscaleV = counts ? await_V() : 0.f;  // 0: there is no Vj yet
+                begin_PV_parts<Tile>(Tij, hi, lo, counts ? shared.Vj[V.at()] : shared.Qi[warpgroup][0]);
                 wait_for<1>(Sij);
                 if constexpr (D > 128) wait_for<1>(rest);
-                end_S();
-                softmax<D>(Sij, rows, a, work, warpgroup, j0, c);
+                const float tile_unit = end_S(unscale);
+                softmax<D>(Sij, rows, a, work, warpgroup, j0, c, tile_unit);
                 wait_for<0>(Tij);
-                add_T(0);
-                other_columns();
+                add_T(0, unscaleV);
+                if (counts) other_columns(unscaleV);
                 rescale(Oi, rows);
                 split(hi, lo, Sij);
-            }
+                j0 += Bc;
+            } while (j0 < my_end());
             Q().release();
-            V.wait_full();
+            const float unscaleV = await_V();
             begin_T(0);
             wait_for<0>(Tij);
-            add_T(0);
-            other_columns();
+            add_T(0, unscaleV);
+            other_columns(unscaleV);
             pass_tiles(j0);
-            exact = are_small(Oi, rows, work, largest_unscaleV());
-            if (!exact) store_state<D>(p, work, work.i0 + row_of_thread(), Oi, rows, c, unit());
+            exact = largest_unscaleV() == INFINITY || are_small(Oi, rows, work, largest_unscaleV());
+            if (!exact) store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, c, unit());
         }
         if (exact) attend_by_floats<Tile>(p, work, warpgroup, my_end());
     }
@@ -1404,9 +1501,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Stage &stage : ring) init(stage.full, 1), init(stage.empty, readers);
         };
         constexpr int warps = 4 * Tile::Consumers;
-        init_ring(shared.works, warps + (Tile::FromWorkspace ? 1 : 2));  // the consumers, and who loads K and V
-        if constexpr (Tile::Parts == 2)
-            for (Barrier &loaded : shared.parts.loaded) init(loaded, 1);
+        init_ring(shared.works, warps + (Tile::SplitsAll ? 4 : Tile::Parts == 2 ? 0 : 2));  // and who loads, or splits
+        if constexpr (Tile::Parts == 2) {
+            init_ring(shared.parts.tiles, 2);
+            for (Share &helped : shared.parts.helped) helped.head = 0;
+        }
         for (auto &ring : shared.Q) init_ring(ring, 4);
         init_ring(shared.K, warps), init_ring(shared.V, warps);
         fence_async();
@@ -1414,9 +1513,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     __syncthreads();
     if (threadIdx.x < 128) {
         give_registers<Tile::ProducerRegisters>();
-        if (threadIdx.x == 0) produce_Q<Tile>(p, shared);
-        if constexpr (Tile::FromWorkspace) {
-            if (threadIdx.x == 32) produce_parts<Tile>(p, shared);
+        if (threadIdx.x == 0 && !Tile::SplitsAll) produce<Tile>(p, shared);
+        if constexpr (Tile::SplitsAll) {
+            produce_and_split<Tile>(p, shared);
+        } else if constexpr (Tile::FromWorkspace) {
+            if (threadIdx.x == 32 && p.workspace.heads) serve_split<Tile>(p, shared);
             if (threadIdx.x >= 64 && p.workspace.heads) split_K_and_V<Tile>(p, shared);
         } else {
             if (threadIdx.x == 32) produce_K_or_V<Tile>(p, shared, p.K, shared.K, shared.Kj);
@@ -1516,12 +1617,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
         w.tiles_a_share =
             clamp(2 * w.Tc * (int64_t)key_heads / (16 * multiprocessors), int64_t(1), std::max<int64_t>(1, w.Tc / 32));
         w.shares = (2 * w.Tc + w.tiles_a_share - 1) / w.tiles_a_share;
-        // All of a head must be allowed when its first work is taken, and of the heads that are worked on together
-        // likewise.
         const int64_t all = (int64_t)w.shares * key_heads;
-        w.works_a_share = (float)p.tiles / all;
-        const int64_t at_once = p.together * p.Tr + (kAhead * grid);
-        w.lead = w.batches == a.B ? std::min<int64_t>(all, at_once * all / p.tiles + w.shares) : all;
         grid = std::min<int64_t>(std::max<int64_t>(p.tiles, all), multiprocessors * Tile::BlocksPerSM);
         error = cudaMemsetAsync(w.heads, 0, (char *)(w.shares_taken + 1) - (char *)w.heads, stream);
     } else if (p.next) {
@@ -1534,8 +1630,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
 // 48 KB, 208 KB, 224 KB, 224 KB, of which `floats` are 32 KB but for the first. Other d go to the next of 64, 128 and
-// 256. The first is for at most 64 queries and keys: nobody else reads their K and V, so the consumer splits them in
-// place, and two blocks share a multiprocessor.
+// 256. The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them
+// in place, and two blocks share a multiprocessor.
 template <class Use>
 auto with_tile_of_float32(const Attention &a, const Use &use) {
     if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(Tile<64, 64, 64, 1, 1, 2, 2>());

@@ -61,6 +61,21 @@ def test_many_small_works(cuda_machine, dtype):
     machine.check(*machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=0, d=64, dtype=dtype))
 
 
+@pytest.mark.parametrize("of", ["keys", "values", "both"])
+def test_many_small_works_of_mixed_sizes(cuda_machine, of):
+    """A row of keys, or of values, is too small beside the others for two float16s."""
+    machine = cuda_machine
+    B = 900
+    q, k, v = machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64)
+    every = 3 if of == "both" else 1
+    if of != "values":
+        k[::every, :, 5] *= 1e-7
+    if of != "keys":
+        v[1 % every :: every, :, 7] *= 1e-7
+    machine.check(q, k, v)
+    machine.check(q, k, v, causal=True, seqlens_k=machine.ints(*(b % 5 * 16 for b in range(B))))
+
+
 @pytest.mark.parametrize("d", [64, 256])
 def test_tiles_of_queries_that_see_no_key(cuda_machine, dtype, d):
     """Whatever the memory is filled with that nobody writes: a NaN hides what -0 shows."""

@@ -359,6 +359,24 @@ def test_scores_of_a_huge_scale(machine, d, softmax_scale):
     machine.check(3e19 / abs(softmax_scale) / d**0.5 * q, 1e-19 * k, v, softmax_scale=softmax_scale)
 
 
+@pytest.mark.parametrize("softmax_scale", [0.0, 1e-44])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_scale_for_keys_of_mixed_sizes(machine, d, softmax_scale):
+    """All seen keys count alike, also those of tiles with other magnitudes, some of zeros alone."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=300, Nk=300, d=d)
+    k[:, :, 64:128] *= 2.0**-20
+    k[:, :, 128:192] = 0
+    machine.check(q, k, v, causal=True, softmax_scale=softmax_scale)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_keys_of_zeros_among_huge_ones(machine, d):
+    """The zeros have no magnitude of their own, and their scores are as good as the others'."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=300, Nk=300, d=d)
+    k[:, :, 64:192] = 0
+    machine.check(2.0**-46 * q, 2.0**112 * k, v, softmax_scale=2.0**-69)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_small_query(machine, d):
     """Its scores are ordinary, by channels that are large in k; those of the other queries are far apart."""
