@@ -4,8 +4,8 @@
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
 // queries of one head. Its first warpgroup is the producer. Thread 0 loads Qi by TMA, and says what the next work is;
 // thread 32 loads Kj, and 64 Vj. For float32 thread 0 copies the parts of both from the workspace, warps 2 and 3 put
-// parts there, and thread 32 brings them what is to be split and tells of what is. The other warpgroups, the consumers, have 64 of the rows
-// each: they multiply by wgmma and do the softmax.
+// parts there, and thread 32 brings them what is to be split and tells of what is. The other warpgroups, the consumers,
+// have 64 of the rows each: they multiply by wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers. The table of tiles, at the end, has the
@@ -22,8 +22,8 @@
 //                            or V): it may be overwritten
 //     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
-//     tiles: full, empty     float32: what the producer's warps are to split has arrived (TMA counts its bytes); they have
-//                            split it. Of the small tile full alone, of Kj and of Vj, before they are split in place
+//     tiles: full, empty     float32: what the producer's warps are to split has arrived (TMA counts its bytes); they
+//                            have split it. Of the small tile full alone, of Kj and Vj, before they are split in place
 //     named 1, 2, ..         float32: the producer's warps that split; a consumer: split_tile, help, and whether to help
 //     Head::there            float32: so many of the head's tiles are in the workspace (tell, await_parts)
 //
@@ -62,8 +62,8 @@ constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 // % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Of float32: a head is split so many works a block before its first work. 1 and 2 are 3 % slower at d 64, N 512,
-// causal; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
+// Of float32: a head is split so many works a block before its first work. 1, 2 and 6 are up to 2 % slower at d 64,
+// N 512; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
 constexpr int kAhead = 4;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor; 16-bit parts of a number
@@ -242,8 +242,8 @@ __device__ uint32_t pack(float x, float y) {
 // of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too.
 // Otherwise the parts don't carry the tile.
 constexpr float kLeast = 1.f;
-constexpr float kLeastOfFew =
-    1.f / 256;                 // of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
+// Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
+constexpr float kLeastOfFew = 1.f / 256;
 constexpr float kP = 32768.f;  // scale of Pij, of which 1 is the largest
 
 // x, of which the compiler knows nothing here: what follows from it is computed here, rather than before all loops and
@@ -311,9 +311,10 @@ template <class Tile, int Rows, int Warps, class From, class To>
 __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
                              float *unscale_to) {
     constexpr bool is_shared = std::is_same_v<From, InShared>, holds = Warps == 4, in_place = is_shared && holds;
-    constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (4 * Warps);                           // of a lane: rows
-    constexpr int Few = Tile::ProducerRegisters > 40 ? 2 : 1, AtOnce = holds ? Count : 2 * Few;  // while looked at
-    constexpr int AtOnceSplit = holds ? Count : Few;
+    constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (4 * Warps);  // of a lane: rows
+    // So many rows are under way at once, when they are looked at and when they are split: of 2 warps as many as fit.
+    constexpr int AtOnceSplit = holds ? Count : Tile::ProducerRegisters > 40 ? 2 : 1;
+    constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
     const int row0 = warp * (Rows / Warps) + thread % 32 / 8, barrier = barrier_of(team);
     // Of a lane's y-th row, row0 + 4 y, the 16 bytes called `chunk`. The swizzle takes those of row x to place
@@ -463,6 +464,9 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
 
 // ------------------------------------------------------------------------------ the producer
 
+// So many heads, the first ones, are worked on one after the other.
+__device__ int heads_alone(const Parameters &p) { return p.tiles / p.Tr - p.together; }
+
 // The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most
 // to do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left
 // with a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the
@@ -470,7 +474,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
 template <class Tile>
 __device__ Work work_of(const Parameters &p, int n) {
     if (n >= p.tiles) return {-1};
-    const int alone = p.tiles / p.Tr - p.together, rest = n - alone * p.Tr;
+    const int alone = heads_alone(p), rest = n - alone * p.Tr;
     const int head = rest < 0 ? n / p.Tr : alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
     const int i1 = p.a.Nq - (rest < 0 ? n % p.Tr : rest / p.together) * Tile::Br, i0 = max(i1 - Tile::Br, 0);
     const BandOf<int> band = narrow(band_of(p.a, b));
@@ -482,9 +486,9 @@ __device__ Work work_of(const Parameters &p, int n) {
     return {b, head % Hq, i0, i1, seen, band};
 }
 
-// The first work of a head
+// The first work of a head, by the same order
 __device__ int first_work(const Parameters &p, int head) {
-    const int alone = p.tiles / p.Tr - p.together;
+    const int alone = heads_alone(p);
     return head < alone ? head * p.Tr : alone * (p.Tr - 1) + head;
 }
 
@@ -631,9 +635,9 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared) {
     }
 }
 
-// One thread does for them what takes long: it takes shares, loads their tiles, no further ahead of the works than is good
-// for the L2 cache, and tells of what is done, 1600 cycles in which it waits for stores. It never waits for one of these
-// while it could do another: what is not told of, works may be waiting for.
+// One thread does for them what takes long: it takes shares, loads their tiles, no further ahead of the works than is
+// good for the L2 cache, and tells of what is done, which waits for the stores. It never waits for one of these while it
+// could do another: what is not told of, works may be waiting for.
 template <class Tile>
 __device__ void serve_split(const Parameters &p, Shared<Tile> &shared) {
     SharedOfParts<Tile> &parts = shared.parts;
@@ -1086,8 +1090,8 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
     }
 }
 
-// Two neighbours trade what they have of 16 columns of row r, so that each has 4 in a row: x[n] of columns 16 n + first to
-// + 3, first being first_column().
+// Two neighbours trade what they have of 16 columns of row r, so that each has 4 in a row: x[n] of columns
+// 16 n + first_column() to + 3.
 template <int Count>
 __device__ void trade(float4 (&x)[Count / 8], const float (&Oi)[Count], int r, int quad) {
     const bool odd = quad % 2;
@@ -1458,7 +1462,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             };
 #pragma unroll
             for (int x = 0; x < Bc / 4; ++x) hi[x] = lo[x] = 0;
-            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So the code is there once.
+            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So the code is there
+            // once.
             do {
                 const bool counts = j0 > work.seen.begin;
                 K.wait_full();
@@ -1617,8 +1622,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
         w.tiles_a_share =
             clamp(2 * w.Tc * (int64_t)key_heads / (16 * multiprocessors), int64_t(1), std::max<int64_t>(1, w.Tc / 32));
         w.shares = (2 * w.Tc + w.tiles_a_share - 1) / w.tiles_a_share;
-        const int64_t all = (int64_t)w.shares * key_heads;
-        grid = std::min<int64_t>(std::max<int64_t>(p.tiles, all), multiprocessors * Tile::BlocksPerSM);
+        const int64_t shares = (int64_t)w.shares * key_heads;  // of all heads
+        grid = std::min<int64_t>(std::max<int64_t>(p.tiles, shares), multiprocessors * Tile::BlocksPerSM);
         error = cudaMemsetAsync(w.heads, 0, (char *)(w.shares_taken + 1) - (char *)w.heads, stream);
     } else if (p.next) {
         error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
