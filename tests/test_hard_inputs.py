@@ -184,6 +184,56 @@ def test_one_key_above_many_equal(machine, dtype):
     machine.check(torch.ones_like(q) + 0.01 * machine.ints(1, 2, 3)[:, None].to(dtype), k, v)
 
 
+@pytest.mark.parametrize("d, bound", [(64, 2.1e-7), (128, 2.6e-7), (256, 2.6e-7)])
+def test_sums_are_not_short(cuda_machine, d, bound):
+    """Tensor cores truncate: without corrections for that errors are 2.7e-7, 3.5e-7 and 3.4e-7."""
+    q, k, v = cuda_machine.qkv(B=1, Hq=8, Hkv=8, Nq=512, Nk=512, d=d)
+    expected = attention(q, k, v).o
+    error = (cuda_machine.forward(q, k, v) - expected).norm() / expected.norm()
+    assert error < (bound if cuda_machine.name == "sm90" else 1e-6)
+
+
+def test_join_with_a_far_larger_maximum(machine):
+    """What little is added to zeros is a float like others."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=200)
+    o, m = torch.zeros_like(q), machine.randn(1, 2, 100) + 80
+    state = (o, torch.ones_like(m), m)
+    joined = machine.forward(q, k, v, state=state)
+    _, l, m_here = machine.forward(q, k, v, return_state=True)
+    expected = attention(q, k, v).o * (l * torch.exp(m_here.double() - m.double()))[..., None]
+    assert ((joined[0] - expected).norm(dim=-1) < 1e-4 * expected.norm(dim=-1)).all()
+
+
+def test_very_many_keys(cuda_machine):
+    """Each addition to Oi is rounded: thousands of them need sums in between."""
+    q, k, v = cuda_machine.qkv(B=1, Hq=2, Hkv=1, Nq=100, Nk=1 << 16, d=256)
+    expected = attention(q, k, v).o
+    error = (cuda_machine.forward(q, k, v) - expected).norm() / expected.norm()
+    assert error < (7e-7 if cuda_machine.name == "sm90" else 3e-6)
+
+
+@pytest.mark.parametrize("inputs", ["q", "k", "v"])
+@pytest.mark.parametrize("d", [12, 33, 70])
+@pytest.mark.parametrize("N", [60, 200])
+def test_zeros_but_in_the_last_columns(machine, N, d, inputs):
+    """Columns that don't fill eight are looked at by themselves."""
+    tensors = dict(zip("qkv", machine.qkv(Nq=N, Nk=N, d=d), strict=True))
+    tensors[inputs][..., : d // 8 * 8] = 0
+    machine.check(*tensors.values())
+    tensors[inputs][:, :, ::3] *= 1e-7
+    machine.check(*tensors.values())
+
+
+@pytest.mark.parametrize("d", [64, 200])
+def test_many_keys_and_maxima_that_move(machine, d):
+    """Sums set aside in O (d 200) are relative to earlier maxima, and may be of zeros alone."""
+    q, k, v = machine.qkv(B=2, Hq=2, Hkv=1, Nq=150, Nk=20000, d=d)
+    k *= torch.linspace(0.1, 1.5, 20000, device=machine.device)[:, None]
+    v[1, :, :9000] = 0
+    machine.check(q, k, v)
+    machine.check(q, k, v, causal=True, offset=machine.ints(19900, 18000), leftpad_k=machine.ints(0, 300))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("at", [0, 500, 899])
 @pytest.mark.parametrize("d", [64, 128, 256])
