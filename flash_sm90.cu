@@ -317,6 +317,7 @@ struct Eight {
         return n % 4 == 0 ? x.x : n % 4 == 1 ? x.y : n % 4 == 2 ? x.z : x.w;
     }
 };
+__device__ float max_abs(const Eight &x) { return max_abs(max_abs(x.four[0]), max_abs(x.four[1])); }
 
 // A tile of float32s: where TMA put it, in boxes of 32 columns, 128 bytes a row, swizzled; or the tensor itself.
 struct InShared {
@@ -396,7 +397,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
 #pragma unroll
             for (int n = 0; n < AtOnce; ++n) {
                 for (int c = 0; c < 8; ++c) column[c] = max_abs(column[c], x[n][c]);
-                const float eight = max_abs(max_abs(x[n].four[0]), max_abs(x[n].four[1]));
+                const float eight = max_abs(x[n]);
                 // Eight zeros say nothing; but the last d % 8 columns aren't counted, and may be small.
                 if (eight > 0.f || from.d % 8 != 0) least_of_pair = fminf(least_of_pair, eight);
                 if (holds) held[holds ? pair : 0][holds ? n : 0] = x[n];
@@ -438,10 +439,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
             for (int y = 0; y < Count; ++y) {
                 float row = 0.f;
 #pragma unroll 1
-                for (int pair = 0; pair < Pairs; ++pair) {
-                    const Eight x = read(pair, y);
-                    row = max_abs(row, max_abs(max_abs(x.four[0]), max_abs(x.four[1])));
-                }
+                for (int pair = 0; pair < Pairs; ++pair) row = max_abs(row, max_abs(read(pair, y)));
                 row = row_max<8>(row);
                 if (row > 0.f) least = fminf(least, row);
             }
@@ -865,11 +863,13 @@ struct Rows {
     float alpha[2], subtract[2];  // of the tile at hand: Pij = exp2(c Sij - subtract)
 };
 
-// alpha where subtracts_m: the difference is taken before it is scaled.
+// What is subtracted where subtracts_m: m, or 0
+__device__ float m_or_0(float m) { return m == -INFINITY ? 0.f : m; }
+
+// alpha there: the difference is taken before it is scaled.
 template <int D>
 __device__ float alpha_of(float m_old, float m, float c) {
-    const float m_safe = m == -INFINITY ? 0.f : m;
-    return exp2_fast(fmaf(m_old, kHalf<D>, -kHalf<D> * m_safe) * (c / kHalf<D>));
+    return exp2_fast(fmaf(m_old, kHalf<D>, -kHalf<D> * m_or_0(m)) * (c / kHalf<D>));
 }
 
 // 10. - 11. m, and alpha, what its move is for l and Oi. Sij times tile_unit, a power of 2, is in units of m.
@@ -900,7 +900,7 @@ __device__ void move_max(float (&Sij)[Count], Rows &rows, float c, float tile_un
     if (D <= 128 && !any) return;  // D: or else the vote and the branch stay for D > 128, too
     for (int r = 0; r < 2; ++r) {
         if (!subtracts_m<D>(rows.cm[r])) continue;
-        const float m_safe = rows.m[r] == -INFINITY ? 0.f : rows.m[r];
+        const float m_safe = m_or_0(rows.m[r]);
         rows.alpha[r] = alpha_of<D>(m_old[r], rows.m[r], c);
         rows.subtract[r] = 0.f;
         const auto minus_m = [&](float x) {
