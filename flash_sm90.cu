@@ -3,14 +3,14 @@
 //
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
 // queries of one head. Its first warpgroup is the producer. Thread 0 loads Qi by TMA, and says what the next work is;
-// thread 32 loads Kj, and 64 Vj. For float32 thread 0 copies the parts of both from the workspace, warps 2 and 3 put
-// parts there, and thread 32 brings them what is to be split and tells of what is. The other warpgroups, the consumers,
-// have 64 of the rows each: they multiply by wgmma and do the softmax.
+// thread 32 loads Kj, and 64 Vj. For float32 thread 0 copies the parts of both from the workspace, where other warps of
+// the producer put them, or consumers. The other warpgroups, the consumers, have 64 of the rows each: they multiply by
+// wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers (float32, D > 128: after many keys Oi is
-// added to what O has, add_up). The table of tiles, at the end, has the bytes. float32's workspace, in global memory, has
-// the parts of each tile of K and V as they lie in shared memory.
+// added to what O has, add_up). The table of tiles, at the end, has the bytes. float32's workspace, in global memory,
+// has the parts of each tile of K and V as they lie in shared memory.
 //
 // What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the
 // row maxima and a third of the exponentials of the one run beside the other; where there is room for two Qi, a work
@@ -19,28 +19,28 @@
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
-//     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one of each thread that loads K
-//                            or V): it may be overwritten
+//     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one of each thread that loads
+//                            K or V): it may be overwritten
 //     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
-//     tiles: full, empty     float32: what the producer's warps are to split has arrived (TMA counts its bytes); they
-//                            have split it. Of the small tile full alone, of Kj and Vj, before they are split in place
-//     named 1, 2, ..         float32: the producer's warps that split; a consumer: split_tile, help, and whether to help
-//     Head::there            float32: so many of the head's tiles are in the workspace (tell, await_parts)
+//     floats_there           float32: what one of the producer's splitters is to split has arrived (TMA counts its
+//                            bytes); of the small tile two, Kj and Vj, before they are split in place
+//     named 1, 2, ..         float32: one a team: it has met, in split_tile, split_K_and_V, help; and whether to help
+//     Head::there            float32: so many of the head's tiles are in the workspace (report, await_parts)
 //
 // float32 runs on the same tensor cores, each number in two float16s, a product as three (Markidis et al. 2018; Ootomo
-// and Yokota 2022). Each tile of K and V is split once, for all queries: thread 32 takes shares of that from a counter,
-// all blocks of all heads (serve_split), warps 2 and 3 split them (split_K_and_V), and so do consumers that would wait
-// (help). Who needs a head waits until all its tiles are there (await_parts). Thread 32 waits, at most, until so many
-// works are taken (begins_at): fewer than come before the first one that needs the tile, so that no two wait for each
-// other. A consumer splits its own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps
-// split them there, too (produce_and_split).
+// and Yokota 2022). Each tile of K and V is split once, for all queries. All blocks take shares of that, for all heads,
+// from a counter: the producer's warps do (split_K_and_V), and consumers that would wait (help). Who needs a head waits
+// until all its tiles are there (await_parts). Who splits waits, at most, until so many works are taken (begins_at):
+// fewer than come before the first one that needs the tile, so that no two wait for each other. A consumer splits its
+// own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps split them there, too
+// (produce_and_split).
 //
 // consume_parts does what consume does, simpler: the next Sij beside Pij Vj and the softmax, but no turns, and no work
 // begun before the last is stored. New are the three products, those with a low part first, while the sum is small; Tij
-// = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; that what this
-// does in the mean is made up for (kShortS, kShortT); and that what the parts can't carry is multiplied by FMAs from the
-// float32s themselves (attend_by_floats). Its code is short on purpose: with several warps at several places
+// = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; that what
+// this does in the mean is made up for (kShortS, kShortT); and that what the parts can't carry is multiplied by FMAs
+// from the float32s themselves (attend_by_floats). Its code is short on purpose: with several warps at several places
 // instructions are waited for, at N 512 for a third of the time (NOTES.md).
 //
 // Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials (float32: in the FMA that adds
@@ -74,8 +74,8 @@ struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
     // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. Of float32 it keeps
-    // what these can spare, to have more under way when it splits; of the small tile it splits by all warps, as they do.
-    // A float division calls a subroutine that doesn't know of this, so there is none in the producer.
+    // what these can spare, to have more under way when it splits; of the small tile it splits by all warps, as they
+    // do. A float division calls a subroutine that doesn't know of this, so there is none in the producer.
     static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
     static constexpr int ProducerRegisters = Parts_ == 1 ? 32 : Consumers == 1 ? 96 : D <= 128 ? 56 : 40;
     static constexpr int ConsumerRegisters =
@@ -84,9 +84,14 @@ struct Tile {
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
+    // The producer's last warps split for the workspace: three, each alone (7 to 10 % faster at d 64, N 512, causal,
+    // than two together), or, where there is no room for three tiles of float32s, two together. (The small tile's split
+    // in place: all four, together.)
+    static constexpr int Splitters = FromWorkspace && D <= 64 ? 3 : 1, SplitterWarps = Splitters > 1 ? 1 : 2;
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
     static_assert(!SplitsAll || (Bc == 64 && Stages == 1));
+    static_assert(Splitters * SplitterWarps <= 3);  // of the producer's warps; the first has other things to do
 };
 
 // The barriers of one place in a ring.
@@ -116,19 +121,13 @@ struct Ring {
 };
 
 // x, in a place of a ring, for all lanes. One lane reads it, the one whose arrival gives the place back: another's read
-// could still be under way then, since an arrival doesn't wait for a load. Its own has to be used before, see release(x).
-// In two steps, so that other work hides the load: by_one reads, of_all gives all lanes what the first one has.
-template <class T>
-__device__ T by_one(const T &x) {
-    return threadIdx.x % 32 == 0 ? x : T();
-}
+// could still be under way then, since an arrival doesn't wait for a load. Its own has to be used before, see
+// release(x). In two steps, so that other work hides the load: by_one reads, of_all gives all lanes what the first one
+// has.
+__device__ float by_one(const float &x) { return threadIdx.x % 32 == 0 ? x : 0.f; }
 template <class T>
 __device__ T of_all(T x) {
     return __shfl_sync(~0u, x, 0);
-}
-template <class T>
-__device__ T read_by_one(const T &x) {
-    return of_all(by_one(x));
 }
 
 // A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
@@ -153,8 +152,7 @@ struct Share {
     __device__ int t() const { return n / 2; }
 };
 
-// Who splits a tile together: team 0 is the producer's warps, 1 + n is consumer n. Each has a named barrier.
-__device__ int team_of(int warpgroup) { return 1 + warpgroup; }
+// Who splits a tile together is a team: first the consumers, then those of the producer. Each has a named barrier.
 __device__ int barrier_of(int team) { return 1 + team; }
 
 // What is known of a tile that is split
@@ -166,31 +164,28 @@ struct Scales {
     __device__ bool fit() const { return least >= 0.f; }
 };
 
-// What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the largest
-// of eight neighbours (but 0); the least of the largest of a lane's part of a column. Aligned: or else one team's read
-// takes a word of another's along, which racecheck reports.
+// What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the
+// largest of eight neighbours (but 0); the least of the largest of a lane's part of a column. Aligned: or else one
+// team's read takes a word of another's along, which racecheck reports.
 struct alignas(16) Extremes {
     int largest, least, least_of_column;
 };
 
 template <class Tile>
 struct SharedOfParts {
-    // split_K_and_V's; the small tile splits in place. With two places the next tile is loaded beside the split.
-    static constexpr int Places = Tile::KBytes > 16384 ? 1 : 2;
-    alignas(1024) unsigned char floats[Places][Tile::SplitsAll ? 1 : Tile::KBytes];
-    Stage tiles[Places];  // of the small tile: Kj's and Vj's
-    static_assert(!Tile::SplitsAll || Places == 2);
-    Share shares[Places];   // what is there; of head -1: there are no more
-    Scales scales[Places];  // what came of it
+    // The tile that each of the producer's splitters splits; of the small tile none: Kj and Vj are split in place.
+    alignas(1024) unsigned char floats[Tile::Splitters][Tile::SplitsAll ? 1 : Tile::KBytes];
+    Barrier floats_there[Tile::SplitsAll ? 2 : Tile::Splitters];
+    Share now[Tile::Splitters];                     // what is there
+    Share next[Tile::Consumers + Tile::Splitters];  // what a team splits next, or did last; head -1: there is no more
 
-    Share helped[Tile::Consumers];                          // what a consumer splits; of head -1: there was no more
     int ends[kWorks][Tile::Consumers];                      // of the keys that a consumer's rows of the work see
     float largest_unscaleV[kWorks];                         // of the head's Vj
     float4 unscaleK[Tile::Stages], unscaleV[Tile::Stages];  // in x; less than 16 bytes can't be copied
     float unscaleQ[Tile::Consumers];
-    float m_of_O[Tile::D > 128 ? Tile::Br : 1];  // what the sums in O are relative to (add_up)
-    Extremes extremes[1 + Tile::Consumers][4];   // split_tile's: of each team's warps
-    int least[1 + Tile::Consumers][4];
+    float m_of_O[Tile::D > 128 ? Tile::Br : 1];               // what the sums in O are relative to (add_up)
+    Extremes extremes[Tile::Splitters + Tile::Consumers][4];  // split_tile's: of each team's warps
+    int least[Tile::Splitters + Tile::Consumers][4];
 };
 struct Nothing {};
 
@@ -230,10 +225,10 @@ struct Workspace {
 struct Parameters {
     Attention a;
     TensorMap Q, K, V;
-    int Tr, tiles;  // tiles of queries of a head, and of all heads
-    int together;   // so many of the heads, the last ones, are worked on together
-    int *next;      // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
-    bool aligned;   // rows of O begin and end at multiples of 16 bytes
+    int Tr, tiles;        // tiles of queries of a head, and of all heads
+    int alone, together;  // so many of the heads are worked on one after the other, and then so many together
+    int *next;     // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
+    bool aligned;  // rows of O begin and end at multiples of 16 bytes
     Workspace workspace;  // of float32
 };
 
@@ -260,8 +255,8 @@ constexpr float kLeastOfFew = 1.f / 256;
 constexpr float kP = 32768.f;  // scale of Pij, of which 1 is the largest
 
 // Tensor cores truncate every sum towards 0, so that Sij and Tij are, in the mean, too small by these parts of
-// themselves. What they are multiplied by anyway makes up for it, which takes a quarter off the error of O (NOTES.md); as
-// floats it is 0.58 and 1.27 times 2^-23. The m that is returned stays as it is: exact where Sij is.
+// themselves. What they are multiplied by anyway makes up for it, which takes a quarter off the error of O (NOTES.md);
+// as floats it is 0.58 and 1.27 times 2^-23. The m that is returned stays as it is: exact where Sij is.
 template <int D>
 constexpr double kShortS = (D <= 64 ? 0.8 : 1.4) * 0x1p-23;
 template <int D>
@@ -275,13 +270,12 @@ __device__ float corrected(float unitO, float l, float shortT) { return l > kFew
 
 // x, of which the compiler knows nothing here: what follows from it is computed here, rather than before all loops and
 // kept in local memory.
-__device__ unsigned opaque(unsigned x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 template <class T>
-__device__ T *opaque(T *x) {
-    asm volatile("" : "+l"(x));
+__device__ T opaque(T x) {
+    if constexpr (sizeof(T) == 8)
+        asm volatile("" : "+l"(x));
+    else
+        asm volatile("" : "+r"(x));
     return x;
 }
 
@@ -330,17 +324,17 @@ struct InGlobal {
     int d;  // a multiple of 4
 };
 
-// A team of 4 warps, or 2, splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
+// A team of 4 warps, 2 or 1 splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
 // lo of the same 64 columns: a row of both is the same 256 bytes before and after, and 8 lanes have it. Of 4 warps each
-// keeps in registers what it read; 2 have too few, and read twice. The parts go to parts(), asked for late, which may be
-// the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if there is one. At the end all
-// have met at the barrier, and written.
+// keeps in registers what it read; fewer have too few, and read twice. The parts go to parts(), asked for late, which
+// may be the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if there is one. At the
+// end all have met at the barrier, and written.
 template <class Tile, int Rows, int Warps, class From, class To>
 __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
-                             float *unscale_to) {
+                             float *unscale_to = nullptr) {
     constexpr bool is_shared = std::is_same_v<From, InShared>, holds = Warps == 4, in_place = is_shared && holds;
     constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (4 * Warps);  // of a lane: rows
-    // So many rows are under way at once, when they are looked at and when they are split: of 2 warps as many as fit.
+    // So many rows are under way at once, when they are looked at and when they are split: of fewer as many as fit.
     constexpr int AtOnceSplit = holds ? Count : Tile::ProducerRegisters > 40 ? 2 : 1;
     constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
@@ -456,8 +450,9 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
         const int least_of_warp = __reduce_min_sync(~0u, __float_as_int(fit ? least : -1.f));
         if (thread % 32 == 0) all[warp] = least_of_warp;
         sync(barrier, 32 * Warps);
-        int least_of_tile = min(all[0], all[1]);
-        if (Warps == 4) least_of_tile = min(least_of_tile, min(all[2], all[3]));
+        int least_of_tile = all[0];
+#pragma unroll
+        for (int n = 1; n < Warps; ++n) least_of_tile = min(least_of_tile, all[n]);
         least = __int_as_float(least_of_tile);
     }
     unsigned char *const to = parts();  // nobody reads others' rows any more: all have met
@@ -491,9 +486,6 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
 
 // ------------------------------------------------------------------------------ the producer
 
-// So many heads, the first ones, are worked on one after the other.
-__device__ int heads_alone(const Parameters &p) { return p.tiles / p.Tr - p.together; }
-
 // The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most
 // to do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left
 // with a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the
@@ -501,8 +493,8 @@ __device__ int heads_alone(const Parameters &p) { return p.tiles / p.Tr - p.toge
 template <class Tile>
 __device__ Work work_of(const Parameters &p, int n) {
     if (n >= p.tiles) return {-1};
-    const int alone = heads_alone(p), rest = n - alone * p.Tr;
-    const int head = rest < 0 ? n / p.Tr : alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
+    const int rest = n - p.alone * p.Tr;
+    const int head = rest < 0 ? n / p.Tr : p.alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
     const int i1 = p.a.Nq - (rest < 0 ? n % p.Tr : rest / p.together) * Tile::Br, i0 = max(i1 - Tile::Br, 0);
     const BandOf<int> band = narrow(band_of(p.a, b));
     Keys seen = keys_of_any(band, i0, i1);
@@ -515,8 +507,7 @@ __device__ Work work_of(const Parameters &p, int n) {
 
 // The first work of a head, by the same order
 __device__ int first_work(const Parameters &p, int head) {
-    const int alone = heads_alone(p);
-    return head < alone ? head * p.Tr : alone * (p.Tr - 1) + head;
+    return head < p.alone ? head * p.Tr : p.alone * (p.Tr - 1) + head;
 }
 
 // The tile that a block takes after its n-th. Without a counter there and back: who had the longest gets the shortest.
@@ -555,26 +546,19 @@ __device__ int head_of(const Parameters &p, const Work &work) {
     return (p.workspace.batches > 1 ? work.b * (int)p.a.Hkv : 0) + key_head(p.a, work.h);
 }
 
-// The n-th share; there may be nothing in it.
-template <class Tile>
-__device__ Share share_of(const Parameters &p, int n) {
-    const Workspace &w = p.workspace;
-    const int head = n / w.shares, first = n % w.shares * w.tiles_a_share, Hkv = (int)p.a.Hkv, b = head / Hkv;
-    if (b >= w.batches) return {-1};
-    const Keys keys = band_of(p.a, b).keys;
-    const Keys tiles = {2 * (keys.begin / Tile::Bc), 2 * tiles_before<Tile>(keys.end)};
-    const int begins_at = first_work(p, b * (int)p.a.Hq + head % Hkv * group_of(p.a)) - kAhead * (int)gridDim.x;
-    return {head, head % Hkv, b, max(first, tiles.begin), min(first + w.tiles_a_share, tiles.end), keys, begins_at};
-}
-
 // The next share with something in it, if there is one
 template <class Tile>
 __device__ Share take_share(const Parameters &p) {
-    Share share;
-    do {
-        share = share_of<Tile>(p, atomicAdd(p.workspace.shares_taken, 1));
-    } while (share.head >= 0 && share.n >= share.end);
-    return share;
+    const Workspace &w = p.workspace;
+    for (;;) {
+        const int at = atomicAdd(w.shares_taken, 1), Hkv = (int)p.a.Hkv, head = at / w.shares, b = head / Hkv;
+        if (b >= w.batches) return {-1};
+        const Keys keys = band_of(p.a, b).keys;
+        const int first = at % w.shares * w.tiles_a_share, n = max(first, 2 * (keys.begin / Tile::Bc));
+        const int end = min(first + w.tiles_a_share, 2 * tiles_before<Tile>(keys.end));
+        const int begins_at = first_work(p, b * (int)p.a.Hq + head % Hkv * group_of(p.a)) - kAhead * (int)gridDim.x;
+        if (n < end) return {head, head % Hkv, b, n, end, keys, begins_at};
+    }
 }
 
 // Waits until a work's keys and values are split, and says whether the parts carry them. Not K if units of scores are
@@ -607,12 +591,8 @@ __device__ void report(const Workspace &w, const Share &share, const Scales &sca
         raise(is_V ? head.inverseV : head.scaleK,
               is_V ? __fdividef(1.f, scales.least) : inverse_of_power(scales.unscale));
     }
-}
-
-// By one thread that met all who stored parts of this head: one tile more is there.
-__device__ void tell(const Workspace &w, int head) {
     fence_async_global();  // there is one where they are read, too: the PTX manual asks for one on the way
-    add_release(w.heads[head].there, 1);
+    add_release(head.there, 1);
 }
 
 // Where the parts of tile n of a share go
@@ -624,9 +604,9 @@ __device__ unsigned char *parts_of(const Workspace &w, int head, int n) {
 // A consumer that would wait splits a share, if there is one left, straight from global memory.
 template <class Tile>
 __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
-    Share &mine = shared.parts.helped[warpgroup];
+    Share &mine = shared.parts.next[warpgroup];
     if (threadIdx.x % 128 == 0 && mine.head >= 0) mine = take_share<Tile>(p);
-    sync(barrier_of(team_of(warpgroup)), 128);
+    sync(barrier_of(warpgroup), 128);
     Share share = mine;
     if (share.head < 0) return false;
     for (; share.n < share.end; ++share.n) {
@@ -636,68 +616,51 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
                                    share.h * stride.head + j0 * stride.row;
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
             InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); },
-            shared.parts, team_of(warpgroup), {share.keys.begin - j0, share.keys.end - j0}, nullptr);
-        if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales), tell(p.workspace, share.head);
+            shared.parts, warpgroup, {share.keys.begin - j0, share.keys.end - j0});
+        if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales);
         __syncwarp();
     }
     return true;
 }
 
-// Two warps split K and V into the workspace, tile by tile.
+// One of the producer's splitters: tile after tile, no further ahead of the works than is good for the L2 cache. There
+// is one place: while a tile is split the next comes to the L2 cache alone, and here once all have read. The first
+// thread takes the shares, loads, and tells of what is done, which waits for the stores; the next tile comes meanwhile.
+// What is not told of, works may be waiting for, so it tells before it waits for works itself.
 template <class Tile>
-__device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared) {
+__device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int splitter) {
+    constexpr int Warps = Tile::SplitterWarps;
     SharedOfParts<Tile> &parts = shared.parts;
-    for (Ring<SharedOfParts<Tile>::Places> floats{parts.tiles};; floats.release()) {
-        floats.wait_full();
-        // Registers are short: what is needed late is read again.
-        const auto share = [&]() -> const Share & { return parts.shares[floats.at()]; };
-        if (read_by_one(share().head) < 0) return;
-        const int j0 = read_by_one(share().n) / 2 * Tile::Bc;
-        const Keys rows = {read_by_one(share().keys.begin) - j0, read_by_one(share().keys.end) - j0};
-        const Scales scales = split_tile<Tile, Tile::Bc, 2>(
-            InShared{parts.floats[floats.at()], p.a.d},
-            [&] { return parts_of<Tile>(p.workspace, read_by_one(share().head), read_by_one(share().n)); }, parts, 0,
-            rows, nullptr);
-        if (threadIdx.x == 64) parts.scales[floats.at()] = scales;
-    }
-}
-
-// One thread does for them what takes long: it takes shares, loads their tiles, no further ahead of the works than is
-// good for the L2 cache, and tells of what is done, which waits for the stores. It never waits for one of these while it
-// could do another: what is not told of, works may be waiting for.
-template <class Tile>
-__device__ void serve_split(const Parameters &p, Shared<Tile> &shared) {
-    SharedOfParts<Tile> &parts = shared.parts;
-    constexpr int Places = SharedOfParts<Tile>::Places;
-    Ring<Places> loads{parts.tiles}, ends{parts.tiles};
-    Share next = take_share<Tile>(p), done{-1};  // to be loaded; to be told of
-    Scales scales_of_done;
-    int under_way = 0, taken = 0;  // taken: so many works were, when it last looked
-    const auto may_begin = [&] {
-        if (next.begins_at > taken) taken = *(volatile int *)p.workspace.works_taken;
-        return next.begins_at <= taken;
+    const int team = Tile::Consumers + splitter;
+    Share &now = parts.now[splitter], &next = parts.next[team];  // shared: registers are short, and all read `now`
+    const auto leads = [] { return opaque(threadIdx.x) % (32 * Warps) == 0; };
+    const auto begin = [&] {  // next, unless it is too early
+        if (next.begins_at > *(volatile int *)p.workspace.works_taken) return false;
+        if (next.head >= 0)
+            load<Tile, Tile::Bc>(parts.floats[splitter], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
+                                 parts.floats_there[splitter]);
+        return true;
     };
-    while (next.head >= 0 || under_way > 0 || done.head >= 0) {
-        if (next.head >= 0 && under_way < Places && may_begin()) {
-            parts.shares[loads.at()] = next;
-            load<Tile, Tile::Bc>(parts.floats[loads.at()], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
-                                 loads.stages[loads.at()].full);
-            loads.advance(), ++under_way;
-            if (++next.n >= next.end) next = take_share<Tile>(p);
-            if (Places == 1 && next.head >= 0)
-                prefetch<Tile>(next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b);
-        } else if (done.head >= 0) {
-            report<Tile>(p.workspace, done, scales_of_done), tell(p.workspace, done.head);
-            done.head = -1;
-        } else if (under_way > 0 && is_over(ends.stages[ends.at()].empty, ends.parity())) {
-            done = parts.shares[ends.at()], scales_of_done = parts.scales[ends.at()];  // and the place is free
-            ends.advance(), --under_way;
-        } else {
-            __nanosleep(100);
+    if (leads()) now.head = -1, next = take_share<Tile>(p);
+    Scales scales;  // of now
+    for (int parity = 0;; parity ^= 1) {
+        if (leads()) {
+            bool begun = begin();
+            if (now.head >= 0) report<Tile>(p.workspace, now, scales);
+            while (!begun && !(begun = begin())) __nanosleep(100);
+            now = next;  // which nobody reads any more: split_tile ended in a barrier
+            if (now.head >= 0 && ++next.n >= next.end) next = take_share<Tile>(p);
+            if (next.head >= 0) prefetch<Tile>(next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b);
         }
+        __syncwarp();
+        sync(barrier_of(team), 32 * Warps);
+        if (now.head < 0) return;
+        const int j0 = now.t() * Tile::Bc;
+        wait(parts.floats_there[splitter], parity);
+        scales = split_tile<Tile, Tile::Bc, Warps>(InShared{parts.floats[splitter], p.a.d},
+                                                   [&] { return parts_of<Tile>(p.workspace, now.head, now.n); }, parts,
+                                                   team, {now.keys.begin - j0, now.keys.end - j0});
     }
-    parts.shares[loads.at()].head = -1;
-    arrive(loads.stages[loads.at()].full);
 }
 
 // 5. - 6. for j: the parts of Kj and Vj, in the order in which they are used
@@ -785,7 +748,7 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
                                  float &largest_unscale) {
         wait(loaded, ring.parity());
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
-            InShared{tile, p.a.d}, [&] { return tile; }, parts, 0, work.band.keys, nullptr);
+            InShared{tile, p.a.d}, [&] { return tile; }, parts, Tile::Consumers, work.band.keys);
         if (threadIdx.x == 0) {
             unscale.x = scales.unscale, largest_unscale = scales.fit() ? scales.unscale : INFINITY;
             arrive(ring.stages[0].full);
@@ -798,8 +761,8 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
             n = n < 0 ? blockIdx.x : tile_after(p, n);
             const Work work = announce_work<Tile>(p, shared, works, Q, n);
             if (work.b >= 0 && !work.exact) {
-                load_whole(K, shared.Kj[0], p.K, work, parts.tiles[0].full);
-                load_whole(V, shared.Vj[0], p.V, work, parts.tiles[1].full);
+                load_whole(K, shared.Kj[0], p.K, work, parts.floats_there[0]);
+                load_whole(V, shared.Vj[0], p.V, work, parts.floats_there[1]);
             }
         }
         __syncwarp();
@@ -807,8 +770,9 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
         Work &work = shared.work[works.at()];
         if (work.b < 0) return;
         if (work.exact) continue;  // there is no key
-        split_whole(K, shared.Kj[0], work, parts.tiles[0].full, parts.unscaleK[0], work.unscaleK);
-        split_whole(V, shared.Vj[0], work, parts.tiles[1].full, parts.unscaleV[0], parts.largest_unscaleV[works.at()]);
+        split_whole(K, shared.Kj[0], work, parts.floats_there[0], parts.unscaleK[0], work.unscaleK);
+        split_whole(V, shared.Vj[0], work, parts.floats_there[1], parts.unscaleV[0],
+                    parts.largest_unscaleV[works.at()]);
     }
 }
 
@@ -835,7 +799,7 @@ __device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const 
 // ------------------------------------------------------------------------------ what a consumer does with a tile
 
 // Shuffled: now nvcc knows that a warp has one.
-__device__ int which_consumer() { return __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; }
+__device__ int which_consumer() { return of_all(threadIdx.x / 128) - 1; }
 
 // exp(softmax_scale (s - m)) is one FFMA and one ex2: exp2(c s - cm), c = |softmax_scale| log2(e), scores of a negative
 // scale being negated first. cm is c m rounded: the error is one factor for a whole row, which O / l cancels. But for
@@ -957,7 +921,7 @@ __device__ void begin_QK(float (&Sij)[Count], const unsigned char *Qi, const uns
                          int x1 = Tile::D) {
     constexpr int Parts = Tile::Parts, QBox = 64 * 128, KBox = Tile::Bc * 128;
     Descriptor Q = descriptor(Qi, 0), K = descriptor(Kj, 0);
-    if (Parts == 2) Q.low = __shfl_sync(~0u, Q.low, 0);  // or else what follows from it is kept in local memory
+    if (Parts == 2) Q.low = of_all(Q.low);  // or else what follows from it is kept in local memory
     fence();
 #pragma unroll
     for (int product = Parts == 2 ? 0 : 2; product < 3; ++product)
@@ -979,7 +943,7 @@ __device__ void begin_PV(float (&Oi)[CountO], const uint32_t (&Pij)[CountP], con
     commit();
 }
 
-// ------------------------------------------------------------------------------ float32: what a consumer does with a tile
+// ------------------------------------------------------------------------------ float32: a consumer's tile
 
 // Tij = Pij Vj, begun, and not added to what Tij was
 template <class Tile, int CountT, int CountP>
@@ -1002,7 +966,7 @@ __device__ void begin_PV_parts(float (&Tij)[CountT], const uint32_t (&hi)[CountP
 __device__ float unit_of_floats(const Attention &a) { return fabsf(a.softmax_scale) > 1e10f ? .25f : 2.f; }
 
 // Four neighbours, of which so many are there
-__device__ float4 four_of(const float *from, int count) {
+__device__ float4 load_four(const float *from, int count) {
     if (count >= 4) return *(const float4 *)from;
     return {from[0], count > 1 ? from[1] : 0.f, count > 2 ? from[2] : 0.f, 0.f};
 }
@@ -1027,7 +991,7 @@ __device__ void multiply_QK_floats(float (&Sij)[Count], const Attention &a, cons
 #pragma unroll 1
             for (int y = y0; y < min(y0 + 32, a.d); y += 4) {
                 float4 z[4];
-                for (int n = 0; n < 4; ++n) z[n] = four_of(row[n] + y, a.d - y);
+                for (int n = 0; n < 4; ++n) z[n] = load_four(row[n] + y, a.d - y);
                 for (int n = 0; n < 4; ++n) {
                     const float4 &q4 = z[n / 2], &k4 = z[2 + n % 2];
                     sum[n] = fmaf(of_q * q4.x, k4.x, sum[n]), sum[n] = fmaf(of_q * q4.y, k4.y, sum[n]);
@@ -1402,8 +1366,8 @@ __device__ bool are_small(const float (&Oi)[Count], const Rows &rows, const Work
 // the error at N 65536 was 0.93 times SDPA efficient's, so it is half of it.
 constexpr int kTilesInOi = 256;
 
-// Oi is added to the sum of earlier tiles, which O has, relative to m_of_O. The new sum goes to O, and Oi begins at 0; at
-// last it goes to Oi.
+// Oi is added to the sum of earlier tiles, which O has, relative to m_of_O. The new sum goes to O, and Oi begins at 0;
+// at last it goes to Oi.
 template <int D, int Count>
 __device__ void add_up(const Parameters &p, const Work &work, float (&Oi)[Count], float &unitO, const Rows &rows,
                        float c, float *m_of_O, bool is_first, bool is_last) {
@@ -1460,7 +1424,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
         // don't.
         if (Tile::FromWorkspace && p.workspace.heads && a.d % 4 == 0)
-            while (!any(barrier_of(team_of(warpgroup)), 128, is_over(works.stages[works.at()].full, works.parity())) &&
+            while (!any(barrier_of(warpgroup), 128, is_over(works.stages[works.at()].full, works.parity())) &&
                    help<Tile>(p, shared, warpgroup)) {
             }
         works.wait_full();
@@ -1485,8 +1449,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         if (!exact) {
             unsigned char *const Qi = shared.Qi[warpgroup][0];
             const Scales scales = split_tile<Tile, 64, 4>(
-                InShared{Qi, a.d}, [&] { return Qi; }, shared.parts, team_of(warpgroup),
-                {0, work.i1 - work.i0 - 64 * warpgroup}, &shared.parts.unscaleQ[warpgroup]);
+                InShared{Qi, a.d}, [&] { return Qi; }, shared.parts, warpgroup, {0, work.i1 - work.i0 - 64 * warpgroup},
+                &shared.parts.unscaleQ[warpgroup]);
             exact = !scales.fit();
             if constexpr (Tile::SplitsAll) K.wait_full();  // its unscale is known; inf if the parts don't carry it
             // Or floats couldn't be in units of it.
@@ -1495,12 +1459,10 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         }
         if (exact) Q().release();
         if (!exact) {
-            float Oi[D / 2], Sij[Bc / 2];
+            float Oi[D / 2] = {}, Sij[Bc / 2];
             Rows rows = Rows();
             int j0 = work.seen.begin;
-#pragma unroll
-            for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
-            uint32_t hi[Bc / 4], lo[Bc / 4];
+            uint32_t hi[Bc / 4] = {}, lo[Bc / 4] = {};
             float Tij[Columns / 2];
             const float c = scale_of(a, unit(), kLog2eOfS<D>);
             // 9. Sij = Qi Kj^T; for long rows two sums
@@ -1519,8 +1481,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 }
                 K.release(unscale);
             };
-            // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, alpha being that of the tile of Pij. Oi times unitO is what it
-            // stands for: unscaleV / kP of the last Vj that wasn't zeros, 0 before there was one, 1 after add_up.
+            // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, alpha being that of the tile of Pij. Oi times unitO is what
+            // it stands for: unscaleV / kP of the last Vj that wasn't zeros, 0 before there was one, 1 after add_up.
             float unitO = 0.f;
             const auto begin_T = [&](int x0) {
                 begin_PV_parts<Tile>(Tij, hi, lo, shared.Vj[V.at()] + x0 / kBox * (2 * Bc * 128));
@@ -1545,10 +1507,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     add_T(x0, factor);
                 }
             };
-#pragma unroll
-            for (int x = 0; x < Bc / 4; ++x) hi[x] = lo[x] = 0;
-            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So the code is there
-            // once.
+            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So the code is
+            // there once.
             do {
                 const bool counts = j0 > work.seen.begin;
                 if constexpr (D > 128)
@@ -1565,7 +1525,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 begin_PV_parts<Tile>(Tij, hi, lo, counts ? shared.Vj[V.at()] : shared.Qi[warpgroup][0]);
                 float factor[2] = {rows.alpha[0], rows.alpha[1]};  // of Pij's tile; softmax moves on to the next
                 const float unscaleK = of_all(unscaleK_by_one);
-                // A tile that isn't zeros has a unit in between (await_parts); of zeros any does that overflows nowhere.
+                // A tile that isn't zeros has a unit in between (await_parts); of zeros any does that overflows
+                // nowhere.
                 const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
                 end_S(unscaleK);
                 softmax<D>(Sij, rows, a, work, warpgroup, j0, c, tile_unit);
@@ -1614,8 +1575,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         constexpr int warps = 4 * Tile::Consumers;
         init_ring(shared.works, warps + (Tile::SplitsAll ? 4 : Tile::Parts == 2 ? 0 : 2));  // and who loads, or splits
         if constexpr (Tile::Parts == 2) {
-            init_ring(shared.parts.tiles, 2);
-            for (Share &helped : shared.parts.helped) helped.head = 0;
+            for (Barrier &there : shared.parts.floats_there) init(there, 1);
+            for (Share &next : shared.parts.next) next.head = 0;
         }
         for (auto &ring : shared.Q) init_ring(ring, 4);
         init_ring(shared.K, warps), init_ring(shared.V, warps);
@@ -1628,8 +1589,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if constexpr (Tile::SplitsAll) {
             produce_and_split<Tile>(p, shared);
         } else if constexpr (Tile::FromWorkspace) {
-            if (threadIdx.x == 32 && p.workspace.heads) serve_split<Tile>(p, shared);
-            if (threadIdx.x >= 64 && p.workspace.heads) split_K_and_V<Tile>(p, shared);
+            constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
+            if (threadIdx.x >= first && p.workspace.heads)
+                split_K_and_V<Tile>(p, shared, Tile::Splitters > 1 ? of_all((threadIdx.x - first) / threads) : 0);
         } else {
             if (threadIdx.x == 32) produce_K_or_V<Tile>(p, shared, p.K, shared.K, shared.Kj);
             if (threadIdx.x == 64) produce_K_or_V<Tile>(p, shared, p.V, shared.V, shared.Vj);
@@ -1709,6 +1671,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : sizeof(T), a.d);
     const auto kernel = hopper_kernel<T, Tile>;
     constexpr int bytes = sizeof(Shared<Tile>);
+    static_assert(bytes * Tile::BlocksPerSM <= 227 * 1024);
     int multiprocessors = 0;
     cudaError_t error = get_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -1721,8 +1684,9 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
     p.together = p.tiles <= 2 * grid ? heads : 1;
     if (p.next) p.together = clamp(std::min(kTogether * grid / p.Tr, in_L2 * (a.Hq / a.Hkv)), int64_t(1), heads);
+    p.alone = heads - p.together;
     Workspace &w = p.workspace;
-    if (Tile::Parts == 2 && plan<Tile>(a, a.workspace, w) > 0) {
+    if (plan<Tile>(a, a.workspace, w) > 0) {
         // A share is a tile, or more where there are many, so that those in which nothing counts are soon passed over.
         const int key_heads = w.batches * a.Hkv;
         w.tiles_a_share =
@@ -1740,21 +1704,16 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// 48 KB, 208 KB, 224 KB, 224 KB, of which `floats` are 32 KB but for the first. Other d go to the next of 64, 128 and
-// 256. The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them
-// in place, and two blocks share a multiprocessor.
+// 48 KB, and three of 224 KB, of which `floats` are 48, 32 and 32 KB. Other d go to the next of 64, 128 and 256. The
+// first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them in
+// place, and two blocks share a multiprocessor.
 template <class Use>
-auto with_tile_of_float32(const Attention &a, const Use &use) {
-    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(Tile<64, 64, 64, 1, 1, 2, 2>());
-    if (a.d <= 64) return use(Tile<64, 192, 64, 1, 4, 1, 2>());
-    if (a.d <= 128) return use(Tile<128, 128, 64, 1, 2, 1, 2>());
-    return use(Tile<256, 128, 32, 1, 1, 1, 2>());
-}
-
-// Heads of keys and values that are one and the same (stride 0) count as one, and are split once.
-Attention with_heads_once(Attention a) {
-    if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;
-    return a;
+auto with_tile_of_float32(Attention a, const Use &use) {
+    if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
+    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(a, Tile<64, 64, 64, 1, 1, 2, 2>());
+    if (a.d <= 64) return use(a, Tile<64, 192, 64, 1, 4, 1, 2>());
+    if (a.d <= 128) return use(a, Tile<128, 128, 64, 1, 2, 1, 2>());
+    return use(a, Tile<256, 128, 32, 1, 1, 1, 2>());
 }
 
 template <class T>
@@ -1776,14 +1735,14 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
 int64_t workspace_sm90(const Attention &a) {
     if (a.dtype != Dtype::float32) return 0;
     Workspace w;
-    return with_tile_of_float32(a, [&](auto tile) { return plan<decltype(tile)>(with_heads_once(a), nullptr, w); });
+    return with_tile_of_float32(a, [&](const Attention &a, auto tile) { return plan<decltype(tile)>(a, nullptr, w); });
 }
 
 const char *forward_sm90(const Attention &a, CUstream_st *stream) {
     if (!encoder()) return "the driver has no cuTensorMapEncodeTiled";
     if (a.dtype == Dtype::float32)
         return with_tile_of_float32(
-            a, [&](auto tile) { return launch<float, decltype(tile)>(with_heads_once(a), stream); });
+            a, [&](const Attention &a, auto tile) { return launch<float, decltype(tile)>(a, stream); });
     return a.dtype == Dtype::float16 ? launch_for_d<__half>(a, stream) : launch_for_d<__nv_bfloat16>(a, stream);
 }
 
