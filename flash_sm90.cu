@@ -326,9 +326,9 @@ struct InGlobal {
 
 // A team of 4 warps, 2 or 1 splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
 // lo of the same 64 columns: a row of both is the same 256 bytes before and after, and 8 lanes have it. Of 4 warps each
-// keeps in registers what it read; fewer have too few, and read twice. The parts go to parts(), asked for late, which
-// may be the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if there is one. At the
-// end all have met at the barrier, and written.
+// keeps in registers what it read; of fewer each has too many rows for that, and reads twice. The parts go to parts(),
+// asked for late, which may be the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if
+// there is one. At the end all have met at the barrier, and written.
 template <class Tile, int Rows, int Warps, class From, class To>
 __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
                              float *unscale_to = nullptr) {
