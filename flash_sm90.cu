@@ -4,8 +4,8 @@
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
 // queries of one head. Its first warpgroup is the producer. Thread 0 loads Qi by TMA, and says what the next work is;
 // thread 32 loads Kj, and 64 Vj. For float32 thread 0 copies the parts of both from the workspace, where other warps of
-// the producer put them, or consumers. The other warpgroups, the consumers, have 64 of the rows each: they multiply by
-// wgmma and do the softmax.
+// the producer put them, or consumers; of the small tile it loads Kj, Qi and Vj, before it works out the rest. The
+// other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers (float32, D > 128: after many keys Oi is
@@ -18,7 +18,8 @@
 // their softmax.
 //
 // Which barrier orders what:
-//     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes)
+//     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes; K, V of
+//                            the small tile: it is split)
 //     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one of each thread that loads
 //                            K or V): it may be overwritten
 //     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
@@ -139,6 +140,7 @@ struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of 
     // Kj; whether FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj.
     float unscaleK;
     bool exact;
+    int key_head;  // of all types: whose keys and values head h reads
 };
 
 // Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
@@ -211,6 +213,22 @@ struct Head {
     int unscaleV, inverseV;  // likewise; the largest 1 / v, v being the largest number in a row
 };
 
+// Division of 0 <= x < 2^31 by a number that the host knows, as a multiplication (CUTLASS has it as FastDivmod): else
+// up to six divisions, of 20 to 30 instructions each, would come before a work's first load, where nothing hides them.
+struct Divisor {
+    int divisor, shift;
+    uint32_t inverse;  // 2^shift / divisor, rounded down, + 1: too large by so little that quotients are right
+
+    Divisor() = default;
+    Divisor(int x) : divisor(x), shift(31) {
+        while (int64_t(1) << (shift - 31) < x) ++shift;
+        inverse = uint32_t((uint64_t(1) << shift) / x + 1);
+    }
+    __host__ __device__ operator int() const { return divisor; }
+};
+__device__ int operator/(int x, const Divisor &y) { return int((uint64_t)(uint32_t)x * y.inverse >> y.shift); }
+__device__ int operator%(int x, const Divisor &y) { return x - x / y * y.divisor; }
+
 // The workspace of float32: what the blocks split for one another, and how they share that work. heads is null where
 // nobody splits for others: the small tile, or no key at all.
 struct Workspace {
@@ -219,14 +237,20 @@ struct Workspace {
     float4 *unscaleK, *unscaleV;      // (heads, Tc), in x; 0 of a tile of zeros
     unsigned char *K, *V;             // (heads, Tc) tiles as they lie in shared memory
     int batches, Tc;                  // batches (1 if they are one and the same), tiles of keys
-    int shares, tiles_a_share;        // of a head; tiles of K or of V
+    Divisor shares;                   // of a head
+    int tiles_a_share;                // of K or of V
 };
 
 struct Parameters {
     Attention a;
     TensorMap Q, K, V;
-    int Tr, tiles;        // tiles of queries of a head, and of all heads
-    int alone, together;  // so many of the heads are worked on one after the other, and then so many together
+    Divisor Hq, Hkv, group;  // a's, to divide by; query heads of a key head
+    Divisor Tr;              // tiles of queries of a head
+    int tiles;               // of all heads
+    int alone;               // so many of the heads are worked on one after the other,
+    Divisor together;        // and then so many together
+    bool same_band;          // no array says what differs by batch: `band` is that of all, worked out by the host
+    BandOf<int> band;
     int *next;     // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
     bool aligned;  // rows of O begin and end at multiples of 16 bytes
     Workspace workspace;  // of float32
@@ -486,6 +510,9 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
 
 // ------------------------------------------------------------------------------ the producer
 
+// From p, if it can be: its limits in 64 bits are many instructions before a work's first load.
+__device__ BandOf<int> band_in(const Parameters &p, int b) { return p.same_band ? p.band : narrow(band_of(p.a, b)); }
+
 // The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most
 // to do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left
 // with a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the
@@ -494,15 +521,15 @@ template <class Tile>
 __device__ Work work_of(const Parameters &p, int n) {
     if (n >= p.tiles) return {-1};
     const int rest = n - p.alone * p.Tr;
-    const int head = rest < 0 ? n / p.Tr : p.alone + rest % p.together, Hq = (int)p.a.Hq, b = head / Hq;
+    const int head = rest < 0 ? n / p.Tr : p.alone + rest % p.together, b = head / p.Hq, h = head % p.Hq;
     const int i1 = p.a.Nq - (rest < 0 ? n % p.Tr : rest / p.together) * Tile::Br, i0 = max(i1 - Tile::Br, 0);
-    const BandOf<int> band = narrow(band_of(p.a, b));
+    const BandOf<int> band = band_in(p, b);
     Keys seen = keys_of_any(band, i0, i1);
     // If need be, a tile that nobody sees; of float32 one that is split.
     const int none = Tile::Parts == 2 ? band.keys.begin / Tile::Bc * Tile::Bc : 0;
     if (empty(seen)) seen = {none, none + 1};
     if (Tile::Parts == 2) seen.begin = seen.begin / Tile::Bc * Tile::Bc;
-    return {b, head % Hq, i0, i1, seen, band};
+    return {b, h, i0, i1, seen, band, 1.f, false, h / p.group};
 }
 
 // The first work of a head, by the same order
@@ -538,12 +565,9 @@ __host__ __device__ int tiles_before(int j) {
     return (j + Tile::Bc - 1) / Tile::Bc;
 }
 
-__device__ int group_of(const Attention &a) { return (int)a.Hq / (int)a.Hkv; }  // heads that share keys and values
-__device__ int key_head(const Attention &a, int h) { return h / group_of(a); }
-
 // Which of Workspace's heads a work reads
 __device__ int head_of(const Parameters &p, const Work &work) {
-    return (p.workspace.batches > 1 ? work.b * (int)p.a.Hkv : 0) + key_head(p.a, work.h);
+    return (p.workspace.batches > 1 ? work.b * p.Hkv : 0) + work.key_head;
 }
 
 // The next share with something in it, if there is one
@@ -551,13 +575,13 @@ template <class Tile>
 __device__ Share take_share(const Parameters &p) {
     const Workspace &w = p.workspace;
     for (;;) {
-        const int at = atomicAdd(w.shares_taken, 1), Hkv = (int)p.a.Hkv, head = at / w.shares, b = head / Hkv;
+        const int at = atomicAdd(w.shares_taken, 1), head = at / w.shares, b = head / p.Hkv, h = head % p.Hkv;
         if (b >= w.batches) return {-1};
-        const Keys keys = band_of(p.a, b).keys;
+        const Keys keys = band_in(p, b).keys;
         const int first = at % w.shares * w.tiles_a_share, n = max(first, 2 * (keys.begin / Tile::Bc));
         const int end = min(first + w.tiles_a_share, 2 * tiles_before<Tile>(keys.end));
-        const int begins_at = first_work(p, b * (int)p.a.Hq + head % Hkv * group_of(p.a)) - kAhead * (int)gridDim.x;
-        if (n < end) return {head, head % Hkv, b, n, end, keys, begins_at};
+        const int begins_at = first_work(p, b * p.Hq + h * p.group) - kAhead * (int)gridDim.x;
+        if (n < end) return {head, h, b, n, end, keys, begins_at};
     }
 }
 
@@ -573,10 +597,11 @@ __device__ void await_parts(const Parameters &p, Work &work, float &largest_unsc
     while (load_acquire(head.there) < 2 * (tiles_before<Tile>(keys.end) - keys.begin / Tile::Bc)) {
     }
     const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
+    const bool fit_K = unscaleK * __int_as_float(head.scaleK) < 0x1p60f;
+    const bool fit_V = unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f;
     if (unscaleK > 0.f) work.unscaleK = unscaleK;
     largest_unscaleV = unscaleV;
-    work.exact = !(unscaleK * __int_as_float(head.scaleK) < 0x1p60f) ||
-                 !(unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f);
+    work.exact = !(fit_K & fit_V);  // not &&: no load waits for the other verdict
 }
 
 // By one thread: what is known of a tile that was split.
@@ -668,49 +693,53 @@ template <class Tile>
 __device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const Work &work, Ring<Tile::Stages> &K,
                               Ring<Tile::Stages> &V) {
     if (work.exact) return;
-    const auto load_parts = [&](Ring<Tile::Stages> &ring, unsigned char(&tiles)[Tile::Stages][Tile::KBytes],
-                                float4(&unscales)[Tile::Stages], const unsigned char *parts,
-                                const float4 *unscales_of_parts, int64_t at) {
-        ring.wait_empty();
-        Barrier &full = ring.stages[ring.at()].full;
-        arrive_expecting(full, Tile::KBytes + sizeof(float4));
-        load_bytes(tiles[ring.at()], parts + at * Tile::KBytes, Tile::KBytes, full);
-        load_bytes(&unscales[ring.at()], unscales_of_parts + at, sizeof(float4), full);
-        ring.advance();
-    };
     const Workspace &w = p.workspace;
     fence_async_global();  // the parts were written by threads, and are read by asynchronous copies
     const int64_t head = (int64_t)head_of(p, work) * w.Tc;
+    const auto load_parts = [&](bool is_V, int t) {
+        Ring<Tile::Stages> &ring = is_V ? V : K;
+        const int at = ring.at();
+        Barrier &full = ring.stages[at].full;
+        ring.wait_empty();
+        arrive_expecting(full, Tile::KBytes + sizeof(float4));
+        load_bytes((is_V ? shared.Vj : shared.Kj)[at], (is_V ? w.V : w.K) + (head + t) * Tile::KBytes, Tile::KBytes,
+                   full);
+        load_bytes(&(is_V ? shared.parts.unscaleV : shared.parts.unscaleK)[at],
+                   (is_V ? w.unscaleV : w.unscaleK) + head + t, sizeof(float4), full);
+        ring.advance();
+    };
     const int begin = work.seen.begin / Tile::Bc, end = tiles_before<Tile>(work.seen.end);
     for (int t = begin; t <= end; ++t) {
-        if (t < end) load_parts(K, shared.Kj, shared.parts.unscaleK, w.K, w.unscaleK, head + t);
-        if (t > begin) load_parts(V, shared.Vj, shared.parts.unscaleV, w.V, w.unscaleV, head + t - 1);
+        if (t < end) load_parts(false, t);
+        if (t > begin) load_parts(true, t - 1);
     }
 }
 
-// 7. - 8. for i: says what the n-th tile is, and loads Qi, if there is one.
+// 7. for i: says what the n-th tile is, or that there is none; of float32 once its K and V are split.
 template <class Tile>
-__device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kWorks> &works, Ring<Tile::QStages> &Q,
-                              int n) {
+__device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kWorks> &works, int n) {
     Work work = work_of<Tile>(p, n);
     if constexpr (Tile::Parts == 2)
         if (work.b >= 0) {
             for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
                 shared.parts.ends[works.at()][warpgroup] =
                     i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
-            await_parts<Tile>(p, work, shared.parts.largest_unscaleV[works.at()]);
+            if constexpr (Tile::FromWorkspace) await_parts<Tile>(p, work, shared.parts.largest_unscaleV[works.at()]);
         }
     shared.work[works.at()] = work;
     arrive(shared.works[works.at()].full);
-    if (work.b < 0) return work;
+    return work;
+}
+
+// 8. Qi, 64 rows for each consumer
+template <class Tile>
+__device__ void produce_Q(const Parameters &p, Shared<Tile> &shared, int i0, int h, int b, Ring<Tile::QStages> &Q) {
     for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
         Q.stages = shared.Q[warpgroup];
         Q.wait_empty();
-        load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
-                       Q.stages[Q.at()].full);
+        load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, i0 + 64 * warpgroup, h, b, Q.stages[Q.at()].full);
     }
     Q.advance();
-    return work;
 }
 
 // Thread 0's, but of the small tile: the works, Qi, and of float32 the parts of Kj and Vj
@@ -723,8 +752,9 @@ __device__ void produce(const Parameters &p, Shared<Tile> &shared) {
     // splits.
     const bool counts_all = Tile::Parts == 2 && p.workspace.heads;
     for (int n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : blockIdx.x;;) {
-        const Work work = announce_work<Tile>(p, shared, works, Q, n);
+        const Work work = announce_work<Tile>(p, shared, works, n);
         if (work.b < 0) return;
+        produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
         if constexpr (Tile::FromWorkspace) produce_parts<Tile>(p, shared, work, K, V);
         works.advance();
         works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
@@ -732,25 +762,27 @@ __device__ void produce(const Parameters &p, Shared<Tile> &shared) {
     }
 }
 
-// Of the small tile: all warps split Kj, then Vj, where TMA put them. Thread 0 does what produce does, too, and writes
-// what is learnt of the scales.
+// Of the small tile: all warps split Kj, then Vj, where TMA put them. Thread 0 does what produce does, too, but loads
+// first, and writes what is learnt of the scales.
 template <class Tile>
 __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
     SharedOfParts<Tile> &parts = shared.parts;
     Ring<1> Q{}, K{shared.K}, V{shared.V};
     Ring<kWorks> works{shared.works};
-    const auto load_whole = [&](Ring<1> &ring, unsigned char *tile, const TensorMap &tensor, const Work &work,
-                                Barrier &loaded) {
-        ring.wait_empty();
-        load<Tile, Tile::Bc>(tile, tensor, work.seen.begin, key_head(p.a, work.h), work.b, loaded);
+    const auto load_whole = [&](bool is_V, int key_head, int b) {
+        (is_V ? V : K).wait_empty();
+        load<Tile, Tile::Bc>(is_V ? shared.Vj[0] : shared.Kj[0], is_V ? p.V : p.K, 0, key_head, b,
+                             parts.floats_there[is_V]);
     };
-    const auto split_whole = [&](Ring<1> &ring, unsigned char *tile, Work &work, Barrier &loaded, float4 &unscale,
-                                 float &largest_unscale) {
-        wait(loaded, ring.parity());
+    const auto split_whole = [&](bool is_V, Work &work) {
+        Ring<1> &ring = is_V ? V : K;
+        wait(parts.floats_there[is_V], ring.parity());
+        unsigned char *const tile = is_V ? shared.Vj[0] : shared.Kj[0];
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
             InShared{tile, p.a.d}, [&] { return tile; }, parts, Tile::Consumers, work.band.keys);
         if (threadIdx.x == 0) {
-            unscale.x = scales.unscale, largest_unscale = scales.fit() ? scales.unscale : INFINITY;
+            (is_V ? parts.unscaleV : parts.unscaleK)[0].x = scales.unscale;
+            (is_V ? parts.largest_unscaleV[works.at()] : work.unscaleK) = scales.fit() ? scales.unscale : INFINITY;
             arrive(ring.stages[0].full);
         }
         ring.advance();
@@ -759,20 +791,21 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
         if (threadIdx.x == 0) {
             works.wait_empty();
             n = n < 0 ? blockIdx.x : tile_after(p, n);
-            const Work work = announce_work<Tile>(p, shared, works, Q, n);
-            if (work.b >= 0 && !work.exact) {
-                load_whole(K, shared.Kj[0], p.K, work, parts.floats_there[0]);
-                load_whole(V, shared.Vj[0], p.V, work, parts.floats_there[1]);
+            // Tile n is head n, from row 0, since Nq <= Br and Nk <= Bc: its loads needn't wait for work_of.
+            if (n < p.tiles) {
+                const int b = n / p.Hq, h = n % p.Hq, key_head = h / p.group;
+                load_whole(false, key_head, b);
+                produce_Q<Tile>(p, shared, 0, h, b, Q);
+                load_whole(true, key_head, b);
             }
+            announce_work<Tile>(p, shared, works, n);
         }
         __syncwarp();
         works.wait_full();
         Work &work = shared.work[works.at()];
         if (work.b < 0) return;
-        if (work.exact) continue;  // there is no key
-        split_whole(K, shared.Kj[0], work, parts.floats_there[0], parts.unscaleK[0], work.unscaleK);
-        split_whole(V, shared.Vj[0], work, parts.floats_there[1], parts.unscaleV[0],
-                    parts.largest_unscaleV[works.at()]);
+        split_whole(false, work);
+        split_whole(true, work);
     }
 }
 
@@ -787,10 +820,9 @@ __device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const 
         const Work work = shared.work[works.at()];
         works.release();
         if (work.b < 0) return;
-        const int h = key_head(p.a, work.h);
         for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
             ring.wait_empty();
-            load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, h, work.b, stages[ring.at()].full);
+            load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, stages[ring.at()].full);
             ring.advance();
         }
     }
@@ -975,7 +1007,7 @@ __device__ float4 load_four(const float *from, int count) {
 template <int Count>
 __device__ void multiply_QK_floats(float (&Sij)[Count], const Attention &a, const Work &work, int i, int j0) {
     const float *const q = (const float *)a.q + work.b * a.q_stride.batch + work.h * a.q_stride.head;
-    const float *const k = (const float *)a.k + work.b * a.k_stride.batch + key_head(a, work.h) * a.k_stride.head;
+    const float *const k = (const float *)a.k + work.b * a.k_stride.batch + work.key_head * a.k_stride.head;
     const float factor = 1.f / unit_of_floats(a), of_q = fminf(factor, 1.f), of_sum = fmaxf(factor, 1.f);
 #pragma unroll
     for (int x = 0; x < Count; x += 4) {  // two rows and two keys
@@ -1009,7 +1041,7 @@ __device__ void multiply_QK_floats(float (&Sij)[Count], const Attention &a, cons
 template <int Count, int CountP>
 __device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP], const Attention &a, const Work &work,
                                    int j0) {
-    const float *v = (const float *)a.v + work.b * a.v_stride.batch + key_head(a, work.h) * a.v_stride.head;
+    const float *v = (const float *)a.v + work.b * a.v_stride.batch + work.key_head * a.v_stride.head;
     const int end = min(work.band.keys.end - j0, CountP * 2), quad = opaque(threadIdx.x) % 4;
 #pragma unroll
     for (int x0 = 0; x0 < Count; x0 += 32) {
@@ -1163,8 +1195,7 @@ __device__ void store_state(const Parameters &p, const Work &work, int i, const 
 // line (NOTES.md), so that it should be short and in one piece.
 template <int D, int Count>
 __device__ void store_floats(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
-                             float c, float unit, float unitO) {
-    const float l[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};
+                             const float (&l)[2], float c, float unit, float unitO) {
     // A row that sees no key has l = 0, too.
     if (p.a.l || !p.aligned || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
         return store_state<D>(p, work, i, Oi, rows, c, unit, unitO, kShortT<D>);
@@ -1348,7 +1379,7 @@ __device__ void rescale(float (&Oi)[Count], const Rows &rows) {
 // Whether rows of O are far below V, so that what the parts lose of small Pij may count: as where the largest Pij are
 // those of rows of zeros in V. Means of as many ordinary numbers are 2^6 larger.
 template <int Count>
-__device__ bool are_small(const float (&Oi)[Count], const Rows &rows, const Work &work, float largest_unscaleV,
+__device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const Work &work, float largest_unscaleV,
                           float unitO) {
     const float least =
         largest_unscaleV * inverse_of_power(unitO) * 256.f * rsqrtf((float)(work.seen.end - work.seen.begin));
@@ -1357,7 +1388,7 @@ __device__ bool are_small(const float (&Oi)[Count], const Rows &rows, const Work
         float most = 0.f;
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
-        small |= row_max<4>(most) < least * row_sum<4>(rows.l[r]) && work.i0 + row_of_thread() + 8 * r < work.i1;
+        small |= row_max<4>(most) < least * l[r] && work.i0 + row_of_thread() + 8 * r < work.i1;
     }
     return __any_sync(~0u, small);
 }
@@ -1416,6 +1447,9 @@ __device__ void attend_by_floats(const Parameters &p, const Work &work, int warp
 template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;  // of Vj at once: registers for Tij
+    // The small tile has one tile of keys, so the product of the tile before is left out: code that runs once is waited
+    // for, line by line (NOTES.md).
+    constexpr bool loops = !Tile::SplitsAll;
     const Attention &a = p.a;
     const int warpgroup = which_consumer();
     Ring<kWorks> works{shared.works};
@@ -1473,7 +1507,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 if constexpr (D > 128) begin_QK<__half, Tile>(rest, Qi, Kj, 128, D);
             };
             const auto end_S = [&](float unscale) {
-                wait_for<1>(Sij);
+                wait_for<loops ? 1 : 0>(Sij);
                 if constexpr (D > 128) {
                     wait_for<1>(rest);
 #pragma unroll
@@ -1507,10 +1541,10 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     add_T(x0, factor);
                 }
             };
-            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So the code is
-            // there once.
+            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So, if it loops,
+            // the code is there once.
             do {
-                const bool counts = j0 > work.seen.begin;
+                const bool counts = loops && j0 > work.seen.begin;
                 if constexpr (D > 128)
                     if (counts && (j0 - work.seen.begin) % (kTilesInOi * Bc) == 0) {
                         rescale(Oi, rows);  // now; end_T finds an Oi of 0
@@ -1522,7 +1556,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 const float unscaleK_by_one = by_one(shared.parts.unscaleK[K.at()].x);
                 if (counts) V.wait_full();
                 const float unscaleV_by_one = counts ? by_one(shared.parts.unscaleV[V.at()].x) : 0.f;
-                begin_PV_parts<Tile>(Tij, hi, lo, counts ? shared.Vj[V.at()] : shared.Qi[warpgroup][0]);
+                if (loops) begin_PV_parts<Tile>(Tij, hi, lo, counts ? shared.Vj[V.at()] : shared.Qi[warpgroup][0]);
                 float factor[2] = {rows.alpha[0], rows.alpha[1]};  // of Pij's tile; softmax moves on to the next
                 const float unscaleK = of_all(unscaleK_by_one);
                 // A tile that isn't zeros has a unit in between (await_parts); of zeros any does that overflows
@@ -1530,14 +1564,13 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
                 end_S(unscaleK);
                 softmax<D>(Sij, rows, a, work, warpgroup, j0, c, tile_unit);
-                const float unscaleV = end_T(factor, unscaleV_by_one);
-                if (counts) {
-                    other_columns(factor);
-                    V.release(unscaleV);
+                if (loops) {
+                    const float unscaleV = end_T(factor, unscaleV_by_one);
+                    if (counts) other_columns(factor), V.release(unscaleV);
                 }
                 split(hi, lo, Sij);
                 j0 += Bc;
-            } while (j0 < my_end());
+            } while (loops && j0 < my_end());
             Q().release();
             V.wait_full();
             const float unscaleV_by_one = by_one(shared.parts.unscaleV[V.at()].x);
@@ -1549,13 +1582,14 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             if constexpr (D > 128)
                 if (j0 - work.seen.begin > kTilesInOi * Bc)
                     add_up<D>(p, work, Oi, unitO, rows, c, shared.parts.m_of_O, false, true);
-            exact = largest_unscaleV() == INFINITY || are_small(Oi, rows, work, largest_unscaleV(), unitO);
+            const float l[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};  // of whole rows
+            exact = largest_unscaleV() == INFINITY || are_small(Oi, l, work, largest_unscaleV(), unitO);
             if (unitO < 0x1p-60f || a.l_in) {  // or else unitO times the row's weight could be subnormal
 #pragma unroll
                 for (float &x : Oi) x *= unitO;
                 unitO = 1.f;
             }
-            if (!exact) store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, c, unit(), unitO);
+            if (!exact) store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, l, c, unit(), unitO);
             pass_tiles(j0);
         }
         if (exact) attend_by_floats<Tile>(p, work, warpgroup, my_end());
@@ -1582,6 +1616,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         init_ring(shared.K, warps), init_ring(shared.V, warps);
         fence_async();
     }
+    // Programmatic dependent launch: up to here the kernel before may still be at work, since only shared memory was
+    // touched; from here on it has ended, and what it wrote is seen. The next one may begin once all blocks have come
+    // this far, so it takes no place from one that others wait for (await_parts).
+    cudaGridDependencySynchronize();
+    cudaTriggerProgrammaticLaunchCompletion();
     __syncthreads();
     if (threadIdx.x < 128) {
         give_registers<Tile::ProducerRegisters>();
@@ -1676,14 +1715,18 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     cudaError_t error = get_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return why_not(error);
-    p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.tiles = a.B * a.Hq * p.Tr;
+    p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv, p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br;
+    p.tiles = a.B * a.Hq * p.Tr;
+    p.same_band = !a.seqlens_k && !a.leftpad_k && !a.offset;
+    if (p.same_band) p.band = narrow(band_of(a, 0));
     int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
     // Under a mask tiles differ, and whoever is free takes the next. Two a block are but put in order: the counter has
     // to be set to 0, which is a launch of its own.
     p.next = p.tiles > 2 * grid ? a.scratch : nullptr;
     const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
-    p.together = p.tiles <= 2 * grid ? heads : 1;
-    if (p.next) p.together = clamp(std::min(kTogether * grid / p.Tr, in_L2 * (a.Hq / a.Hkv)), int64_t(1), heads);
+    p.together = p.next ? clamp(std::min(kTogether * grid / (int)p.Tr, in_L2 * p.group), int64_t(1), heads)
+                 : p.tiles <= 2 * grid ? heads
+                                       : 1;
     p.alone = heads - p.together;
     Workspace &w = p.workspace;
     if (plan<Tile>(a, a.workspace, w) > 0) {
@@ -1698,7 +1741,11 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     } else if (p.next) {
         error = cudaMemsetAsync(p.next, 0, sizeof(int), stream);
     }
-    if (error == cudaSuccess) kernel<<<grid, Tile::Threads, bytes, stream>>>(p), error = cudaGetLastError();
+    // The kernel may begin while the one before it ends, but not beside a memset.
+    cudaLaunchAttribute overlaps{cudaLaunchAttributeProgrammaticStreamSerialization};
+    overlaps.val.programmaticStreamSerializationAllowed = !p.next && !w.heads;
+    const cudaLaunchConfig_t config{dim3(grid), dim3(Tile::Threads), bytes, stream, &overlaps, 1};
+    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);
     return why_not(error);
 }
 

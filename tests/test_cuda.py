@@ -171,6 +171,52 @@ def test_graph(cuda_machine, dtype):
         assert all(map(torch.equal, with_state, eager))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_neighbours(cuda_machine, dtype, captured):
+    """A kernel may begin before the last one ends, but sees all it wrote, and nothing of what comes after."""
+    machine = cuda_machine
+    small = {"B": 4, "Hq": 12, "Hkv": 12, "Nq": 64, "Nk": 64, "dtype": dtype}
+    large = {"B": 4, "Hq": 12, "Hkv": 12, "Nq": 300, "Nk": 300, "dtype": dtype}
+    sources, larger = machine.qkv(**small), machine.qkv(**large)
+    q, k, v = (torch.zeros_like(t) for t in sources)
+    unused, other = torch.zeros_like(q), torch.cuda.Stream()
+
+    def neighbours():
+        results = [machine.forward(*sources)]
+        stream = torch.cuda.current_stream()
+        other.wait_stream(stream)
+        with torch.cuda.stream(other):
+            k.copy_(sources[1])
+            v.copy_(sources[2])
+        q.copy_(sources[0])
+        stream.wait_stream(other)
+        results.append(machine.forward(q, k, v))
+        unused.zero_()
+        results.append(machine.forward(results[-1], k, v))
+        after_larger = machine.forward(*larger, causal=True)
+        results.append(machine.forward(results[-1], k, v))
+        results.append(machine.forward(results[-1], k, v))
+        for t in (q, k, v):
+            t.fill_(torch.nan)
+        return after_larger, results
+
+    found = neighbours()
+    run = neighbours
+    if captured:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = neighbours()
+        run = graph.replay
+    for _ in range(3):
+        for old, new in zip((*sources, *larger), (*machine.qkv(**small), *machine.qkv(**large)), strict=True):
+            old.copy_(new)
+        after_larger, results = found = run() or found
+        check_o(after_larger, attention(*larger, causal=True), dtype)
+        for query, o in zip((sources[0], sources[0], *results[1:]), results, strict=False):
+            check_o(o, attention(query, *sources[1:]), dtype)
+
+
 @pytest.mark.parametrize("misaligned", [False, True])
 def test_extra_memory(cuda_machine, dtype, misaligned):
     """At most a few times the inputs, where the scores would be hundreds of times as large."""
