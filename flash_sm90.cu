@@ -591,8 +591,8 @@ __device__ Share take_share(const Parameters &p) {
 template <class Tile>
 __device__ void await_parts(const Parameters &p, Work &work, float &largest_unscaleV) {
     const Keys keys = work.band.keys;
-    work.exact = empty(keys), work.unscaleK = 1.f;
-    if (work.exact || !p.workspace.heads) return;
+    work.exact = empty(keys);
+    if (work.exact) return;
     const Head &head = p.workspace.heads[head_of(p, work)];
     while (load_acquire(head.there) < 2 * (tiles_before<Tile>(keys.end) - keys.begin / Tile::Bc)) {
     }
@@ -1724,9 +1724,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     // to be set to 0, which is a launch of its own.
     p.next = p.tiles > 2 * grid ? a.scratch : nullptr;
     const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
-    p.together = p.next ? clamp(std::min(kTogether * grid / (int)p.Tr, in_L2 * p.group), int64_t(1), heads)
-                 : p.tiles <= 2 * grid ? heads
-                                       : 1;
+    p.together = p.tiles <= 2 * grid ? heads : 1;
+    if (p.next) p.together = clamp(std::min(kTogether * grid / (int)p.Tr, in_L2 * p.group), int64_t(1), heads);
     p.alone = heads - p.together;
     Workspace &w = p.workspace;
     if (plan<Tile>(a, a.workspace, w) > 0) {
