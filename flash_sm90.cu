@@ -2,27 +2,30 @@
 // who does them, and when.
 //
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
-// queries of one head. Its first warpgroup is the producer. Thread 0 loads Qi by TMA, and says what the next work is;
-// thread 32 loads Kj, and 64 Vj. For float32 thread 0 copies the parts of both from the workspace, where other warps of
-// the producer put them, or consumers; of the small tile it loads Kj, Qi and Vj, before it works out the rest. The
-// other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the softmax.
+// queries of one head. Its first warpgroup is the producer. Thread 0 says what the next work is, and loads Kj by TMA;
+// thread 32 loads Qi, and stores O where that takes the place of Qi; 64 loads Vj. For float32 thread 0 loads Qi, and
+// copies the parts of Kj and Vj from the workspace, where other warps of the producer put them, or consumers; of the
+// small tile it loads Kj, Qi and Vj, before it works out the rest. The other warpgroups, the consumers, have 64 of the
+// rows each: they multiply by wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers (float32, D > 128: after many keys Oi is
-// added to what O has, add_up). The table of tiles, at the end, has the bytes. float32's workspace, in global memory,
-// has the parts of each tile of K and V as they lie in shared memory.
+// added to what O has, add_up). Of half types O takes the place of its Qi on its way to HBM, if there are two (OTakesQ,
+// leaves_O). The table of tiles, at the end, has the bytes. float32's workspace, in global memory, has the parts of
+// each tile of K and V as they lie in shared memory.
 //
 // What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the
 // row maxima and a third of the exponentials of the one run beside the other; where there is room for two Qi, a work
-// ends and is stored beside the first Sij of the next. Consumers take turns: the tensor cores have work while others do
-// their softmax.
+// ends beside the first Sij of the next, and is stored meanwhile. Consumers take turns: the tensor cores have work
+// while others do their softmax.
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes; K, V of
 //                            the small tile: it is split)
-//     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one of each thread that loads
-//                            K or V): it may be overwritten
-//     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn); 0 is __syncthreads
+//     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one each of threads 32 and
+//                            64): it may be overwritten; of Q, where O takes the place: O is there
+//     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn), and that a
+//                            consumer's warps have all used Qi; 0 is __syncthreads
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
 //     floats_there           float32: what one of the producer's splitters is to split has arrived (TMA counts its
 //                            bytes); of the small tile two, Kj and Vj, before they are split in place
@@ -82,6 +85,9 @@ struct Tile {
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
+    // With two places for Qi, O takes the place of its own on its way to HBM (NOTES.md has what that brings). With one
+    // the next Qi would be late; of a single consumer no turns say when all its warps have used Qi.
+    static constexpr bool OTakesQ = Parts == 1 && QStages > 1 && Consumers > 1;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
@@ -243,7 +249,7 @@ struct Workspace {
 
 struct Parameters {
     Attention a;
-    TensorMap Q, K, V;
+    TensorMap Q, K, V, O;
     Divisor Hq, Hkv, group;  // a's, to divide by; query heads of a key head
     Divisor Tr;              // tiles of queries of a head
     int tiles;               // of all heads
@@ -251,8 +257,9 @@ struct Parameters {
     Divisor together;        // and then so many together
     bool same_band;          // no array says what differs by batch: `band` is that of all, worked out by the host
     BandOf<int> band;
-    int *next;     // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
-    bool aligned;  // rows of O begin and end at multiples of 16 bytes
+    int *next;  // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
+    bool tma_stores_O;    // where it can, see leaves_O
+    bool aligned;         // rows of O begin and end at multiples of 16 bytes
     Workspace workspace;  // of float32
 };
 
@@ -537,9 +544,13 @@ __device__ int first_work(const Parameters &p, int head) {
     return head < p.alone ? head * p.Tr : p.alone * (p.Tr - 1) + head;
 }
 
-// The tile that a block takes after its n-th. Without a counter there and back: who had the longest gets the shortest.
+// The tile that a block takes after tile n; after -1 its first. Of float32 with a workspace all are counted, from the
+// first on, so that only a block that runs has one: others wait for what it splits. Without a counter there and back:
+// who had the longest gets the shortest.
 __device__ int tile_after(const Parameters &p, int n) {
     const int grid = gridDim.x;
+    if (p.workspace.heads) return atomicAdd(p.workspace.works_taken, 1);
+    if (n < 0) return blockIdx.x;
     return p.next ? grid + atomicAdd(p.next, 1) : n < grid ? 2 * grid - 1 - n : n + grid;
 }
 
@@ -742,26 +753,6 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared, int i0, int
     Q.advance();
 }
 
-// Thread 0's, but of the small tile: the works, Qi, and of float32 the parts of Kj and Vj
-template <class Tile>
-__device__ void produce(const Parameters &p, Shared<Tile> &shared) {
-    Ring<Tile::QStages> Q{};
-    Ring<Tile::Stages> K{shared.K}, V{shared.V};
-    Ring<kWorks> works{shared.works};
-    // Of float32 all are counted, from the first on, so that only a block that runs has one: others wait for what it
-    // splits.
-    const bool counts_all = Tile::Parts == 2 && p.workspace.heads;
-    for (int n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : blockIdx.x;;) {
-        const Work work = announce_work<Tile>(p, shared, works, n);
-        if (work.b < 0) return;
-        produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
-        if constexpr (Tile::FromWorkspace) produce_parts<Tile>(p, shared, work, K, V);
-        works.advance();
-        works.wait_empty();  // also so that no tile is taken long before its time: another block may be free sooner
-        n = counts_all ? atomicAdd(p.workspace.works_taken, 1) : tile_after(p, n);
-    }
-}
-
 // Of the small tile: all warps split Kj, then Vj, where TMA put them. Thread 0 does what produce does, too, but loads
 // first, and writes what is learnt of the scales.
 template <class Tile>
@@ -790,7 +781,7 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
     for (int n = -1;; __syncwarp(), works.release()) {
         if (threadIdx.x == 0) {
             works.wait_empty();
-            n = n < 0 ? blockIdx.x : tile_after(p, n);
+            n = tile_after(p, n);
             // Tile n is head n, from row 0, since Nq <= Br and Nk <= Bc: its loads needn't wait for work_of.
             if (n < p.tiles) {
                 const int b = n / p.Hq, h = n % p.Hq, key_head = h / p.group;
@@ -811,19 +802,80 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
 
 // Half types. 5. - 6. for j: Kj, or Vj
 template <class Tile>
-__device__ void produce_K_or_V(const Parameters &p, Shared<Tile> &shared, const TensorMap &tensor, Stage *stages,
-                               unsigned char (*tiles)[Tile::KBytes]) {
+__device__ void produce_tiles(const TensorMap &tensor, const Work &work, Ring<Tile::Stages> &ring,
+                              unsigned char (*tiles)[Tile::KBytes]) {
+    for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
+        ring.wait_empty();
+        load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, ring.stages[ring.at()].full);
+        ring.advance();
+    }
+}
+
+// Half types: whether a consumer leaves O for TMA, which stores boxes of 64 rows. All must be the work's: what follows
+// in O is another's.
+template <class Tile>
+__device__ bool leaves_O(const Parameters &p, const Work &work, int warpgroup) {
+    return Tile::OTakesQ && p.tma_stores_O && work.i0 + 64 * (warpgroup + 1) <= work.i1;
+}
+
+// Half types, thread 32's: Qi; then 13. O of the work before to HBM, from the place of its Qi, to which the next Qi but
+// this one comes. One thread can do both: the work that has that Qi isn't announced before this O is there (kWorks).
+template <class Tile>
+__device__ void produce_Q_and_store_O(const Parameters &p, Shared<Tile> &shared) {
+    static_assert(!Tile::OTakesQ || Tile::QStages == kWorks);
     Ring<kWorks> works{shared.works};
-    Ring<Tile::Stages> ring{stages};
-    for (;;) {
+    Ring<Tile::QStages> Q{}, O{};
+    for (Work last{-1};;) {
         works.wait_full();
         const Work work = shared.work[works.at()];
+        if (work.b >= 0) produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
         works.release();
+        if (Tile::OTakesQ && last.b >= 0) {
+            for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
+                wait(shared.Q[warpgroup][O.at()].empty, O.parity());
+                if (leaves_O<Tile>(p, last, warpgroup))
+                    for (int box = 0; box < Tile::Boxes; ++box)
+                        store_box(p.O.map, shared.Qi[warpgroup][O.at()] + box * 64 * 128, box * kBox,
+                                  last.i0 + 64 * warpgroup, last.h * p.O.head, last.b * p.O.batch);
+            }
+            wait_until_read();  // before the next Qi but one comes
+            O.advance();
+        }
         if (work.b < 0) return;
-        for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
-            ring.wait_empty();
-            load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, stages[ring.at()].full);
-            ring.advance();
+        last = work;
+    }
+}
+
+// Half types, thread 64's: Vj
+template <class Tile>
+__device__ void produce_V(const Parameters &p, Shared<Tile> &shared) {
+    Ring<Tile::Stages> V{shared.V};
+    for (Ring<kWorks> works{shared.works};;) {
+        works.wait_full();
+        const Work work = shared.work[works.at()];
+        if (work.b < 0) return;
+        produce_tiles<Tile>(p.V, work, V, shared.Vj);
+        works.release();
+    }
+}
+
+// Thread 0's, but of the small tile: the works; of half types Kj, of float32 Qi and the parts of Kj and Vj. A work is
+// taken when the last tile of the one before is under way, not earlier: another block may be free sooner.
+template <class Tile>
+__device__ void produce(const Parameters &p, Shared<Tile> &shared) {
+    Ring<Tile::QStages> Q{};
+    Ring<Tile::Stages> K{shared.K}, V{shared.V};
+    Ring<kWorks> works{shared.works};
+    for (int n = -1;; works.advance()) {
+        works.wait_empty();
+        n = tile_after(p, n);
+        const Work work = announce_work<Tile>(p, shared, works, n);
+        if (work.b < 0) return;
+        if constexpr (Tile::FromWorkspace) {
+            produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
+            produce_parts<Tile>(p, shared, work, K, V);
+        } else {
+            produce_tiles<Tile>(p.K, work, K, shared.Kj);
         }
     }
 }
@@ -1094,7 +1146,8 @@ __device__ int64_t row_at(const Strides &stride, const Work &work, int i) {
     return work.b * stride.batch + work.h * stride.head + i * stride.row;
 }
 
-// 12. - 13. O = Oi / li to HBM as T, rows i and i + 8. All shuffles come before the first branch, so that they overlap.
+// 12. - 13. O = Oi / li to HBM as T, rows i and i + 8, where TMA doesn't store it. All shuffles come before the first
+// branch, so that they overlap.
 template <class T, int Count>
 __device__ void store_o(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows) {
     const int quad = threadIdx.x % 4;
@@ -1129,6 +1182,25 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
                     if (32 * n + y < columns) o[32 * n + y] = ((const T *)eight[r][n])[y];
         }
     }
+}
+
+// 12. Likewise to the place of Qi, swizzled, for TMA to store
+template <class T, int Count>
+__device__ void leave_o(const Work &work, int i, const float (&Oi)[Count], const Rows &rows, unsigned char *tile) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // of the 64 there
+    tile += row * 128 + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const bool sees_key = !empty(keys_of_row(work.band, i + 8 * r));
+        const float weight = __fdividef(1.f, row_sum<4>(rows.l[r]));
+#pragma unroll
+        for (int x = 0; x < Count / 4; ++x) {
+            const float *const two = &Oi[4 * x + 2 * r];
+            *(uint32_t *)(tile + x / 8 * (64 * 128) + r * (8 * 128) + (x % 8 ^ row % 8) * 16) =
+                sees_key ? pack<T>(weight * two[0], weight * two[1]) : 0;
+        }
+    }
+    fence_async();
 }
 
 // Two neighbours trade what they have of 16 columns of row r, so that each has 4 in a row: x[n] of columns
@@ -1304,10 +1376,14 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             for (int x = 0; x < D / 2; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
             pack<T>(Pij, Sij);
         }
-        Q.release();
-        Ring<kWorks> ending = works;  // released when O is stored
+        Ring<kWorks> ending = works;   // released when O is stored, or left
+        Ring<Tile::QStages> of_O = Q;  // likewise, where O takes the place of Qi
+        if constexpr (Tile::OTakesQ)
+            Q.advance();
+        else
+            Q.release();
         works.advance();
-        my_turn();
+        my_turn();  // besides, all of the warpgroup have used Qi then
         V.wait_full();
         clear_rows_past(work.band.keys.end, j0);
         begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);  // 12. for the last time
@@ -1331,9 +1407,12 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         if (is_last) V.release();
         if (a.l)
             store_state<D>(p, work, work.i0 + row, Oi, rows, c);
+        else if (leaves_O<Tile>(p, work, warpgroup))
+            leave_o<T>(work, work.i0 + row, Oi, rows, shared.Qi[warpgroup][of_O.at()]);
         else
             store_o<T>(p, work, work.i0 + row, Oi, rows);
-        __syncwarp();  // all lanes have read the work
+        __syncwarp();  // all lanes have read the work, and left O
+        if constexpr (Tile::OTakesQ) of_O.release();
         ending.release();
         if constexpr (Tile::QStages == 1) begin_work();
         wait_for<0>(Sij);
@@ -1632,8 +1711,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             if (threadIdx.x >= first && p.workspace.heads)
                 split_K_and_V<Tile>(p, shared, Tile::Splitters > 1 ? of_all((threadIdx.x - first) / threads) : 0);
         } else {
-            if (threadIdx.x == 32) produce_K_or_V<Tile>(p, shared, p.K, shared.K, shared.Kj);
-            if (threadIdx.x == 64) produce_K_or_V<Tile>(p, shared, p.V, shared.V, shared.Vj);
+            if (threadIdx.x == 32) produce_Q_and_store_O<Tile>(p, shared);
+            if (threadIdx.x == 64) produce_V<Tile>(p, shared);
         }
     } else {
         take_registers<Tile::ConsumerRegisters>();
@@ -1708,6 +1787,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
         !describe(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc))
         return "cuTensorMapEncodeTiled refused q, k or v";
     p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : sizeof(T), a.d);
+    p.tma_stores_O =
+        Tile::OTakesQ && !a.l && p.aligned && describe(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
     const auto kernel = hopper_kernel<T, Tile>;
     constexpr int bytes = sizeof(Shared<Tile>);
     static_assert(bytes * Tile::BlocksPerSM <= 227 * 1024);
@@ -1770,8 +1851,8 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
     // 176 KB. With three consumers 7 % faster than with two: exponentials are half the work.
     if (a.d <= 64) return launch<T, Tile<64, 192, 128, 2, 4>>(a, stream);
     if (a.d <= 96) return launch<T, Tile<96, 128, 128, 2, 2>>(a, stream);  // 192 KB, a quarter fewer products than 128
-    // 224 KB. A third stage gains up to 3 % over a second Qi; Bc 176, in two stages, loses 6 % at N 512.
-    if (a.d <= 128) return launch<T, Tile<128, 128, 128, 1, 3>>(a, stream);
+    // 192 KB. A third stage of K alone, 224 KB, gains nothing; Bc 176, with one Qi, loses 6 % at N 512.
+    if (a.d <= 128) return launch<T, Tile<128, 128, 128, 2, 2>>(a, stream);
     if (a.d <= 192) return launch<T, Tile<192, 128, 80, 2, 2>>(a, stream);  // 216 KB, a quarter fewer than 256
     return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);                  // 224 KB; Bc 64 is up to 8 % slower
 }

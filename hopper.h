@@ -112,6 +112,17 @@ __device__ inline void load_bytes(void *to, const void *from, uint32_t bytes, Ba
     ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &barrier);
 }
 
+// The other way, cp.async.bulk.tensor and commit_group: a box goes from shared memory to the tensor, but for what
+// reaches beyond it. It is there when the kernel has ended.
+__device__ inline void store_box(const CUtensorMap &map, const void *from, int x, int row, int head, int batch) {
+    const int32_t at[4] = {x, row, head, batch};
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, at, from);
+    ptx::cp_async_bulk_commit_group();
+}
+
+// wait_group.read: until all that this thread had stored so is read from shared memory
+__device__ inline void wait_until_read() { ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>()); }
+
 // ------------------------------------------------------------------------------ wgmma
 // A warpgroup multiplies 64 x 16 by 16 x N, asynchronously, and adds the product to an accumulator in registers, N / 2
 // floats a thread. Thread t of a warpgroup has in x[4 n + 2 r + c] row 16 (t / 32) + t % 32 / 4 + 8 r, column

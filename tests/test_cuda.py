@@ -61,6 +61,18 @@ def test_many_small_works(cuda_machine, dtype):
     machine.check(*machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=0, d=64, dtype=dtype))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("Nq, Nk", [(128, 30), (192, 30), (330, 330)])
+def test_works_in_quick_succession(cuda_machine, dtype, d, Nq, Nk, causal):
+    """O leaves from where the next Qi but one comes, unless some of its 64 rows are another work's."""
+    machine = cuda_machine
+    tensors = machine.qkv(B=10, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
+    first = machine.check(*tensors, causal=causal)
+    for _ in range(5):
+        assert torch.equal(machine.forward(*tensors, causal=causal), first)
+
+
 @pytest.mark.parametrize("of", ["keys", "values", "both"])
 def test_many_small_works_of_mixed_sizes(cuda_machine, of):
     """A row of keys, or of values, is too small beside the others for two float16s."""
