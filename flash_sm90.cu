@@ -1146,23 +1146,28 @@ __device__ int64_t row_at(const Strides &stride, const Work &work, int i) {
     return work.b * stride.batch + work.h * stride.head + i * stride.row;
 }
 
-// 12. - 13. O = Oi / li to HBM as T, rows i and i + 8, where TMA doesn't store it. All shuffles come before the first
-// branch, so that they overlap.
+// 12. O = Oi / li as T, of row i, which is r of a thread's two: says its columns 8 x + 2 (lane % 4) and the next.
+template <class T, int Count>
+__device__ auto divided(const Work &work, int i, int r, const float (&Oi)[Count], const Rows &rows) {
+    const bool sees_key = !empty(keys_of_row(work.band, i));
+    const float weight = __fdividef(1.f, row_sum<4>(rows.l[r]));
+    return
+        [=, &Oi](int x) { return sees_key ? pack<T>(weight * Oi[4 * x + 2 * r], weight * Oi[4 * x + 2 * r + 1]) : 0; };
+}
+
+// 13. O to HBM, rows i and i + 8, where TMA doesn't store it. All shuffles come before the first branch, so that they
+// overlap.
 template <class T, int Count>
 __device__ void store_o(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows) {
     const int quad = threadIdx.x % 4;
     uint32_t eight[2][Count / 16][4];  // of row r the columns 32 n + 8 quad + 0..7
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const bool sees_key = !empty(keys_of_row(work.band, i + 8 * r));
-        const float weight = __fdividef(1.f, row_sum<4>(rows.l[r]));
+        const auto two = divided<T>(work, i + 8 * r, r, Oi, rows);
 #pragma unroll
         for (int n = 0; n < Count / 16; ++n) {
 #pragma unroll
-            for (int y = 0; y < 4; ++y) {
-                const float *two = &Oi[16 * n + 4 * y + 2 * r];
-                eight[r][n][y] = sees_key ? pack<T>(weight * two[0], weight * two[1]) : 0;
-            }
+            for (int y = 0; y < 4; ++y) eight[r][n][y] = two(4 * n + y);
             transpose_quad(eight[r][n], quad);
         }
     }
@@ -1184,21 +1189,17 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
     }
 }
 
-// 12. Likewise to the place of Qi, swizzled, for TMA to store
+// O to the place of Qi, swizzled, for TMA to store
 template <class T, int Count>
 __device__ void leave_o(const Work &work, int i, const float (&Oi)[Count], const Rows &rows, unsigned char *tile) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // of the 64 there
     tile += row * 128 + threadIdx.x % 4 * 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const bool sees_key = !empty(keys_of_row(work.band, i + 8 * r));
-        const float weight = __fdividef(1.f, row_sum<4>(rows.l[r]));
+        const auto two = divided<T>(work, i + 8 * r, r, Oi, rows);
 #pragma unroll
-        for (int x = 0; x < Count / 4; ++x) {
-            const float *const two = &Oi[4 * x + 2 * r];
-            *(uint32_t *)(tile + x / 8 * (64 * 128) + r * (8 * 128) + (x % 8 ^ row % 8) * 16) =
-                sees_key ? pack<T>(weight * two[0], weight * two[1]) : 0;
-        }
+        for (int x = 0; x < Count / 4; ++x)
+            *(uint32_t *)(tile + x / 8 * (64 * 128) + r * (8 * 128) + (x % 8 ^ row % 8) * 16) = two(x);
     }
     fence_async();
 }
