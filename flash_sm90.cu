@@ -3,29 +3,38 @@
 //
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
 // queries of one head. Its first warpgroup is the producer. Thread 0 says what the next work is, and loads Kj by TMA;
-// thread 32 loads Qi, and stores O where that takes the place of Qi; 64 loads Vj. For float32 thread 0 loads Qi, and
-// copies the parts of Kj and Vj from the workspace, where other warps of the producer put them, or consumers; of the
-// small tile it loads Kj, Qi and Vj, before it works out the rest. The other warpgroups, the consumers, have 64 of the
-// rows each: they multiply by wgmma and do the softmax.
+// thread 32 loads Qi, 64 Vj, and each stores O if that takes the place of what it loads (leaves_O; or else the
+// consumers store it). For float32 thread 0 loads Qi,
+// and copies the parts of Kj and Vj from the workspace, where other warps of the producer put them, or consumers; of
+// the small tile it loads Kj, Qi and Vj, before it works out the rest. The other warpgroups, the consumers, have 64 of
+// the rows each: they multiply by wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers (float32, D > 128: after many keys Oi is
-// added to what O has, add_up). Of half types O takes the place of its Qi on its way to HBM, if there are two (OTakesQ,
-// leaves_O). The table of tiles, at the end, has the bytes. float32's workspace, in global memory, has the parts of
-// each tile of K and V as they lie in shared memory.
+// added to what O has, add_up). Of half types O takes the place of its Qi on its way to HBM, if there are two
+// (OTakesQ), or the places of the next Vj (OTakesV). The table of tiles, at the end, has the bytes. float32's
+// workspace, in global memory, has the parts of each tile of K and V as they lie in shared memory.
 //
-// What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that the
-// row maxima and a third of the exponentials of the one run beside the other; where there is room for two Qi, a work
-// ends beside the first Sij of the next, and is stored meanwhile. Consumers take turns: the tensor cores have work
-// while others do their softmax.
+// The softmax of half types is hopeful: but for a work's first tile, and where m is subtracted first (subtracts_m),
+// exponentials are taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM), that was right: O / l
+// cancels what m is short of the maximum. If not, m moves, and they are taken again. So for most tiles nothing comes
+// before the exponentials, and Oi is rescaled for a few.
+//
+// What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that some
+// of the exponentials of the one run beside the other. With two Qi consumers take turns in starting products, so that
+// the tensor cores have work while others do their softmax, and a work ends, and is stored, beside the first Sij of the
+// next. With one a work ends before the next begins; only TMA's store runs beside it.
 //
 // Which barrier orders what:
 //     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes; K, V of
 //                            the small tile: it is split)
 //     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one each of threads 32 and
-//                            64): it may be overwritten; of Q, where O takes the place: O is there
-//     named 1, 2, ..         half types: whose turn it is to start products (my_turn, next_turn), and that a
-//                            consumer's warps have all used Qi; 0 is __syncthreads
+//                            64): it may be overwritten; of Q, where O takes the place: O is there; of V, where O
+//                            takes the places: O may be put there, too
+//     O_there                half types: a consumer's, one arrival a warp: O is in a place of Vj, where thread 64 may
+//                            store it
+//     named 1, 2, ..         half types, with two Qi: whose turn it is to start products (my_turn, next_turn), and that
+//                            a consumer's warps have all used Qi; 0 is __syncthreads
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
 //     floats_there           float32: what one of the producer's splitters is to split has arrived (TMA counts its
 //                            bytes); of the small tile two, Kj and Vj, before they are split in place
@@ -47,8 +56,9 @@
 // from the float32s themselves (attend_by_floats). Its code is short on purpose: with several warps at several places
 // instructions are waited for, at N 512 for a third of the time (NOTES.md).
 //
-// Steps that differ from flash.cu's: Oi isn't rescaled before but among the exponentials (float32: in the FMA that adds
-// Tij); a work that sees no key gets a tile all the same, which is masked.
+// Steps that differ from flash.cu's: m moves only if it must, and then Oi is rescaled after the exponentials (float32:
+// m moves with every tile, and Oi is rescaled in the FMA that adds Tij); a work that sees no key gets a tile all the
+// same, which is masked.
 #include <algorithm>
 #include <type_traits>
 
@@ -85,10 +95,15 @@ struct Tile {
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
-    // With two places for Qi, O takes the place of its own on its way to HBM (NOTES.md has what that brings). With one
-    // the next Qi would be late; of a single consumer no turns say when all its warps have used Qi.
-    static constexpr bool OTakesQ = Parts == 1 && QStages > 1 && Consumers > 1;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
+    // On its way to HBM, O takes the place of its Qi if there are two. That needs turns: they also say when all warps
+    // of the consumer have used Qi, so a single consumer stores O itself. With one Qi, which the next work needs first,
+    // O takes a place of the Vj to come, each consumer's another; there no turns are faster. (NOTES.md)
+    static constexpr bool OTakesQ = Parts == 1 && QStages > 1 && Consumers > 1;
+    static constexpr bool OTakesV = Parts == 1 && QStages == 1 && Consumers <= Stages && QBytes <= KBytes;
+    // Of half types: so many of a thread's exponentials come before the wait for Pij Vj. Three consumers hide them by
+    // one another. Two are 2 to 5 % slower with 16 or 28 at d 128, and the same from 8 on at d 256.
+    static constexpr int Early = Consumers > 2 ? 2 : 22;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
     // The producer's last warps split for the workspace: three, each alone (7 to 10 % faster at d 64, N 512, causal,
@@ -119,8 +134,8 @@ struct Ring {
     __device__ void wait_full() const { wait(stages[at()].full, parity()); }
     __device__ void wait_empty() const { wait(stages[at()].empty, parity() ^ 1); }
     // By all lanes of a warp, or by one thread that is its first lane; not before x is computed, which also keeps ptxas
-    // from moving the next wait for wgmma above that. x is a result of exp2, or an unscale: never -0, but ptxas can't
-    // know.
+    // from moving the next wait for wgmma above that. x is a sum of results of exp2, or an unscale: never -0, but ptxas
+    // can't know.
     __device__ void release(float x = 0.f) {
         if (threadIdx.x % 32 == 0 && __float_as_int(x) != __float_as_int(-0.f)) arrive(stages[at()].empty);
         advance();
@@ -204,6 +219,7 @@ struct Shared {
     Work work[kWorks];
     Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
     std::conditional_t<Tile::Parts == 2, SharedOfParts<Tile>, Nothing> parts;
+    Barrier O_there[Tile::Consumers];  // if O takes the places of Vj
 };
 
 // What TMA must know of a tensor, and whether its heads and batches are one and the same (stride 0).
@@ -800,26 +816,27 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
     }
 }
 
-// Half types. 5. - 6. for j: Kj, or Vj
-template <class Tile>
-__device__ void produce_tiles(const TensorMap &tensor, const Work &work, Ring<Tile::Stages> &ring,
-                              unsigned char (*tiles)[Tile::KBytes]) {
-    for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
-        ring.wait_empty();
-        load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, ring.stages[ring.at()].full);
-        ring.advance();
-    }
-}
-
 // Half types: whether a consumer leaves O for TMA, which stores boxes of 64 rows. All must be the work's: what follows
-// in O is another's.
+// in O is another's. In the places of Vj this work must have had a tile in each: or else the last work's O may still be
+// there, of which V's `empty` says nothing.
 template <class Tile>
 __device__ bool leaves_O(const Parameters &p, const Work &work, int warpgroup) {
-    return Tile::OTakesQ && p.tma_stores_O && work.i0 + 64 * (warpgroup + 1) <= work.i1;
+    const bool has_place =
+        Tile::OTakesQ || (Tile::OTakesV && work.seen.end - work.seen.begin > (Tile::Stages - 1) * Tile::Bc);
+    return has_place && p.tma_stores_O && work.i0 + 64 * (warpgroup + 1) <= work.i1;
 }
 
-// Half types, thread 32's: Qi; then 13. O of the work before to HBM, from the place of its Qi, to which the next Qi but
-// this one comes. One thread can do both: the work that has that Qi isn't announced before this O is there (kWorks).
+// 13. What a consumer left of O to HBM
+template <class Tile>
+__device__ void store_left_O(const Parameters &p, const Work &work, int warpgroup, const unsigned char *tile) {
+    for (int box = 0; box < Tile::Boxes; ++box)
+        store_box(p.O.map, tile + box * 64 * 128, box * kBox, work.i0 + 64 * warpgroup, work.h * p.O.head,
+                  work.b * p.O.batch);
+}
+
+// Half types, thread 32's: Qi; then, if O takes the place of Qi, 13. O of the work before to HBM, before the next Qi
+// but this one comes there. One thread can do both: the work that has that Qi isn't announced before this O is there
+// (kWorks).
 template <class Tile>
 __device__ void produce_Q_and_store_O(const Parameters &p, Shared<Tile> &shared) {
     static_assert(!Tile::OTakesQ || Tile::QStages == kWorks);
@@ -834,11 +851,9 @@ __device__ void produce_Q_and_store_O(const Parameters &p, Shared<Tile> &shared)
             for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
                 wait(shared.Q[warpgroup][O.at()].empty, O.parity());
                 if (leaves_O<Tile>(p, last, warpgroup))
-                    for (int box = 0; box < Tile::Boxes; ++box)
-                        store_box(p.O.map, shared.Qi[warpgroup][O.at()] + box * 64 * 128, box * kBox,
-                                  last.i0 + 64 * warpgroup, last.h * p.O.head, last.b * p.O.batch);
+                    store_left_O<Tile>(p, last, warpgroup, shared.Qi[warpgroup][O.at()]);
             }
-            wait_until_read();  // before the next Qi but one comes
+            wait_until_read();
             O.advance();
         }
         if (work.b < 0) return;
@@ -846,16 +861,45 @@ __device__ void produce_Q_and_store_O(const Parameters &p, Shared<Tile> &shared)
     }
 }
 
-// Half types, thread 64's: Vj
+// Half types. 5. - 6. for j: Kj, or Vj; before() comes before each load
+template <class Tile, class Before>
+__device__ void produce_tiles(const TensorMap &tensor, const Work &work, Ring<Tile::Stages> &ring,
+                              unsigned char (*tiles)[Tile::KBytes], const Before &before) {
+    for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
+        before();
+        ring.wait_empty();
+        load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, ring.stages[ring.at()].full);
+        ring.advance();
+    }
+}
+
+// Half types, thread 64's: Vj. If O takes the places of the next Vj, 13. O of the work before to HBM, one consumer's
+// before each of the first Vj, so that none of these waits for a slower consumer.
 template <class Tile>
-__device__ void produce_V(const Parameters &p, Shared<Tile> &shared) {
+__device__ void produce_V_and_store_O(const Parameters &p, Shared<Tile> &shared) {
     Ring<Tile::Stages> V{shared.V};
-    for (Ring<kWorks> works{shared.works};;) {
+    Ring<kWorks> works{shared.works};
+    uint32_t parities = 0;  // of O_there, a bit each
+    for (Work last{-1};; works.release()) {
         works.wait_full();
         const Work work = shared.work[works.at()];
+        Ring<Tile::Stages> O = V;
+        int warpgroup = Tile::OTakesV && last.b >= 0 ? 0 : Tile::Consumers;  // whose O is the next
+        const auto store_next_O = [&] {
+            if (warpgroup == Tile::Consumers) return;
+            if (leaves_O<Tile>(p, last, warpgroup)) {
+                wait(shared.O_there[warpgroup], parities >> warpgroup & 1);
+                parities ^= 1u << warpgroup;
+                store_left_O<Tile>(p, last, warpgroup, shared.Vj[O.at()]);
+                wait_until_read();
+            }
+            O.advance();
+            ++warpgroup;
+        };
+        if (work.b >= 0) produce_tiles<Tile>(p.V, work, V, shared.Vj, store_next_O);
+        while (warpgroup < Tile::Consumers) store_next_O();
         if (work.b < 0) return;
-        produce_tiles<Tile>(p.V, work, V, shared.Vj);
-        works.release();
+        last = work;
     }
 }
 
@@ -875,7 +919,7 @@ __device__ void produce(const Parameters &p, Shared<Tile> &shared) {
             produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
             produce_parts<Tile>(p, shared, work, K, V);
         } else {
-            produce_tiles<Tile>(p.K, work, K, shared.Kj);
+            produce_tiles<Tile>(p.K, work, K, shared.Kj, [] {});
         }
     }
 }
@@ -888,14 +932,17 @@ __device__ int which_consumer() { return of_all(threadIdx.x / 128) - 1; }
 // exp(softmax_scale (s - m)) is one FFMA and one ex2: exp2(c s - cm), c = |softmax_scale| log2(e), scores of a negative
 // scale being negated first. cm is c m rounded: the error is one factor for a whole row, which O / l cancels. But for
 // scores in the thousands the difference would count, and for huge ones overflow: then m itself is subtracted first,
-// or, as long as a row has seen nothing but -inf, 0. For D > 128, where exponentials are few beside the products, it
-// always is; then c may be so small that a difference of scores overflows where it matters, so that s and m are halved.
+// or, as long as a row has seen nothing but -inf, 0. For float32 with D > 128, where exponentials are few beside the
+// products, it always is; then c may be so small that a difference of scores overflows where it matters, so that s and
+// m are halved.
 template <int D>
+constexpr bool kAlwaysSubtracts = D > 128;  // of float32
+template <bool AlwaysSubtracts>
 __device__ bool subtracts_m(float cm) {
-    return D > 128 || fabsf(cm) > 1024.f;
+    return AlwaysSubtracts || fabsf(cm) > 1024.f;
 }
-template <int D>
-constexpr float kHalf = D > 128 ? 0.5f : 1.f;
+template <bool AlwaysSubtracts>
+constexpr float kHalf = AlwaysSubtracts ? 0.5f : 1.f;
 
 // c of scores in units of `unit`, and with kLog2eOfS of truncated ones; neither 0 nor inf, nor is 2 c, which would make
 // NaN of a hidden -inf or of a 0
@@ -908,67 +955,73 @@ __device__ float scale_of(const Attention &a, float unit = 1.f, float log2e = kL
 struct Rows {
     float m[2] = {-INFINITY, -INFINITY}, cm[2] = {-INFINITY, -INFINITY};
     float l[2] = {0.f, 0.f};      // of this thread's columns
-    float alpha[2], subtract[2];  // of the tile at hand: Pij = exp2(c Sij - subtract)
+    float alpha[2], subtract[2];  // of the last tile by which m moved: Pij = exp2(c Sij - subtract)
 };
 
 // What is subtracted where subtracts_m: m, or 0
 __device__ float m_or_0(float m) { return m == -INFINITY ? 0.f : m; }
 
 // alpha there: the difference is taken before it is scaled.
-template <int D>
+template <bool AlwaysSubtracts>
 __device__ float alpha_of(float m_old, float m, float c) {
-    return exp2_fast(fmaf(m_old, kHalf<D>, -kHalf<D> * m_or_0(m)) * (c / kHalf<D>));
+    return exp2_fast(fmaf(m_old, kHalf<AlwaysSubtracts>, -kHalf<AlwaysSubtracts> * m_or_0(m)) *
+                     (c / kHalf<AlwaysSubtracts>));
 }
 
-// 10. - 11. m, and alpha, what its move is for l and Oi. Sij times tile_unit, a power of 2, is in units of m.
-template <int D, int Count>
-__device__ void move_max(float (&Sij)[Count], Rows &rows, float c, float tile_unit = 1.f) {
+// 10. - 11. m, and alpha, what its move is for l and Oi. Sij times tile_unit, a power of 2, is in units of m. Says
+// whether m may be subtracted first somewhere in the warp.
+template <bool AlwaysSubtracts, int Count>
+__device__ bool move_max(float (&Sij)[Count], Rows &rows, float c, float tile_unit = 1.f) {
     const float m_old[2] = {rows.m[0], rows.m[1]};
-    // Of even and of odd columns: shorter chains. The old m joins last; but first where it is faster, by 3 % for half
-    // types of d 64.
-    constexpr bool old_first = D <= 64 && Count > 32;
-    const auto begin = [&](int x) { return old_first ? fmaxf(m_old[x / 2], Sij[x]) : Sij[x]; };
-    float m[2][2] = {{begin(0), begin(1)}, {begin(2), begin(3)}};
+    // Of even and of odd columns: shorter chains. The old m joins last.
+    float m[2][2] = {{Sij[0], Sij[1]}, {Sij[2], Sij[3]}};
 #pragma unroll
     for (int x = 4; x < Count; ++x) m[x / 2 % 2][x % 2] = fmaxf(m[x / 2 % 2][x % 2], Sij[x]);
     float m_lane[2];
-    for (int r = 0; r < 2; ++r) {
-        m_lane[r] = fmaxf(m[r][0], m[r][1]) * tile_unit;
-        if (!old_first) m_lane[r] = fmaxf(m_old[r], m_lane[r]);
-    }
+    for (int r = 0; r < 2; ++r) m_lane[r] = fmaxf(m_old[r], fmaxf(m[r][0], m[r][1]) * tile_unit);
     // Asked of the lanes, so that the answer is there when the rows' maxima are. A lane that is far while its row isn't
     // costs time, no more: below each row asks again.
-    const bool any = __any_sync(~0u, subtracts_m<D>(m_lane[0] * c) || subtracts_m<D>(m_lane[1] * c));
+    const bool any =
+        __any_sync(~0u, subtracts_m<AlwaysSubtracts>(m_lane[0] * c) || subtracts_m<AlwaysSubtracts>(m_lane[1] * c));
     for (int r = 0; r < 2; ++r) {
         rows.m[r] = row_max<4>(m_lane[r]);
         rows.subtract[r] = __fmul_rn(rows.m[r], c);
         rows.alpha[r] = exp2_fast(rows.cm[r] - rows.subtract[r]);
         rows.cm[r] = rows.subtract[r];
     }
-    if (D <= 128 && !any) return;  // D: or else the vote and the branch stay for D > 128, too
+    if (!AlwaysSubtracts && !any) return false;  // !AlwaysSubtracts: or else the vote and the branch stay for it, too
     for (int r = 0; r < 2; ++r) {
-        if (!subtracts_m<D>(rows.cm[r])) continue;
+        if (!subtracts_m<AlwaysSubtracts>(rows.cm[r])) continue;
         const float m_safe = m_or_0(rows.m[r]);
-        rows.alpha[r] = alpha_of<D>(m_old[r], rows.m[r], c);
+        rows.alpha[r] = alpha_of<AlwaysSubtracts>(m_old[r], rows.m[r], c);
         rows.subtract[r] = 0.f;
         const auto minus_m = [&](float x) {
-            return fmaf(x, kHalf<D>, -kHalf<D> * (m_safe * inverse_of_power(tile_unit)));
+            return fmaf(x, kHalf<AlwaysSubtracts>, -kHalf<AlwaysSubtracts> * (m_safe * inverse_of_power(tile_unit)));
         };
 #pragma unroll
         for (int x = 2 * r; x < Count; x += 4) Sij[x] = minus_m(Sij[x]), Sij[x + 1] = minus_m(Sij[x + 1]);
     }
+    return true;
 }
 
 // 10. - 11. Pij, in place of Sij, and l
-template <int D, int Count>
+template <bool AlwaysSubtracts, int Count>
 __device__ void exponentiate(float (&Sij)[Count], Rows &rows, float c) {
     for (int r = 0; r < 2; ++r) {
         float sum = 0.f;  // of this tile alone: in a sum over all keys the small terms would be lost
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1)
-            sum += Sij[x] = exp2_fast(fmaf(Sij[x], c / kHalf<D>, -rows.subtract[r]));
+            sum += Sij[x] = exp2_fast(fmaf(Sij[x], c / kHalf<AlwaysSubtracts>, -rows.subtract[r]));
         rows.l[r] = fmaf(rows.l[r], rows.alpha[r], sum);
     }
+}
+
+// 12. Oi = diag(alpha) Oi
+template <int Count>
+__device__ void rescale(float (&Oi)[Count], const Rows &rows) {
+    if (!__any_sync(~0u, rows.alpha[0] != 1.f || rows.alpha[1] != 1.f)) return;
+#pragma unroll
+    for (int x = 0; x < Count; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
 }
 
 // Pij as the A of Pij Vj: a thread's places in the accumulator Sij, in pairs, are its places in A
@@ -1189,7 +1242,7 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
     }
 }
 
-// O to the place of Qi, swizzled, for TMA to store
+// O to `tile`, the place of Qi or of a Vj, swizzled, for TMA to store
 template <class T, int Count>
 __device__ void leave_o(const Work &work, int i, const float (&Oi)[Count], const Rows &rows, unsigned char *tile) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // of the 64 there
@@ -1228,7 +1281,7 @@ __device__ void store_row(float *o, int columns, float weight, const float4 (&x)
 }
 
 // 12. - 13. The same in float32, with l and m, joined with the earlier state if there is one
-template <int D, int Count>
+template <bool AlwaysSubtracts, int Count>
 __device__ void store_state(const Parameters &p, const Work &work, int i, const float (&Oi)[Count], const Rows &rows,
                             float c, float unit = 1.f, float unitO = 1.f, float shortT = 0.f) {
     const Attention &a = p.a;
@@ -1236,7 +1289,8 @@ __device__ void store_state(const Parameters &p, const Work &work, int i, const 
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
         // What l and Oi, relative to the rounded cm, are to be multiplied by to be relative to c m.
-        const float unrounded = subtracts_m<D>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
+        const float unrounded =
+            subtracts_m<AlwaysSubtracts>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
         const float l = unrounded * row_sum<4>(rows.l[r]), m = rows.m[r] * unit * fabsf(a.softmax_scale);
         float4 x[Count / 8];
         trade(x, Oi, r, quad);
@@ -1271,7 +1325,7 @@ __device__ void store_floats(const Parameters &p, const Work &work, int i, const
                              const float (&l)[2], float c, float unit, float unitO) {
     // A row that sees no key has l = 0, too.
     if (p.a.l || !p.aligned || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
-        return store_state<D>(p, work, i, Oi, rows, c, unit, unitO, kShortT<D>);
+        return store_state<kAlwaysSubtracts<D>>(p, work, i, Oi, rows, c, unit, unitO, kShortT<D>);
     const int quad = opaque(threadIdx.x) % 4, first = first_column(quad);
     float *const o = (float *)p.a.o + row_at(p.a.o_stride, work, i) + first;
 #pragma unroll
@@ -1285,6 +1339,11 @@ __device__ void store_floats(const Parameters &p, const Work &work, int i, const
 
 // ------------------------------------------------------------------------------ the consumers
 
+// By an m from before the tile, a thread's Pij of the tile may add up to so much, those of a row to 4 times that; else
+// m moves. Equal scores come to 64, and must do. float16 ends at 65504. Oi has room for n such tiles if V is below 3e35
+// / n; if m moved with every tile, below 3e38 / (n Bc).
+constexpr float kMostByOldM = 256.f;
+
 template <class T, class Tile>
 __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc, Consumers = Tile::Consumers;
@@ -1295,12 +1354,12 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     const float c = scale_of(a);
     const bool negated = a.softmax_scale < 0.f;
 
-    // Warpgroups take turns in starting products, but for a work's first: one's softmax runs beside another's products.
+    // If OTakesQ, turns in starting products, but for a work's first: one's softmax runs beside another's products.
     const auto my_turn = [&] {
-        if constexpr (Consumers > 1) sync(1 + warpgroup, 256);
+        if constexpr (Tile::OTakesQ) sync(1 + warpgroup, 256);
     };
     const auto next_turn = [&] {
-        if constexpr (Consumers > 1) arrive(1 + (warpgroup + 1) % Consumers, 256);
+        if constexpr (Tile::OTakesQ) arrive(1 + (warpgroup + 1) % Consumers, 256);
     };
     if (warpgroup == Consumers - 1) next_turn();  // the first turn is warpgroup 0's
 
@@ -1319,13 +1378,26 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         fence_async();
         sync(1 + Consumers + warpgroup, 128);
     };
-    // 9. - 11. for j
-    const auto find_max = [&](const Work &work, int j0, Keys unmasked) {
-        if (j0 < unmasked.begin || j0 + Bc > unmasked.end) {
+    // 9. for j: the mask, and, if the state is wanted, whose m is exact, the largest score. Most tiles skip both by one
+    // branch.
+    float most[2];  // of a thread's scores
+    const auto mask_and_note_most = [&](const Work &work, int j0, Keys unmasked) {
+        const bool is_cut = j0 < unmasked.begin || j0 + Bc > unmasked.end;
+        if (!is_cut && !a.l) return;
+        if (is_cut) {
             if (negated) negate(Sij);
             mask(Sij, work.band, work.i0 + row, j0);
         }
-        move_max<D>(Sij, rows, c);
+        if (!a.l) return;
+#pragma unroll
+        for (int x = 0; x < Bc / 2; x += 2) most[x / 2 % 2] = fmaxf(most[x / 2 % 2], fmaxf(Sij[x], Sij[x + 1]));
+    };
+    bool needs_max;  // the next tile's exponentials can't do without: in the warp m is subtracted first, or -inf
+    // 10. - 11.
+    const auto move_m_and_find_Pij = [&] {
+        needs_max = move_max<false>(Sij, rows, c);
+        exponentiate<false>(Sij, rows, c);
+        pack<T>(Pij, Sij);
     };
 
     // 9. The first Sij of the next work
@@ -1351,9 +1423,9 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         int j0 = work.seen.begin;
         K.release();
         rows = Rows();
-        find_max(work, j0, unmasked);
-        exponentiate<D>(Sij, rows, c);
-        pack<T>(Pij, Sij);
+        most[0] = most[1] = -INFINITY;
+        mask_and_note_most(work, j0, unmasked);
+        move_m_and_find_Pij();
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
 
@@ -1367,15 +1439,30 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);
             next_turn();
             wait_for<1>(Sij);
-            find_max(work, j0 + Bc, unmasked);  // 10. - 11.
-            exponentiate<D>(Sij, rows, c);
-            K.release(Sij[Bc / 8 - 1]);  // tuned: about a third of the exponentials before the wait (NOTES.md)
+            mask_and_note_most(work, j0 + Bc, unmasked);
+            // 10. - 11. by the m that is there: most tiles move no row's far enough to matter, and without a maximum
+            // there is nothing to wait for, and nothing to rescale. Sij is kept for move_m_and_find_Pij.
+            float P[Bc / 2], sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
+            const auto exponentiate_by_old_m = [&](int begin, int end) {
+#pragma unroll
+                for (int x = begin; x < end; ++x)
+                    sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(Sij[x], c, -rows.cm[x / 2 % 2]));
+            };
+            if (!needs_max) exponentiate_by_old_m(0, Tile::Early);
+            K.release(sum[0] + sum[1]);  // or else ptxas would move the wait up
             wait_for<0>(Oi);
             V.release();
-            // 12. Oi = diag(alpha) Oi, among the other exponentials, which leave the FMA units free
-#pragma unroll
-            for (int x = 0; x < D / 2; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
-            pack<T>(Pij, Sij);
+            if (!needs_max) {
+                exponentiate_by_old_m(Tile::Early, Bc / 2);
+                pack<T>(Pij, P);
+            }
+            const bool fits = !needs_max && sum[0] + sum[1] <= kMostByOldM;  // no if one is NaN
+            if (__all_sync(~0u, fits)) {
+                for (int r = 0; r < 2; ++r) rows.l[r] += sum[r];
+            } else {
+                move_m_and_find_Pij();
+                rescale(Oi, rows);  // 12. Oi = diag(alpha) Oi
+            }
         }
         Ring<kWorks> ending = works;   // released when O is stored, or left
         Ring<Tile::QStages> of_O = Q;  // likewise, where O takes the place of Qi
@@ -1384,7 +1471,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         else
             Q.release();
         works.advance();
-        my_turn();  // besides, all of the warpgroup have used Qi then
+        my_turn();  // besides, all of the warpgroup have used Qi then: OTakesQ relies on it
         V.wait_full();
         clear_rows_past(work.band.keys.end, j0);
         begin_PV<T, Tile>(Oi, Pij, shared.Vj[V.at()]);  // 12. for the last time
@@ -1406,12 +1493,27 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         if constexpr (Tile::QStages > 1) begin_work();
         wait_for<Tile::QStages - 1>(Oi);
         if (is_last) V.release();
-        if (a.l)
-            store_state<D>(p, work, work.i0 + row, Oi, rows, c);
-        else if (leaves_O<Tile>(p, work, warpgroup))
-            leave_o<T>(work, work.i0 + row, Oi, rows, shared.Qi[warpgroup][of_O.at()]);
-        else
+        if (a.l) {
+            // m may be short of the largest score. It moves there, as by a tile of these.
+            float two_of_each_row[4] = {most[0], most[0], most[1], most[1]};
+            move_max<false>(two_of_each_row, rows, c);
+            for (int r = 0; r < 2; ++r) rows.l[r] *= rows.alpha[r];
+            rescale(Oi, rows);
+            store_state<false>(p, work, work.i0 + row, Oi, rows, c);
+        } else if (leaves_O<Tile>(p, work, warpgroup)) {
+            if constexpr (Tile::OTakesV) {
+                Ring<Tile::Stages> next = V;  // each consumer's O goes where another of the next Vj will
+                for (int n = 0; n < warpgroup; ++n) next.advance();
+                next.wait_empty();  // this work's own tile there (leaves_O) is used by all
+                leave_o<T>(work, work.i0 + row, Oi, rows, shared.Vj[next.at()]);
+                __syncwarp();
+                if (lane == 0) arrive(shared.O_there[warpgroup]);
+            } else {
+                leave_o<T>(work, work.i0 + row, Oi, rows, shared.Qi[warpgroup][of_O.at()]);
+            }
+        } else {
             store_o<T>(p, work, work.i0 + row, Oi, rows);
+        }
         __syncwarp();  // all lanes have read the work, and left O
         if constexpr (Tile::OTakesQ) of_O.release();
         ending.release();
@@ -1444,16 +1546,8 @@ __device__ void softmax(float (&Sij)[Count], Rows &rows, const Attention &a, con
         if (negated) negate(Sij);
         mask(Sij, work.band, work.i0 + row_of_thread(), j0);
     }
-    move_max<D>(Sij, rows, c, tile_unit);
-    exponentiate<D>(Sij, rows, fmaxf(c * tile_unit, kLeastScale));  // or else 0 times a hidden -inf
-}
-
-// 12. Oi = diag(alpha) Oi
-template <int Count>
-__device__ void rescale(float (&Oi)[Count], const Rows &rows) {
-    if (!__any_sync(~0u, rows.alpha[0] != 1.f || rows.alpha[1] != 1.f)) return;
-#pragma unroll
-    for (int x = 0; x < Count; ++x) Oi[x] *= rows.alpha[x / 2 % 2];
+    move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
+    exponentiate<kAlwaysSubtracts<D>>(Sij, rows, fmaxf(c * tile_unit, kLeastScale));  // or else 0 times a hidden -inf
 }
 
 // Whether rows of O are far below V, so that what the parts lose of small Pij may count: as where the largest Pij are
@@ -1488,7 +1582,8 @@ __device__ void add_up(const Parameters &p, const Work &work, float (&Oi)[Count]
         const int row = row_of_thread() + 8 * r, column = 2 * (opaque(threadIdx.x) % 4);
         float *const o = (float *)p.a.o + row_at(p.a.o_stride, work, work.i0 + row) + column;
         const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
-        const float m = r == 0 ? rows.m[0] : rows.m[1], alpha = is_first ? 0.f : alpha_of<D>(m_of_O[row], m, c);
+        const float m = r == 0 ? rows.m[0] : rows.m[1],
+                    alpha = is_first ? 0.f : alpha_of<kAlwaysSubtracts<D>>(m_of_O[row], m, c);
 #pragma unroll
         for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
             const int at = x / 4 * 8 + x % 2;
@@ -1520,7 +1615,7 @@ __device__ void attend_by_floats(const Parameters &p, const Work &work, int warp
         rescale(Oi, rows);
         multiply_PV_floats(Oi, Sij, p.a, work, j0);
     }
-    store_state<D>(p, work, i, Oi, rows, c, unit);
+    store_state<kAlwaysSubtracts<D>>(p, work, i, Oi, rows, c, unit);
 }
 
 // consume for float32, in parts
@@ -1694,6 +1789,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         }
         for (auto &ring : shared.Q) init_ring(ring, 4);
         init_ring(shared.K, warps), init_ring(shared.V, warps);
+        if constexpr (Tile::OTakesV)
+            for (Barrier &there : shared.O_there) init(there, 4);
         fence_async();
     }
     // Programmatic dependent launch: up to here the kernel before may still be at work, since only shared memory was
@@ -1713,7 +1810,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
                 split_K_and_V<Tile>(p, shared, Tile::Splitters > 1 ? of_all((threadIdx.x - first) / threads) : 0);
         } else {
             if (threadIdx.x == 32) produce_Q_and_store_O<Tile>(p, shared);
-            if (threadIdx.x == 64) produce_V<Tile>(p, shared);
+            if (threadIdx.x == 64) produce_V_and_store_O<Tile>(p, shared);
         }
     } else {
         take_registers<Tile::ConsumerRegisters>();
@@ -1788,8 +1885,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
         !describe(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc))
         return "cuTensorMapEncodeTiled refused q, k or v";
     p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : sizeof(T), a.d);
-    p.tma_stores_O =
-        Tile::OTakesQ && !a.l && p.aligned && describe(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
+    p.tma_stores_O = (Tile::OTakesQ || Tile::OTakesV) && !a.l && p.aligned &&
+                     describe(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
     const auto kernel = hopper_kernel<T, Tile>;
     constexpr int bytes = sizeof(Shared<Tile>);
     static_assert(bytes * Tile::BlocksPerSM <= 227 * 1024);
@@ -1849,13 +1946,15 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
     // D, Br, Bc, stages of Q, of K and V, blocks on a multiprocessor; NOTES.md has what others gave.
     // Few queries: 48 KB, so that three blocks hide one another's latencies.
     if (a.d <= 64 && a.Nq <= 64) return launch<T, Tile<64, 64, 64, 2, 2, 3>>(a, stream);
-    // 176 KB. With three consumers 7 % faster than with two: exponentials are half the work.
+    // 176 KB. With three consumers 7 % faster than with two (an earlier loop): exponentials are half the work.
     if (a.d <= 64) return launch<T, Tile<64, 192, 128, 2, 4>>(a, stream);
-    if (a.d <= 96) return launch<T, Tile<96, 128, 128, 2, 2>>(a, stream);  // 192 KB, a quarter fewer products than 128
-    // 192 KB. A third stage of K alone, 224 KB, gains nothing; Bc 176, with one Qi, loses 6 % at N 512.
+    // 192 KB, a quarter fewer products than 128. 128 x 128 is 6 % faster at N 512 and 7 to 11 % slower from 2048 on.
+    if (a.d <= 96) return launch<T, Tile<96, 192, 96, 2, 2>>(a, stream);
+    // 192 KB. Bc 144, 160 or 176, with one Qi, lose 9 to 21 % at N 512 and gain at most 2 % at N 8192.
     if (a.d <= 128) return launch<T, Tile<128, 128, 128, 2, 2>>(a, stream);
-    if (a.d <= 192) return launch<T, Tile<192, 128, 80, 2, 2>>(a, stream);  // 216 KB, a quarter fewer than 256
-    return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);                  // 224 KB; Bc 64 is up to 8 % slower
+    // 216 KB, a quarter fewer products than 256. Bc 80 with two Qi is 6 to 9 % slower at N 8192.
+    if (a.d <= 192) return launch<T, Tile<192, 128, 112, 1, 2>>(a, stream);
+    return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);  // 224 KB. Bc 64 was up to 8 % slower, in an earlier loop.
 }
 
 }  // namespace

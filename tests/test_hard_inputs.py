@@ -245,6 +245,20 @@ def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
     machine.check(q, k, v, causal=causal)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("step", [0.5, 5, 30, 120])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_scores_that_climb(machine, half, d, step, causal):
+    """A machine that goes on with an earlier maximum must see that some rows' has moved, others' hasn't."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=half)
+    # The last channel: what is added to it later would be rounded.
+    q[..., -1] = 0
+    q[:, :, 5::48, -1], q[:, :, 20::48, -1] = d**0.5, -(d**0.5)
+    k[..., -1] = step * (torch.arange(900, device=machine.device) // 70)
+    machine.check(q, k, v, causal=causal)
+
+
 @pytest.mark.parametrize("factor", [-1e3, -torch.inf])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_scores_far_below_zero_at_first(machine, dtype, d, factor):
