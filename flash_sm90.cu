@@ -102,7 +102,8 @@ struct Tile {
     static constexpr bool OTakesQ = Parts == 1 && QStages > 1 && Consumers > 1;
     static constexpr bool OTakesV = Parts == 1 && QStages == 1 && Consumers <= Stages && QBytes <= KBytes;
     // Of half types: so many of a thread's exponentials come before the wait for Pij Vj. Three consumers hide them by
-    // one another. Two are 2 to 5 % slower with 16 or 28 at d 128, and the same from 8 on at d 256.
+    // one another (and have no registers for more). Two are 3 % slower with 16 or 28 at d 128, the same from 8 on at d
+    // 256.
     static constexpr int Early = Consumers > 2 ? 2 : 22;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
@@ -1948,11 +1949,11 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
     if (a.d <= 64 && a.Nq <= 64) return launch<T, Tile<64, 64, 64, 2, 2, 3>>(a, stream);
     // 176 KB. With three consumers 7 % faster than with two (an earlier loop): exponentials are half the work.
     if (a.d <= 64) return launch<T, Tile<64, 192, 128, 2, 4>>(a, stream);
-    // 192 KB, a quarter fewer products than 128. 128 x 128 is 6 % faster at N 512 and 7 to 11 % slower from 2048 on.
+    // 192 KB, a quarter fewer products than 128. 128 x 128 was 5 to 12 % faster at N 512, 4 to 12 % slower from 2048.
     if (a.d <= 96) return launch<T, Tile<96, 192, 96, 2, 2>>(a, stream);
     // 192 KB. Bc 144, 160 or 176, with one Qi, lose 9 to 21 % at N 512 and gain at most 2 % at N 8192.
     if (a.d <= 128) return launch<T, Tile<128, 128, 128, 2, 2>>(a, stream);
-    // 216 KB, a quarter fewer products than 256. Bc 80 with two Qi is 6 to 9 % slower at N 8192.
+    // 216 KB, a quarter fewer products than 256. Bc 80 with two Qi is 8 % slower at N 8192.
     if (a.d <= 192) return launch<T, Tile<192, 128, 112, 1, 2>>(a, stream);
     return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);  // 224 KB. Bc 64 was up to 8 % slower, in an earlier loop.
 }
