@@ -4,10 +4,9 @@
 // Who runs it. A block stays on its multiprocessor and takes one work after the other, a work being a tile of Br
 // queries of one head. Its first warpgroup is the producer. Thread 0 says what the next work is, and loads Kj by TMA;
 // thread 32 loads Qi, 64 Vj, and each stores O if that takes the place of what it loads (leaves_O; or else the
-// consumers store it). For float32 thread 0 loads Qi,
-// and copies the parts of Kj and Vj from the workspace, where other warps of the producer put them, or consumers; of
-// the small tile it loads Kj, Qi and Vj, before it works out the rest. The other warpgroups, the consumers, have 64 of
-// the rows each: they multiply by wgmma and do the softmax.
+// consumers store it). For float32 thread 0 loads Qi, and copies the parts of Kj and Vj from the workspace, where other
+// warps of the producer put them, or consumers; of the small tile it loads Kj, Qi and Vj, before it works out the rest.
+// The other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the softmax.
 //
 // What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
 // Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers (float32, D > 128: after many keys Oi is
@@ -101,10 +100,6 @@ struct Tile {
     // O takes a place of the Vj to come, each consumer's another; there no turns are faster. (NOTES.md)
     static constexpr bool OTakesQ = Parts == 1 && QStages > 1 && Consumers > 1;
     static constexpr bool OTakesV = Parts == 1 && QStages == 1 && Consumers <= Stages && QBytes <= KBytes;
-    // Of half types: so many of a thread's exponentials come before the wait for Pij Vj. Three consumers hide them by
-    // one another (and have no registers for more). Two are 3 % slower with 16 or 28 at d 128, the same from 8 on at d
-    // 256.
-    static constexpr int Early = Consumers > 2 ? 2 : 22;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
     // The producer's last warps split for the workspace: three, each alone (7 to 10 % faster at d 64, N 512, causal,
@@ -132,7 +127,9 @@ struct Ring {
     __device__ int at() const { return place < Stages ? place : place - Stages; }
     __device__ int parity() const { return place >= Stages; }
     __device__ void advance() { place = place == 2 * Stages - 1 ? 0 : place + 1; }
-    __device__ void wait_full() const { wait(stages[at()].full, parity()); }
+    __device__ Barrier &full() const { return stages[at()].full; }
+    __device__ void wait_full() const { wait(full(), parity()); }
+    __device__ void pass() { wait_full(), release(); }
     __device__ void wait_empty() const { wait(stages[at()].empty, parity() ^ 1); }
     // By all lanes of a warp, or by one thread that is its first lane; not before x is computed, which also keeps ptxas
     // from moving the next wait for wgmma above that. x is a sum of results of exp2, or an unscale: never -0, but ptxas
@@ -335,11 +332,6 @@ __device__ float max_abs(float x, float y) {
 }
 __device__ float max_abs(const float4 &x) { return max_abs(max_abs(x.x, x.y), max_abs(x.z, x.w)); }
 
-// Of a tile's largest number, as bits; 2^-100 to 2^100, so that 1 / scale is normal
-__device__ float scale_for(int largest) {
-    return __int_as_float(clamp(127 + 14 + 127 - (largest >> 23), 27, 227) << 23);
-}
-
 // 1 / x of a power of 2; of 0 it is 2^127, so that 0 times it is 0
 __device__ float inverse_of_power(float x) { return __int_as_float((254 << 23) - __float_as_int(x)); }
 
@@ -350,7 +342,6 @@ __device__ void split(float2 x, uint32_t &hi, uint32_t &lo) {
     hi = *(const uint32_t *)&high, lo = pack<__half>(x.x - back.x, x.y - back.y);
 }
 
-// Eight neighbours
 struct Eight {
     float4 four[2];
 
@@ -426,7 +417,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
             fence_async();  // TMA writes there again
         }
     // So far eight neighbours that aren't all 0 stand for their row, and a lane's part of a column for the column.
-    Eight held[holds ? Pairs : 1][holds ? Count : 1];
+    Eight held[Pairs][Count];
     float most = 0.f, least = INFINITY, least_of_column = INFINITY;
 #pragma unroll(holds ? Pairs : 1)
     for (int pair = 0; pair < Pairs; ++pair) {
@@ -442,7 +433,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
                 const float eight = max_abs(x[n]);
                 // Eight zeros say nothing; but the last d % 8 columns aren't counted, and may be small.
                 if (eight > 0.f || from.d % 8 != 0) least_of_pair = fminf(least_of_pair, eight);
-                if (holds) held[holds ? pair : 0][holds ? n : 0] = x[n];
+                if (holds) held[pair][n] = x[n];
             }
         }
         if (64 * pair + 8 * (int)lane + 7 < max(from.d, 8))  // fewer neighbours are small more often
@@ -459,13 +450,14 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     if (thread % 32 == 0) extremes[warp] = {bits[0], bits[1], bits[2]};
     sync(barrier, 32 * Warps);
     Extremes of_tile = extremes[0];
-#pragma unroll
     for (int n = 1; n < Warps; ++n) {
         of_tile.largest = max(of_tile.largest, extremes[n].largest);
         of_tile.least = min(of_tile.least, extremes[n].least);
         of_tile.least_of_column = min(of_tile.least_of_column, extremes[n].least_of_column);
     }
-    const float scale = of_tile.largest == 0 ? 1.f : scale_for(of_tile.largest);
+    // 2^-100 to 2^100, so that 1 / scale is normal
+    const int exponent = clamp(127 + 14 + 127 - (of_tile.largest >> 23), 27, 227);
+    const float scale = of_tile.largest == 0 ? 1.f : __int_as_float(exponent << 23);
     bool fit = __int_as_float(of_tile.largest) < 0x1p115f;  // else inf, NaN, or too large for a scale of 2^-100
     least = __int_as_float(of_tile.least);
     // In a column of few numbers all may be small by chance.
@@ -499,7 +491,6 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
         if (thread % 32 == 0) all[warp] = least_of_warp;
         sync(barrier, 32 * Warps);
         int least_of_tile = all[0];
-#pragma unroll
         for (int n = 1; n < Warps; ++n) least_of_tile = min(least_of_tile, all[n]);
         least = __int_as_float(least_of_tile);
     }
@@ -510,12 +501,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
         for (int y0 = 0; y0 < Count; y0 += AtOnceSplit) {
             Eight x[AtOnceSplit];
 #pragma unroll
-            for (int n = 0; n < AtOnceSplit; ++n) {
-                if constexpr (holds)
-                    x[n] = held[pair][n];
-                else
-                    x[n] = read(pair, y0 + n);
-            }
+            for (int n = 0; n < AtOnceSplit; ++n) x[n] = holds ? held[pair][n] : read(pair, y0 + n);
 #pragma unroll
             for (int n = 0; n < AtOnceSplit; ++n) {
                 uint32_t hi[4], lo[4];
@@ -583,7 +569,6 @@ __device__ void load(unsigned char *tile, const TensorMap &tensor, int row, int 
 // Likewise, to the L2 cache alone
 template <class Tile>
 __device__ void prefetch(const TensorMap &tensor, int row, int h, int b) {
-#pragma unroll
     for (int box = 0; box < Tile::Boxes; ++box)
         prefetch_box(tensor.map, box * (kBox / Tile::Parts), row, h * tensor.head, b * tensor.batch);
 }
@@ -638,11 +623,10 @@ __device__ void report(const Workspace &w, const Share &share, const Scales &sca
     const bool is_V = share.is_V(), is_zero = scales.least == INFINITY;
     (is_V ? w.unscaleV : w.unscaleK)[(int64_t)share.head * w.Tc + share.t()].x = is_zero ? 0.f : scales.unscale;
     Head &head = w.heads[share.head];
-    const auto raise = [](int &most, float x) { atomicMax(&most, __float_as_int(x)); };
     if (!is_zero) {
-        raise(is_V ? head.unscaleV : head.unscaleK, scales.fit() ? scales.unscale : INFINITY);
-        raise(is_V ? head.inverseV : head.scaleK,
-              is_V ? __fdividef(1.f, scales.least) : inverse_of_power(scales.unscale));
+        atomicMax(is_V ? &head.unscaleV : &head.unscaleK, __float_as_int(scales.fit() ? scales.unscale : INFINITY));
+        const float inverse = is_V ? __fdividef(1.f, scales.least) : inverse_of_power(scales.unscale);
+        atomicMax(is_V ? &head.inverseV : &head.scaleK, __float_as_int(inverse));
     }
     fence_async_global();  // there is one where they are read, too: the PTX manual asks for one on the way
     add_release(head.there, 1);
@@ -727,13 +711,12 @@ __device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const W
     const auto load_parts = [&](bool is_V, int t) {
         Ring<Tile::Stages> &ring = is_V ? V : K;
         const int at = ring.at();
-        Barrier &full = ring.stages[at].full;
         ring.wait_empty();
-        arrive_expecting(full, Tile::KBytes + sizeof(float4));
+        arrive_expecting(ring.full(), Tile::KBytes + sizeof(float4));
         load_bytes((is_V ? shared.Vj : shared.Kj)[at], (is_V ? w.V : w.K) + (head + t) * Tile::KBytes, Tile::KBytes,
-                   full);
+                   ring.full());
         load_bytes(&(is_V ? shared.parts.unscaleV : shared.parts.unscaleK)[at],
-                   (is_V ? w.unscaleV : w.unscaleK) + head + t, sizeof(float4), full);
+                   (is_V ? w.unscaleV : w.unscaleK) + head + t, sizeof(float4), ring.full());
         ring.advance();
     };
     const int begin = work.seen.begin / Tile::Bc, end = tiles_before<Tile>(work.seen.end);
@@ -765,7 +748,7 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared, int i0, int
     for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
         Q.stages = shared.Q[warpgroup];
         Q.wait_empty();
-        load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, i0 + 64 * warpgroup, h, b, Q.stages[Q.at()].full);
+        load<Tile, 64>(shared.Qi[warpgroup][Q.at()], p.Q, i0 + 64 * warpgroup, h, b, Q.full());
     }
     Q.advance();
 }
@@ -822,9 +805,8 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
 // there, of which V's `empty` says nothing.
 template <class Tile>
 __device__ bool leaves_O(const Parameters &p, const Work &work, int warpgroup) {
-    const bool has_place =
-        Tile::OTakesQ || (Tile::OTakesV && work.seen.end - work.seen.begin > (Tile::Stages - 1) * Tile::Bc);
-    return has_place && p.tma_stores_O && work.i0 + 64 * (warpgroup + 1) <= work.i1;
+    return (Tile::OTakesQ || (Tile::OTakesV && work.seen.end - work.seen.begin > (Tile::Stages - 1) * Tile::Bc)) &&
+           p.tma_stores_O && work.i0 + 64 * (warpgroup + 1) <= work.i1;
 }
 
 // 13. What a consumer left of O to HBM
@@ -869,7 +851,7 @@ __device__ void produce_tiles(const TensorMap &tensor, const Work &work, Ring<Ti
     for (int j0 = work.seen.begin; j0 < work.seen.end; j0 += Tile::Bc) {
         before();
         ring.wait_empty();
-        load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, ring.stages[ring.at()].full);
+        load<Tile, Tile::Bc>(tiles[ring.at()], tensor, j0, work.key_head, work.b, ring.full());
         ring.advance();
     }
 }
@@ -1220,7 +1202,6 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
         const auto two = divided<T>(work, i + 8 * r, r, Oi, rows);
 #pragma unroll
         for (int n = 0; n < Count / 16; ++n) {
-#pragma unroll
             for (int y = 0; y < 4; ++y) eight[r][n][y] = two(4 * n + y);
             transpose_quad(eight[r][n], quad);
         }
@@ -1236,7 +1217,6 @@ __device__ void store_o(const Parameters &p, const Work &work, int i, const floa
         } else {
 #pragma unroll
             for (int n = 0; n < Count / 16; ++n)
-#pragma unroll
                 for (int y = 0; y < 8; ++y)
                     if (32 * n + y < columns) o[32 * n + y] = ((const T *)eight[r][n])[y];
         }
@@ -1348,6 +1328,9 @@ constexpr float kMostByOldM = 256.f;
 template <class T, class Tile>
 __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc, Consumers = Tile::Consumers;
+    // So many of a thread's exponentials come before the wait for Pij Vj. Three consumers hide them by one another (and
+    // have no registers for more). Two are 3 % slower with 16 or 28 at d 128, the same from 8 on at d 256.
+    constexpr int Early = Consumers > 2 ? 2 : 22;
     const Attention &a = p.a;
     const int warpgroup = which_consumer();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -1449,12 +1432,12 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
                 for (int x = begin; x < end; ++x)
                     sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(Sij[x], c, -rows.cm[x / 2 % 2]));
             };
-            if (!needs_max) exponentiate_by_old_m(0, Tile::Early);
+            if (!needs_max) exponentiate_by_old_m(0, Early);
             K.release(sum[0] + sum[1]);  // or else ptxas would move the wait up
             wait_for<0>(Oi);
             V.release();
             if (!needs_max) {
-                exponentiate_by_old_m(Tile::Early, Bc / 2);
+                exponentiate_by_old_m(Early, Bc / 2);
                 pack<T>(Pij, P);
             }
             const bool fits = !needs_max && sum[0] + sum[1] <= kMostByOldM;  // no if one is NaN
@@ -1482,12 +1465,10 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
             wait_for<0>(Oi);
             V.release();
             for (j0 += Bc; j0 < end; j0 += Bc) {
-                K.wait_full();
-                K.release();
+                K.pass();
                 my_turn();
                 next_turn();
-                V.wait_full();
-                V.release();
+                V.pass();
             }
         }
         // With room for two Qi the next work begins beside the end of this one.
@@ -1521,13 +1502,6 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         if constexpr (Tile::QStages == 1) begin_work();
         wait_for<0>(Sij);
     }
-}
-
-// Pij in two parts, times kP: the A's of Pij Vj
-template <int Count>
-__device__ void split(uint32_t (&hi)[Count], uint32_t (&lo)[Count], const float (&Pij)[2 * Count]) {
-#pragma unroll
-    for (int x = 0; x < Count; ++x) split({Pij[2 * x] * kP, Pij[2 * x + 1] * kP}, hi[x], lo[x]);
 }
 
 // The first of a thread's rows, counted from the work's first. Computed anew where it is needed: registers are short.
@@ -1634,7 +1608,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
         // don't.
         if (Tile::FromWorkspace && p.workspace.heads && a.d % 4 == 0)
-            while (!any(barrier_of(warpgroup), 128, is_over(works.stages[works.at()].full, works.parity())) &&
+            while (!any(barrier_of(warpgroup), 128, is_over(works.full(), works.parity())) &&
                    help<Tile>(p, shared, warpgroup)) {
             }
         works.wait_full();
@@ -1646,10 +1620,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         const auto my_end = [&] { return shared.parts.ends[opaque(works.at())][warpgroup]; };
         const auto pass_tiles = [&](int j0) {  // that other warpgroups need
             for (; j0 < work.seen.end; j0 += Bc) {
-                K.wait_full();
-                K.release();
-                V.wait_full();
-                V.release();
+                K.pass();
+                V.pass();
             }
         };
         const auto largest_unscaleV = [&] { return shared.parts.largest_unscaleV[works.at()]; };
@@ -1667,8 +1639,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             exact |= !(unit() > 1e-30f && unit() * fmaxf(fabsf(a.softmax_scale), 1.f) < 1e30f);
             if (exact) pass_tiles(work.seen.begin);
         }
-        if (exact) Q().release();
-        if (!exact) {
+        if (exact) {
+            Q().release();
+        } else {
             float Oi[D / 2] = {}, Sij[Bc / 2];
             Rows rows = Rows();
             int j0 = work.seen.begin;
@@ -1744,7 +1717,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     const float unscaleV = end_T(factor, unscaleV_by_one);
                     if (counts) other_columns(factor), V.release(unscaleV);
                 }
-                split(hi, lo, Sij);
+                // Pij in two parts, times kP: the A's of Pij Vj
+#pragma unroll
+                for (int x = 0; x < Bc / 4; ++x) split({Sij[2 * x] * kP, Sij[2 * x + 1] * kP}, hi[x], lo[x]);
                 j0 += Bc;
             } while (loops && j0 < my_end());
             Q().release();
