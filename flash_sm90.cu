@@ -1338,7 +1338,8 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
     const float c = scale_of(a);
     const bool negated = a.softmax_scale < 0.f;
 
-    // If OTakesQ, turns in starting products, but for a work's first: one's softmax runs beside another's products.
+    // If OTakesQ, warpgroups take turns in starting products, but for a work's first: one's softmax beside another's
+    // products.
     const auto my_turn = [&] {
         if constexpr (Tile::OTakesQ) sync(1 + warpgroup, 256);
     };
@@ -1926,9 +1927,9 @@ const char *launch_for_d(const Attention &a, CUstream_st *stream) {
     if (a.d <= 64) return launch<T, Tile<64, 192, 128, 2, 4>>(a, stream);
     // 192 KB, a quarter fewer products than 128. 128 x 128 was 5 to 12 % faster at N 512, 4 to 12 % slower from 2048.
     if (a.d <= 96) return launch<T, Tile<96, 192, 96, 2, 2>>(a, stream);
-    // 192 KB. Bc 144, 160 or 176, with one Qi, lose 9 to 21 % at N 512 and gain at most 2 % at N 8192.
+    // 192 KB. Bc 144, 160 or 176, with one Qi, lost 9 to 21 % at N 512 and gained at most 2 % at N 8192.
     if (a.d <= 128) return launch<T, Tile<128, 128, 128, 2, 2>>(a, stream);
-    // 216 KB, a quarter fewer products than 256. Bc 80 with two Qi is 8 % slower at N 8192.
+    // 216 KB, a quarter fewer products than 256. Bc 80 with two Qi was 8 % slower at N 8192.
     if (a.d <= 192) return launch<T, Tile<192, 128, 112, 1, 2>>(a, stream);
     return launch<T, Tile<256, 128, 80, 1, 2>>(a, stream);  // 224 KB. Bc 64 was up to 8 % slower, in an earlier loop.
 }
