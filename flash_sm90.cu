@@ -8,24 +8,25 @@
 // warps of the producer put them, or consumers; of the small tile it loads Kj, Qi and Vj, before it works out the rest.
 // The other warpgroups, the consumers, have 64 of the rows each: they multiply by wgmma and do the softmax.
 //
-// What is where. In shared memory are rings of tiles Qi, Kj and Vj, swizzled as TMA writes and wgmma reads them. Sij,
-// Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers (float32, D > 128: after many keys Oi is
-// added to what O has, add_up). Of half types O takes the place of its Qi on its way to HBM, if there are two
-// (OTakesQ), or the places of the next Vj (OTakesV). The table of tiles, at the end, has the bytes. float32's
-// workspace, in global memory, has the parts of each tile of K and V as they lie in shared memory.
+// What is where. In shared memory are rings of tiles Qi, Kj and Vj (float32: of Qi, and of Kj and Vj in turn), swizzled
+// as TMA writes and wgmma reads them. Sij, Pij (which is the A of Pij Vj) and Oi are in the registers of the consumers
+// (float32: after many keys Oi is added to what O has, if D > 128 or in attend_by_floats, see add_up). Of half types O
+// takes the place of its Qi on its way to HBM, if there are two (OTakesQ), or the places of the next Vj (OTakesV). The
+// table of tiles, at the end, has the bytes. float32's workspace, in global memory, has the parts of each tile of K and
+// V as they lie in shared memory.
 //
-// The softmax of half types is hopeful: but for a work's first tile, and where m is subtracted first (subtracts_m),
-// exponentials are taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM), that was right: O / l
-// cancels what m is short of the maximum. If not, m moves, and they are taken again. So for most tiles nothing comes
-// before the exponentials, and Oi is rescaled for a few.
+// The softmax is hopeful: but for a work's first tile, and where m is subtracted first (subtracts_m), exponentials are
+// taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM, kMostP), that was right: O / l cancels
+// what m is short of the maximum. If not, m moves, and they are taken again. So for most tiles nothing comes before the
+// exponentials, and Oi is rescaled for a few. (Not for float32 with D > 128, nor if float32's state is wanted.)
 //
 // What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that some
 // of the exponentials of the one run beside the other. With two Qi consumers take turns in starting products, so that
 // the tensor cores have work while others do their softmax, and a work ends, and is stored, beside the first Sij of the
 // next. With one a work ends before the next begins; only TMA's store runs beside it.
 //
-// Which barrier orders what:
-//     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes; K, V of
+// Which barrier orders what (float32 has one ring, KV, for K and V):
+//     works, Q, K, V: full   the producer's: the work is described, the tile has arrived (TMA counts its bytes; KV of
 //                            the small tile: it is split)
 //     works, Q, K, V: empty  the readers', one arrival a warp (works: of half types also one each of threads 32 and
 //                            64): it may be overwritten; of Q, where O takes the place: O is there; of V, where O
@@ -48,16 +49,16 @@
 // own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps split them there, too
 // (produce_and_split).
 //
-// consume_parts does what consume does, simpler: the next Sij beside Pij Vj and the softmax, but no turns, and no work
-// begun before the last is stored. New are the three products, those with a low part first, while the sum is small; Tij
-// = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; that what
-// this does in the mean is made up for (kShortS, kShortT); and that what the parts can't carry is multiplied by FMAs
-// from the float32s themselves (attend_by_floats). Its code is short on purpose: with several warps at several places
-// instructions are waited for, at N 512 for a third of the time (NOTES.md).
+// consume_parts is Algorithm 1 as it stands, step after step, and nothing of it beside itself: that leaves registers
+// for more consumers, up to four at d 64 and three at d 128, and one's softmax runs beside another's products. New are
+// the three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile, a sum of its own
+// that is added to Oi in float32, since the tensor cores truncate; that what this does in the mean is made up for
+// (kShortS, kShortT); and that what the parts can't carry is multiplied by FMAs from the float32s themselves
+// (attend_by_floats). Its code is short on purpose: with several warps at several places instructions are waited for,
+// at N 512 for a third of the time (NOTES.md).
 //
 // Steps that differ from flash.cu's: m moves only if it must, and then Oi is rescaled after the exponentials (float32:
-// m moves with every tile, and Oi is rescaled in the FMA that adds Tij); a work that sees no key gets a tile all the
-// same, which is masked.
+// in the FMA that adds Tij); a work that sees no key gets a tile all the same, which is masked.
 #include <algorithm>
 #include <type_traits>
 
@@ -81,16 +82,22 @@ constexpr int64_t kL2Bytes = 32 << 20;
 // N 512; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
 constexpr int kAhead = 4;
 
-// D, Br, Bc; stages of the rings of Q tiles and of K and V tiles; blocks on a multiprocessor; 16-bit parts of a number
+// D, Br, Bc; stages of the rings of Q tiles and of K and V tiles (of two parts: of the one ring of both); blocks on a
+// multiprocessor; 16-bit parts of a number
 template <int D_, int Br_, int Bc_, int QStages_, int Stages_, int BlocksPerSM_ = 1, int Parts_ = 1>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
     // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. Of float32 it keeps
-    // what these can spare, to have more under way when it splits; of the small tile it splits by all warps, as they
-    // do. A float division calls a subroutine that doesn't know of this, so there is none in the producer.
+    // what these can spare, to have more under way when it splits (56 of three consumers: with 32, 3 % slower at d 128,
+    // N 512); of the small tile it splits by all warps, as they do. A float division calls a subroutine that doesn't
+    // know of this, so there is none in the producer.
     static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
-    static constexpr int ProducerRegisters = Parts_ == 1 ? 32 : Consumers == 1 ? 96 : D <= 128 ? 56 : 40;
+    static constexpr int ProducerRegisters = Parts_ == 1      ? 32
+                                             : Consumers == 1 ? 96
+                                             : Consumers == 3 ? 56
+                                             : Consumers == 4 ? 32
+                                                              : 40;
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
@@ -108,7 +115,7 @@ struct Tile {
     static constexpr int Splitters = FromWorkspace && D <= 64 ? 3 : 1, SplitterWarps = Splitters > 1 ? 1 : 2;
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
-    static_assert(!SplitsAll || (Bc == 64 && Stages == 1));
+    static_assert(!SplitsAll || (Bc == 64 && Stages == 2));
     static_assert(Splitters * SplitterWarps <= 3);  // of the producer's warps; the first has other things to do
 };
 
@@ -140,26 +147,31 @@ struct Ring {
     }
 };
 
-// x, in a place of a ring, for all lanes. One lane reads it, the one whose arrival gives the place back: another's read
-// could still be under way then, since an arrival doesn't wait for a load. Its own has to be used before, see
-// release(x). In two steps, so that other work hides the load: by_one reads, of_all gives all lanes what the first one
-// has.
-__device__ float by_one(const float &x) { return threadIdx.x % 32 == 0 ? x : 0.f; }
 template <class T>
-__device__ T of_all(T x) {
+__device__ T of_all(T x) {  // what the first lane has
     return __shfl_sync(~0u, x, 0);
 }
+// x, in a place of a ring, for all lanes. One lane reads it, the one whose arrival gives the place back: another's read
+// could still be under way then, since an arrival doesn't wait for a load. Its own has to be used before, see
+// release(x).
+__device__ float by_one(const float &x) { return of_all(threadIdx.x % 32 == 0 ? x : 0.f); }
 
 // A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
 struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of half types at d 64
     int b, h, i0, i1;      // b < 0: there is no more work
     Keys seen;
     BandOf<int> band;
-    // Of float32: the largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own
-    // Kj; whether FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj.
-    float unscaleK;
-    bool exact;
-    int key_head;  // of all types: whose keys and values head h reads
+    int key_head;  // whose keys and values head h reads
+};
+
+// Of float32 besides
+struct WorkOfParts : Work {
+    int place;   // in the ring of works, for a consumer that is short of registers
+    bool exact;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
+    // The largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own Kj; and of
+    // its Vj. Of the small tile inf if the parts don't carry it; `exact` is false there.
+    float unscaleK, unscaleV;
+    int ends[4];  // of the keys that a consumer's rows see
 };
 
 // Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
@@ -193,32 +205,35 @@ struct alignas(16) Extremes {
 };
 
 template <class Tile>
-struct SharedOfParts {
-    // The tile that each of the producer's splitters splits; of the small tile none: Kj and Vj are split in place.
-    alignas(1024) unsigned char floats[Tile::Splitters][Tile::SplitsAll ? 1 : Tile::KBytes];
-    Barrier floats_there[Tile::SplitsAll ? 2 : Tile::Splitters];
-    Share now[Tile::Splitters];                     // what is there
-    Share next[Tile::Consumers + Tile::Splitters];  // what a team splits next, or did last; head -1: there is no more
-
-    int ends[kWorks][Tile::Consumers];                      // of the keys that a consumer's rows of the work see
-    float largest_unscaleV[kWorks];                         // of the head's Vj
-    float4 unscaleK[Tile::Stages], unscaleV[Tile::Stages];  // in x; less than 16 bytes can't be copied
-    float unscaleQ[Tile::Consumers];
-    float m_of_O[Tile::D > 128 ? Tile::Br : 1];               // what the sums in O are relative to (add_up)
-    Extremes extremes[Tile::Splitters + Tile::Consumers][4];  // split_tile's: of each team's warps
-    int least[Tile::Splitters + Tile::Consumers][4];
-};
-struct Nothing {};
-
-template <class Tile>
-struct Shared {
+struct SharedOfHalves {
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];
     unsigned char Kj[Tile::Stages][Tile::KBytes], Vj[Tile::Stages][Tile::KBytes];
     Work work[kWorks];
     Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
-    std::conditional_t<Tile::Parts == 2, SharedOfParts<Tile>, Nothing> parts;
     Barrier O_there[Tile::Consumers];  // if O takes the places of Vj
 };
+
+template <class Tile>
+struct SharedOfParts {
+    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];
+    unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
+    // The tile that each of the producer's splitters splits; of the small tile none: Kj and Vj are split in place.
+    unsigned char floats[Tile::Splitters][Tile::SplitsAll ? 1 : Tile::KBytes];
+    WorkOfParts work[kWorks];
+    Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], KV[Tile::Stages];
+    float4 unscale[Tile::Stages];  // in x; less than 16 bytes can't be copied
+    Barrier floats_there[Tile::SplitsAll ? 2 : Tile::Splitters];
+    Share now[Tile::Splitters];                     // what each splitter splits
+    Share next[Tile::Consumers + Tile::Splitters];  // what a team splits next, or did last; head -1: there is no more
+    float unscaleQ[Tile::Consumers];
+    float l_of_rows[Tile::Br];                                // l, set aside (set_l_aside)
+    float m_of_O[Tile::Br];                                   // what the sums in O are relative to (add_up)
+    Extremes extremes[Tile::Splitters + Tile::Consumers][4];  // split_tile's: of each team's warps
+    int least[Tile::Splitters + Tile::Consumers][4];
+};
+
+template <class Tile>
+using Shared = std::conditional_t<Tile::Parts == 2, SharedOfParts<Tile>, SharedOfHalves<Tile>>;
 
 // What TMA must know of a tensor, and whether its heads and batches are one and the same (stride 0).
 struct TensorMap {
@@ -254,8 +269,8 @@ __device__ int operator%(int x, const Divisor &y) { return x - x / y * y.divisor
 struct Workspace {
     Head *heads;
     int *works_taken, *shares_taken;  // counters
-    float4 *unscaleK, *unscaleV;      // (heads, Tc), in x; 0 of a tile of zeros
-    unsigned char *K, *V;             // (heads, Tc) tiles as they lie in shared memory
+    float4 *unscale;                  // (heads, 2 Tc), K's and V's in turn, in x; 0 of a tile of zeros
+    unsigned char *parts;             // likewise, tiles as they lie in shared memory
     int batches, Tc;                  // batches (1 if they are one and the same), tiles of keys
     Divisor shares;                   // of a head
     int tiles_a_share;                // of K or of V
@@ -297,7 +312,9 @@ __device__ uint32_t pack(float x, float y) {
 constexpr float kLeast = 1.f;
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
-constexpr float kP = 32768.f;  // scale of Pij, of which 1 is the largest
+// Scale of Pij. By an m of all keys so far the largest Pij is 1; by an m from before what a thread has of a row may add
+// up to kMostP: 31 x 2048 is a float16.
+constexpr float kP = 2048.f, kMostP = 31.f;
 
 // Tensor cores truncate every sum towards 0, so that Sij and Tij are, in the mean, too small by these parts of
 // themselves. What they are multiplied by anyway makes up for it, which takes a quarter off the error of O (NOTES.md);
@@ -307,7 +324,8 @@ constexpr double kShortS = (D <= 64 ? 0.8 : 1.4) * 0x1p-23;
 template <int D>
 constexpr float kLog2eOfS = 1.4426950408889634 * (1 + kShortS<D>);
 // Of Tij, a sum of 64 keys; for D > 128 of 32, which is short by half of 2^-23, and no float says half. Not where few
-// keys have the weight, as the only one that a row sees: such a sum isn't truncated. Of l no key has more than 1.
+// keys have the weight, as the only one that a row sees: such a sum isn't truncated. Of l a key has 1 at most by its
+// row's largest score as m; by an m from before up to kMostP, and is corrected for nothing, by 2^-23.
 template <int D>
 constexpr float kShortT = D <= 128 ? 0x1p-23f : 0.f;
 constexpr float kFewKeys = 8.f;
@@ -539,7 +557,7 @@ __device__ Work work_of(const Parameters &p, int n) {
     const int none = Tile::Parts == 2 ? band.keys.begin / Tile::Bc * Tile::Bc : 0;
     if (empty(seen)) seen = {none, none + 1};
     if (Tile::Parts == 2) seen.begin = seen.begin / Tile::Bc * Tile::Bc;
-    return {b, h, i0, i1, seen, band, 1.f, false, h / p.group};
+    return {b, h, i0, i1, seen, band, h / p.group};
 }
 
 // The first work of a head, by the same order
@@ -602,7 +620,7 @@ __device__ Share take_share(const Parameters &p) {
 // 2^60 apart: floats couldn't be in both. Not V if a row's largest number is below kLeast in the scale of the largest
 // tile: what it loses counts where its Pij are large.
 template <class Tile>
-__device__ void await_parts(const Parameters &p, Work &work, float &largest_unscaleV) {
+__device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const Keys keys = work.band.keys;
     work.exact = empty(keys);
     if (work.exact) return;
@@ -612,16 +630,19 @@ __device__ void await_parts(const Parameters &p, Work &work, float &largest_unsc
     const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
     const bool fit_K = unscaleK * __int_as_float(head.scaleK) < 0x1p60f;
     const bool fit_V = unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f;
-    if (unscaleK > 0.f) work.unscaleK = unscaleK;
-    largest_unscaleV = unscaleV;
+    work.unscaleK = unscaleK > 0.f ? unscaleK : 1.f;
+    work.unscaleV = unscaleV;
     work.exact = !(fit_K & fit_V);  // not &&: no load waits for the other verdict
 }
+
+// Where tile n of a head is among all
+__device__ int64_t place_of(const Workspace &w, int head, int n) { return (int64_t)head * 2 * w.Tc + n; }
 
 // By one thread: what is known of a tile that was split.
 template <class Tile>
 __device__ void report(const Workspace &w, const Share &share, const Scales &scales) {
     const bool is_V = share.is_V(), is_zero = scales.least == INFINITY;
-    (is_V ? w.unscaleV : w.unscaleK)[(int64_t)share.head * w.Tc + share.t()].x = is_zero ? 0.f : scales.unscale;
+    w.unscale[place_of(w, share.head, share.n)].x = is_zero ? 0.f : scales.unscale;
     Head &head = w.heads[share.head];
     if (!is_zero) {
         atomicMax(is_V ? &head.unscaleV : &head.unscaleK, __float_as_int(scales.fit() ? scales.unscale : INFINITY));
@@ -635,13 +656,13 @@ __device__ void report(const Workspace &w, const Share &share, const Scales &sca
 // Where the parts of tile n of a share go
 template <class Tile>
 __device__ unsigned char *parts_of(const Workspace &w, int head, int n) {
-    return opaque((n % 2 ? w.V : w.K) + ((int64_t)head * w.Tc + n / 2) * Tile::KBytes);
+    return opaque(w.parts + place_of(w, head, n) * Tile::KBytes);
 }
 
 // A consumer that would wait splits a share, if there is one left, straight from global memory.
 template <class Tile>
 __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
-    Share &mine = shared.parts.next[warpgroup];
+    Share &mine = shared.next[warpgroup];
     if (threadIdx.x % 128 == 0 && mine.head >= 0) mine = take_share<Tile>(p);
     sync(barrier_of(warpgroup), 128);
     Share share = mine;
@@ -653,7 +674,7 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
                                    share.h * stride.head + j0 * stride.row;
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
             InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); },
-            shared.parts, warpgroup, {share.keys.begin - j0, share.keys.end - j0});
+            shared, warpgroup, {share.keys.begin - j0, share.keys.end - j0});
         if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales);
         __syncwarp();
     }
@@ -667,15 +688,14 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
 template <class Tile>
 __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;
-    SharedOfParts<Tile> &parts = shared.parts;
     const int team = Tile::Consumers + splitter;
-    Share &now = parts.now[splitter], &next = parts.next[team];  // shared: registers are short, and all read `now`
+    Share &now = shared.now[splitter], &next = shared.next[team];  // shared: registers are short, and all read `now`
     const auto leads = [] { return opaque(threadIdx.x) % (32 * Warps) == 0; };
     const auto begin = [&] {  // next, unless it is too early, which the end of all shares never is
         if (next.begins_at > *(volatile int *)p.workspace.works_taken) return false;
         if (next.head >= 0)
-            load<Tile, Tile::Bc>(parts.floats[splitter], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
-                                 parts.floats_there[splitter]);
+            load<Tile, Tile::Bc>(shared.floats[splitter], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
+                                 shared.floats_there[splitter]);
         return true;
     };
     if (leads()) now.head = -1, next = take_share<Tile>(p);
@@ -693,51 +713,45 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
         sync(barrier_of(team), 32 * Warps);
         if (now.head < 0) return;
         const int j0 = now.t() * Tile::Bc;
-        wait(parts.floats_there[splitter], parity);
-        scales = split_tile<Tile, Tile::Bc, Warps>(InShared{parts.floats[splitter], p.a.d},
-                                                   [&] { return parts_of<Tile>(p.workspace, now.head, now.n); }, parts,
+        wait(shared.floats_there[splitter], parity);
+        scales = split_tile<Tile, Tile::Bc, Warps>(InShared{shared.floats[splitter], p.a.d},
+                                                   [&] { return parts_of<Tile>(p.workspace, now.head, now.n); }, shared,
                                                    team, {now.keys.begin - j0, now.keys.end - j0});
     }
 }
 
 // 5. - 6. for j: the parts of Kj and Vj, in the order in which they are used
 template <class Tile>
-__device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const Work &work, Ring<Tile::Stages> &K,
-                              Ring<Tile::Stages> &V) {
+__device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const WorkOfParts &work,
+                              Ring<Tile::Stages> &KV) {
     if (work.exact) return;
     const Workspace &w = p.workspace;
     fence_async_global();  // the parts were written by threads, and are read by asynchronous copies
-    const int64_t head = (int64_t)head_of(p, work) * w.Tc;
-    const auto load_parts = [&](bool is_V, int t) {
-        Ring<Tile::Stages> &ring = is_V ? V : K;
-        const int at = ring.at();
-        ring.wait_empty();
-        arrive_expecting(ring.full(), Tile::KBytes + sizeof(float4));
-        load_bytes((is_V ? shared.Vj : shared.Kj)[at], (is_V ? w.V : w.K) + (head + t) * Tile::KBytes, Tile::KBytes,
-                   ring.full());
-        load_bytes(&(is_V ? shared.parts.unscaleV : shared.parts.unscaleK)[at],
-                   (is_V ? w.unscaleV : w.unscaleK) + head + t, sizeof(float4), ring.full());
-        ring.advance();
-    };
-    const int begin = work.seen.begin / Tile::Bc, end = tiles_before<Tile>(work.seen.end);
-    for (int t = begin; t <= end; ++t) {
-        if (t < end) load_parts(false, t);
-        if (t > begin) load_parts(true, t - 1);
+    const int head = head_of(p, work), end = 2 * tiles_before<Tile>(work.seen.end);
+    for (int n = 2 * (work.seen.begin / Tile::Bc); n < end; ++n) {
+        KV.wait_empty();
+        arrive_expecting(KV.full(), Tile::KBytes + sizeof(float4));
+        load_bytes(shared.tiles[KV.at()], w.parts + place_of(w, head, n) * Tile::KBytes, Tile::KBytes, KV.full());
+        load_bytes(&shared.unscale[KV.at()], w.unscale + place_of(w, head, n), sizeof(float4), KV.full());
+        KV.advance();
     }
 }
 
 // 7. for i: says what the n-th tile is, or that there is none; of float32 once its K and V are split.
 template <class Tile>
 __device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kWorks> &works, int n) {
-    Work work = work_of<Tile>(p, n);
-    if constexpr (Tile::Parts == 2)
+    const Work work = work_of<Tile>(p, n);
+    static_cast<Work &>(shared.work[works.at()]) = work;
+    if constexpr (Tile::Parts == 2) {
+        WorkOfParts &there = shared.work[works.at()];
+        there.place = works.place, there.exact = false;
         if (work.b >= 0) {
             for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
-                shared.parts.ends[works.at()][warpgroup] =
+                there.ends[warpgroup] =
                     i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
-            if constexpr (Tile::FromWorkspace) await_parts<Tile>(p, work, shared.parts.largest_unscaleV[works.at()]);
+            if constexpr (Tile::FromWorkspace) await_parts<Tile>(p, there);
         }
-    shared.work[works.at()] = work;
+    }
     arrive(shared.works[works.at()].full);
     return work;
 }
@@ -757,28 +771,25 @@ __device__ void produce_Q(const Parameters &p, Shared<Tile> &shared, int i0, int
 // first, and writes what is learnt of the scales.
 template <class Tile>
 __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
-    SharedOfParts<Tile> &parts = shared.parts;
-    Ring<1> Q{}, K{shared.K}, V{shared.V};
+    Ring<1> Q{};
     Ring<kWorks> works{shared.works};
+    int parity = 0;  // of this work's phase of floats_there and KV
     const auto load_whole = [&](bool is_V, int key_head, int b) {
-        (is_V ? V : K).wait_empty();
-        load<Tile, Tile::Bc>(is_V ? shared.Vj[0] : shared.Kj[0], is_V ? p.V : p.K, 0, key_head, b,
-                             parts.floats_there[is_V]);
+        wait(shared.KV[is_V].empty, parity ^ 1);
+        load<Tile, Tile::Bc>(shared.tiles[is_V], is_V ? p.V : p.K, 0, key_head, b, shared.floats_there[is_V]);
     };
-    const auto split_whole = [&](bool is_V, Work &work) {
-        Ring<1> &ring = is_V ? V : K;
-        wait(parts.floats_there[is_V], ring.parity());
-        unsigned char *const tile = is_V ? shared.Vj[0] : shared.Kj[0];
+    const auto split_whole = [&](bool is_V, WorkOfParts &work) {
+        wait(shared.floats_there[is_V], parity);
+        unsigned char *const tile = shared.tiles[is_V];
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
-            InShared{tile, p.a.d}, [&] { return tile; }, parts, Tile::Consumers, work.band.keys);
+            InShared{tile, p.a.d}, [&] { return tile; }, shared, Tile::Consumers, work.band.keys);
         if (threadIdx.x == 0) {
-            (is_V ? parts.unscaleV : parts.unscaleK)[0].x = scales.unscale;
-            (is_V ? parts.largest_unscaleV[works.at()] : work.unscaleK) = scales.fit() ? scales.unscale : INFINITY;
-            arrive(ring.stages[0].full);
+            shared.unscale[is_V].x = scales.unscale;
+            (is_V ? work.unscaleV : work.unscaleK) = scales.fit() ? scales.unscale : INFINITY;
+            arrive(shared.KV[is_V].full);
         }
-        ring.advance();
     };
-    for (int n = -1;; __syncwarp(), works.release()) {
+    for (int n = -1;; parity ^= 1, __syncwarp(), works.release()) {
         if (threadIdx.x == 0) {
             works.wait_empty();
             n = tile_after(p, n);
@@ -793,7 +804,7 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
         }
         __syncwarp();
         works.wait_full();
-        Work &work = shared.work[works.at()];
+        WorkOfParts &work = shared.work[works.at()];
         if (work.b < 0) return;
         split_whole(false, work);
         split_whole(true, work);
@@ -891,7 +902,11 @@ __device__ void produce_V_and_store_O(const Parameters &p, Shared<Tile> &shared)
 template <class Tile>
 __device__ void produce(const Parameters &p, Shared<Tile> &shared) {
     Ring<Tile::QStages> Q{};
-    Ring<Tile::Stages> K{shared.K}, V{shared.V};
+    Ring<Tile::Stages> tiles{};
+    if constexpr (Tile::Parts == 2)
+        tiles.stages = shared.KV;
+    else
+        tiles.stages = shared.K;
     Ring<kWorks> works{shared.works};
     for (int n = -1;; works.advance()) {
         works.wait_empty();
@@ -899,10 +914,11 @@ __device__ void produce(const Parameters &p, Shared<Tile> &shared) {
         const Work work = announce_work<Tile>(p, shared, works, n);
         if (work.b < 0) return;
         if constexpr (Tile::FromWorkspace) {
-            produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
-            produce_parts<Tile>(p, shared, work, K, V);
+            const WorkOfParts &there = shared.work[works.at()];  // not `work`: registers are short
+            produce_Q<Tile>(p, shared, there.i0, there.h, there.b, Q);
+            produce_parts<Tile>(p, shared, there, tiles);
         } else {
-            produce_tiles<Tile>(p.K, work, K, shared.Kj, [] {});
+            produce_tiles<Tile>(p.K, work, tiles, shared.Kj, [] {});
         }
     }
 }
@@ -916,8 +932,8 @@ __device__ int which_consumer() { return of_all(threadIdx.x / 128) - 1; }
 // scale being negated first. cm is c m rounded: the error is one factor for a whole row, which O / l cancels. But for
 // scores in the thousands the difference would count, and for huge ones overflow: then m itself is subtracted first,
 // or, as long as a row has seen nothing but -inf, 0. For float32 with D > 128, where exponentials are few beside the
-// products, it always is; then c may be so small that a difference of scores overflows where it matters, so that s and
-// m are halved.
+// products, and in attend_by_floats it always is; then c may be so small that a difference of scores overflows where it
+// matters, so that s and m are halved.
 template <int D>
 constexpr bool kAlwaysSubtracts = D > 128;  // of float32
 template <bool AlwaysSubtracts>
@@ -937,8 +953,8 @@ __device__ float scale_of(const Attention &a, float unit = 1.f, float log2e = kL
 // The two rows of a thread, lane / 4 and lane / 4 + 8 of its warp's 16. m is of scores that aren't scaled yet.
 struct Rows {
     float m[2] = {-INFINITY, -INFINITY}, cm[2] = {-INFINITY, -INFINITY};
-    float l[2] = {0.f, 0.f};      // of this thread's columns
-    float alpha[2], subtract[2];  // of the last tile by which m moved: Pij = exp2(c Sij - subtract)
+    float l[2] = {0.f, 0.f};      // of this thread's columns; of float32 since m moved last (set_l_aside)
+    float alpha[2], subtract[2];  // of move_max: Pij = exp2(c Sij - subtract); of float32 alpha is 1 where m stays
 };
 
 // What is subtracted where subtracts_m: m, or 0
@@ -1098,33 +1114,30 @@ __device__ void multiply_QK_floats(float (&Sij)[Count], const Attention &a, cons
     const float *const k = (const float *)a.k + work.b * a.k_stride.batch + work.key_head * a.k_stride.head;
     const float factor = 1.f / unit_of_floats(a), of_q = fminf(factor, 1.f), of_sum = fmaxf(factor, 1.f);
 #pragma unroll
-    for (int x = 0; x < Count; x += 4) {  // two rows and two keys
-        const float *row[4];
-        for (int n = 0; n < 2; ++n) {
-            row[n] = q + min(i + 8 * n, a.Nq - 1) * a.q_stride.row;
-            row[2 + n] = k + min(j0 + 2 * x + opaque(threadIdx.x) % 4 * 2 + n, a.Nk - 1) * a.k_stride.row;
-        }
-        float sums[4] = {};
+    for (int x = 0; x < Count; x += 2) {  // two keys, of one row
+        const float *const q_row = q + min(i + x / 2 % 2 * 8, a.Nq - 1) * a.q_stride.row, *k_row[2];
+        for (int n = 0; n < 2; ++n)
+            k_row[n] = k + min(j0 + x / 4 * 8 + opaque(threadIdx.x) % 4 * 2 + n, a.Nk - 1) * a.k_stride.row;
+        float sums[2] = {};
 #pragma unroll 1
         for (int y0 = 0; y0 < a.d; y0 += 32) {
-            float sum[4] = {};  // of few terms: more exact
+            float sum[2] = {};  // of few terms: more exact
 #pragma unroll 1
             for (int y = y0; y < min(y0 + 32, a.d); y += 4) {
-                float4 z[4];
-                for (int n = 0; n < 4; ++n) z[n] = load_four(row[n] + y, a.d - y);
-                for (int n = 0; n < 4; ++n) {
-                    const float4 &q4 = z[n / 2], &k4 = z[2 + n % 2];
+                const float4 q4 = load_four(q_row + y, a.d - y);
+                for (int n = 0; n < 2; ++n) {
+                    const float4 k4 = load_four(k_row[n] + y, a.d - y);
                     sum[n] = fmaf(of_q * q4.x, k4.x, sum[n]), sum[n] = fmaf(of_q * q4.y, k4.y, sum[n]);
                     sum[n] = fmaf(of_q * q4.z, k4.z, sum[n]), sum[n] = fmaf(of_q * q4.w, k4.w, sum[n]);
                 }
             }
-            for (int n = 0; n < 4; ++n) sums[n] += of_sum * sum[n];
+            for (int n = 0; n < 2; ++n) sums[n] += of_sum * sum[n];
         }
-        for (int n = 0; n < 4; ++n) Sij[x + n] = sums[n];
+        for (int n = 0; n < 2; ++n) Sij[x + n] = sums[n];
     }
 }
 
-// Oi += Pij Vj likewise, 64 columns at a time, summed for the tile and then added: in a sum over all keys small terms
+// Oi += Pij Vj likewise, 32 columns at a time, summed for the tile and then added: in a sum over all keys small terms
 // are lost.
 template <int Count, int CountP>
 __device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP], const Attention &a, const Work &work,
@@ -1132,8 +1145,8 @@ __device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP
     const float *v = (const float *)a.v + work.b * a.v_stride.batch + work.key_head * a.v_stride.head;
     const int end = min(work.band.keys.end - j0, CountP * 2), quad = opaque(threadIdx.x) % 4;
 #pragma unroll
-    for (int x0 = 0; x0 < Count; x0 += 32) {
-        float Tij[32] = {};
+    for (int x0 = 0; x0 < Count; x0 += 16) {
+        float Tij[16] = {};
 #pragma unroll 1
         for (int j = max(work.band.keys.begin - j0, 0); j < end; ++j) {
             float p[2] = {0.f, 0.f};
@@ -1144,7 +1157,7 @@ __device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP
             const float *const at = v + (j0 + j) * a.v_stride.row + 2 * x0 + 2 * quad;
             const int columns = a.d - 2 * x0 - 2 * quad;
 #pragma unroll
-            for (int x = 0; x < 32; x += 4) {  // of O's rows two columns: 2 x and 2 x + 1
+            for (int x = 0; x < 16; x += 4) {  // of O's rows two columns: 2 x and 2 x + 1
                 float2 two = {};
                 if (2 * x + 1 < columns)
                     two = *(const float2 *)(at + 2 * x);
@@ -1154,12 +1167,11 @@ __device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP
                     Tij[x + 2 * r] = fmaf(p[r], two.x, Tij[x + 2 * r]);
                     Tij[x + 2 * r + 1] = fmaf(p[r], two.y, Tij[x + 2 * r + 1]);
                 }
-                if (x % 16 == 12)
-                    asm volatile("" ::: "memory");  // or else too many loads are under way for the registers
             }
+            asm volatile("" ::: "memory");  // or else too many loads are under way for the registers
         }
 #pragma unroll
-        for (int x = 0; x < 32; ++x) Oi[x0 + x] += Tij[x];
+        for (int x = 0; x < 16; ++x) Oi[x0 + x] += Tij[x];
     }
 }
 
@@ -1313,7 +1325,9 @@ __device__ void store_floats(const Parameters &p, const Work &work, int i, const
     for (int r = 0; r < 2; ++r) {
         float4 x[Count / 8];
         trade(x, Oi, r, quad);
-        const float weight = corrected(unitO, l[r], kShortT<D>) / l[r];
+        // 1 / l by a step of Newton's: shorter than a division
+        const float near = __fdividef(1.f, l[r]), inverse = fmaf(near, fmaf(-l[r], near, 1.f), near);
+        const float weight = inverse * corrected(unitO, l[r], kShortT<D>);
         store_row(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - first : 0, weight, x);
     }
 }
@@ -1511,34 +1525,30 @@ __device__ int row_of_thread() {
     return 64 * (thread / 128 - 1) + thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 
-// 10. - 11. for a tile of Count * 2 keys from j0 on
-template <int D, int Count>
-__device__ void softmax(float (&Sij)[Count], Rows &rows, const Attention &a, const Work &work, int warpgroup, int j0,
-                        float c, float tile_unit = 1.f) {
+// 9. -Sij if the scale is negative, and the mask, of a tile of keys from j0 on; most tiles skip both by one branch.
+template <int Count>
+__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const Work &work, int warpgroup, int j0) {
     const int i0 = work.i0 + 64 * warpgroup;
     const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
     const bool negated = a.softmax_scale < 0.f;
-    if (negated || j0 < unmasked.begin || j0 + Count * 2 > unmasked.end) {
-        if (negated) negate(Sij);
-        mask(Sij, work.band, work.i0 + row_of_thread(), j0);
-    }
-    move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
-    exponentiate<kAlwaysSubtracts<D>>(Sij, rows, fmaxf(c * tile_unit, kLeastScale));  // or else 0 times a hidden -inf
+    if (!negated && j0 >= unmasked.begin && j0 + Count * 2 <= unmasked.end) return;
+    if (negated) negate(Sij);
+    mask(Sij, work.band, work.i0 + row_of_thread(), j0);
 }
 
-// Whether rows of O are far below V, so that what the parts lose of small Pij may count: as where the largest Pij are
-// those of rows of zeros in V. Means of as many ordinary numbers are 2^6 larger.
+// Whether rows of O are far below V, so that what the parts lose may count: of small Vj, as where the largest Pij are
+// those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight: n Pij may lose 2^-36 each, of
+// which 0.5 n / sqrt(n) is the bound. Means of as many ordinary numbers are 2^6 larger.
 template <int Count>
-__device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const Work &work, float largest_unscaleV,
-                          float unitO) {
-    const float least =
-        largest_unscaleV * inverse_of_power(unitO) * 256.f * rsqrtf((float)(work.seen.end - work.seen.begin));
+__device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
+    const float unit = work.unscaleV * inverse_of_power(unitO), n = work.seen.end - work.seen.begin;
     bool small = false;
     for (int r = 0; r < 2; ++r) {
         float most = 0.f;
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
-        small |= row_max<4>(most) < least * l[r] && work.i0 + row_of_thread() + 8 * r < work.i1;
+        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0.5f * n) &&
+                 work.i0 + row_of_thread() + 8 * r < work.i1;
     }
     return __any_sync(~0u, small);
 }
@@ -1548,18 +1558,16 @@ __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const W
 constexpr int kTilesInOi = 256;
 
 // Oi is added to the sum of earlier tiles, which O has, relative to m_of_O. The new sum goes to O, and Oi begins at 0;
-// at last it goes to Oi.
-template <int D, int Count>
+// at last it goes to Oi. Only where m is always subtracted first: Oi is then relative to m, not to a rounded cm.
+template <int Count>
 __device__ void add_up(const Parameters &p, const Work &work, float (&Oi)[Count], float &unitO, const Rows &rows,
                        float c, float *m_of_O, bool is_first, bool is_last) {
-    static_assert(D > 128);  // m is always subtracted first: Oi is relative to it, not to a rounded cm
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {  // one after the other: registers are short
         const int row = row_of_thread() + 8 * r, column = 2 * (opaque(threadIdx.x) % 4);
         float *const o = (float *)p.a.o + row_at(p.a.o_stride, work, work.i0 + row) + column;
         const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
-        const float m = r == 0 ? rows.m[0] : rows.m[1],
-                    alpha = is_first ? 0.f : alpha_of<kAlwaysSubtracts<D>>(m_of_O[row], m, c);
+        const float m = r == 0 ? rows.m[0] : rows.m[1], alpha = is_first ? 0.f : alpha_of<true>(m_of_O[row], m, c);
 #pragma unroll
         for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
             const int at = x / 4 * 8 + x % 2;
@@ -1577,35 +1585,65 @@ __device__ void add_up(const Parameters &p, const Work &work, float (&Oi)[Count]
     unitO = 1.f;
 }
 
+// If m moved in the warp, l goes to shared memory, of the whole row, and begins at 0: what is added before m's next
+// move may be so little, tile by tile, that beside it all would be lost. With a row's first tile m moves, from -inf.
+__device__ void set_l_aside(Rows &rows, float *l_of_rows, bool is_first) {
+    if (!__any_sync(~0u, rows.alpha[0] != 1.f || rows.alpha[1] != 1.f)) return;
+    for (int r = 0; r < 2; ++r) {
+        float &aside = l_of_rows[row_of_thread() + 8 * r];
+        const float l = row_sum<4>(rows.l[r]), sum = is_first ? l : fmaf(aside, rows.alpha[r], l);
+        __syncwarp();  // the row's four lanes have read it
+        if (threadIdx.x % 4 == 0) aside = sum;
+        rows.l[r] = 0.f;
+    }
+    __syncwarp();
+}
+// At the end. Each of the row's four lanes gets a quarter.
+__device__ void join_l(Rows &rows, const float *l_of_rows) {
+    for (int r = 0; r < 2; ++r) rows.l[r] = 0.25f * (row_sum<4>(rows.l[r]) + l_of_rows[row_of_thread() + 8 * r]);
+}
+
 // A consumer's part of a work, from the float32s themselves
 template <class Tile>
-__device__ void attend_by_floats(const Parameters &p, const Work &work, int warpgroup, int end) {
-    constexpr int D = Tile::D, Bc = Tile::Bc;
+__device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, const WorkOfParts &work, int warpgroup) {
+    constexpr int D = Tile::D, Bc = 16;  // few: registers are short
+    constexpr int InOi = 64 * Bc;        // no more keys are added up in Oi, as with kTilesInOi
     const float unit = unit_of_floats(p.a), c = scale_of(p.a, unit);
-    const int i = work.i0 + row_of_thread();
-    float Oi[D / 2] = {}, Sij[Bc / 2];
+    const int i = work.i0 + row_of_thread(), end = work.ends[warpgroup];
+    float Oi[D / 2] = {}, Sij[Bc / 2], unitO = 1.f;
     Rows rows = Rows();
-    for (int j0 = work.seen.begin; j0 < end; j0 += Bc) {
+    int j0 = work.seen.begin;
+    for (; j0 < end; j0 += Bc) {
+        const int keys = j0 - work.seen.begin;
+        if (keys > 0 && keys % InOi == 0) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
         multiply_QK_floats(Sij, p.a, work, i, j0);
-        softmax<D>(Sij, rows, p.a, work, warpgroup, j0, c);
+        negate_and_mask(Sij, p.a, work, warpgroup, j0);
+        move_max<true>(Sij, rows, c);
+        exponentiate<true>(Sij, rows, c);
+        set_l_aside(rows, shared.l_of_rows, keys == 0);
         rescale(Oi, rows);
         multiply_PV_floats(Oi, Sij, p.a, work, j0);
     }
-    store_state<kAlwaysSubtracts<D>>(p, work, i, Oi, rows, c, unit);
+    if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
+    if (j0 > work.seen.begin) join_l(rows, shared.l_of_rows);
+    store_state<true>(p, work, i, Oi, rows, c, unit);
 }
 
 // consume for float32, in parts
 template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
-    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 64 : D;  // of Vj at once: registers for Tij
-    // The small tile has one tile of keys, so the product of the tile before is left out: code that runs once is waited
-    // for, line by line (NOTES.md).
+    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 128 : 64;  // of Vj at once: registers for Tij
+    constexpr int InOi = kTilesInOi * Bc;
+    // The small tile has one tile of keys, so what only a loop needs is left out: code that runs once is waited for,
+    // line by line (NOTES.md).
     constexpr bool loops = !Tile::SplitsAll;
+    // Whether exponentials may be taken by an m from before, and l be set aside: that costs 4 % at d 256, N 2048
+    constexpr bool can_hope = loops && !kAlwaysSubtracts<D>;
     const Attention &a = p.a;
     const int warpgroup = which_consumer();
     Ring<kWorks> works{shared.works};
-    Ring<Tile::Stages> K{shared.K}, V{shared.V};
-    for (;; __syncwarp(), works.release()) {  // all lanes have read the work
+    Ring<Tile::Stages> KV{shared.KV};
+    for (;; works.release()) {
         // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
         // don't.
         if (Tile::FromWorkspace && p.workspace.heads && a.d % 4 == 0)
@@ -1613,29 +1651,25 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                    help<Tile>(p, shared, warpgroup)) {
             }
         works.wait_full();
-        const Work &work = shared.work[works.at()];
+        const WorkOfParts &work = shared.work[works.at()];
         if (work.b < 0) return;
         // Q's one place goes with the works: in step, so that it needs no register of its own.
-        static_assert(kWorks % 2 == 0);
-        const auto Q = [&] { return Ring<1>{shared.Q[warpgroup], works.place % 2}; };
-        const auto my_end = [&] { return shared.parts.ends[opaque(works.at())][warpgroup]; };
-        const auto pass_tiles = [&](int j0) {  // that other warpgroups need
-            for (; j0 < work.seen.end; j0 += Bc) {
-                K.pass();
-                V.pass();
-            }
+        const auto Q = [&] { return Ring<1>{shared.Q[warpgroup], (loops ? work.place : works.place) % 2}; };
+        const auto my_end = [&] { return work.ends[warpgroup]; };
+        const auto at = [&](bool is_V) { return loops ? KV.at() : is_V; };  // of the small tile a constant
+        const auto pass_tiles = [&](int j0) {                               // that other warpgroups need
+            for (; j0 < work.seen.end; j0 += Bc) KV.pass(), KV.pass();
         };
-        const auto largest_unscaleV = [&] { return shared.parts.largest_unscaleV[works.at()]; };
-        const auto unit = [&] { return work.unscaleK * shared.parts.unscaleQ[warpgroup]; };  // of m
+        const auto unit = [&] { return work.unscaleK * shared.unscaleQ[warpgroup]; };  // of m
         Q().wait_full();
         bool exact = work.exact;
         if (!exact) {
             unsigned char *const Qi = shared.Qi[warpgroup][0];
             const Scales scales = split_tile<Tile, 64, 4>(
-                InShared{Qi, a.d}, [&] { return Qi; }, shared.parts, warpgroup, {0, work.i1 - work.i0 - 64 * warpgroup},
-                &shared.parts.unscaleQ[warpgroup]);
+                InShared{Qi, a.d}, [&] { return Qi; }, shared, warpgroup, {0, work.i1 - work.i0 - 64 * warpgroup},
+                &shared.unscaleQ[warpgroup]);
             exact = !scales.fit();
-            if constexpr (Tile::SplitsAll) K.wait_full();  // its unscale is known; inf if the parts don't carry it
+            if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known; inf if the parts don't carry it
             // Or floats couldn't be in units of it.
             exact |= !(unit() > 1e-30f && unit() * fmaxf(fabsf(a.softmax_scale), 1.f) < 1e30f);
             if (exact) pass_tiles(work.seen.begin);
@@ -1643,99 +1677,85 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         if (exact) {
             Q().release();
         } else {
-            float Oi[D / 2] = {}, Sij[Bc / 2];
+            const float c = scale_of(a, unit(), kLog2eOfS<D>);
+            float Oi[D / 2] = {};
+            // Oi times unitO is what it stands for: unscaleV / kP of the last Vj that wasn't zeros, 0 before there was
+            // one, 1 after add_up.
+            float unitO = 0.f;
             Rows rows = Rows();
             int j0 = work.seen.begin;
-            uint32_t hi[Bc / 4] = {}, lo[Bc / 4] = {};
-            float Tij[Columns / 2];
-            const float c = scale_of(a, unit(), kLog2eOfS<D>);
-            // 9. Sij = Qi Kj^T; for long rows two sums
-            float rest[D > 128 ? Bc / 2 : 1];
-            const auto begin_S = [&] {
-                const unsigned char *Qi = shared.Qi[warpgroup][0], *Kj = shared.Kj[K.at()];
+            do {  // 5. for j
+                if constexpr (D > 128) {
+                    const int keys = j0 - work.seen.begin;
+                    if (keys > 0 && keys % InOi == 0)
+                        add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
+                }
+                // 9. Sij = Qi Kj^T; for long rows two sums
+                KV.wait_full();
+                const unsigned char *const Qi = shared.Qi[warpgroup][0], *const Kj = shared.tiles[at(false)];
+                float Sij[Bc / 2], rest[D > 128 ? Bc / 2 : 1];
                 begin_QK<__half, Tile>(Sij, Qi, Kj, 0, D > 128 ? 128 : D);
                 if constexpr (D > 128) begin_QK<__half, Tile>(rest, Qi, Kj, 128, D);
-            };
-            const auto end_S = [&](float unscale) {
-                wait_for<loops ? 1 : 0>(Sij);
+                const float unscaleK = by_one(shared.unscale[at(false)].x);
+                wait_for<0>(Sij);
                 if constexpr (D > 128) {
-                    wait_for<1>(rest);
+                    wait_for<0>(rest);
 #pragma unroll
                     for (int x = 0; x < Bc / 2; ++x) Sij[x] += rest[x];
                 }
-                K.release(unscale);
-            };
-            // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, alpha being that of the tile of Pij. Oi times unitO is what
-            // it stands for: unscaleV / kP of the last Vj that wasn't zeros, 0 before there was one, 1 after add_up.
-            float unitO = 0.f;
-            const auto begin_T = [&](int x0) {
-                begin_PV_parts<Tile>(Tij, hi, lo, shared.Vj[V.at()] + x0 / kBox * (2 * Bc * 128));
-            };
-            const auto add_T = [&](int x0, const float(&factor)[2]) {
-#pragma unroll
-                for (int x = 0; x < Columns / 2; ++x) Oi[x0 / 2 + x] = fmaf(Oi[x0 / 2 + x], factor[x / 2 % 2], Tij[x]);
-            };
-            const auto end_T = [&](float(&factor)[2], float unscaleV_by_one) {
-                wait_for<0>(Tij);
-                const float unscaleV = of_all(unscaleV_by_one), unitT = unscaleV > 0.f ? unscaleV / kP : unitO;
-                for (float &x : factor) x *= unitO * inverse_of_power(unitT);
-                unitO = unitT;
-                add_T(0, factor);
-                return unscaleV;
-            };
-            const auto other_columns = [&](const float(&factor)[2]) {
-#pragma unroll
-                for (int x0 = Columns; x0 < D; x0 += Columns) {
-                    begin_T(x0);
-                    wait_for<0>(Tij);
-                    add_T(x0, factor);
-                }
-            };
-            // 5. for j. The first time Pij is 0, and Qi, which is finite, stands in for Vj: Tij = 0. So, if it loops,
-            // the code is there once.
-            do {
-                const bool counts = loops && j0 > work.seen.begin;
-                if constexpr (D > 128)
-                    if (counts && (j0 - work.seen.begin) % (kTilesInOi * Bc) == 0) {
-                        rescale(Oi, rows);  // now; end_T finds an Oi of 0
-                        add_up<D>(p, work, Oi, unitO, rows, c, shared.parts.m_of_O,
-                                  j0 - work.seen.begin == kTilesInOi * Bc, false);
-                    }
-                K.wait_full();
-                begin_S();
-                const float unscaleK_by_one = by_one(shared.parts.unscaleK[K.at()].x);
-                if (counts) V.wait_full();
-                const float unscaleV_by_one = counts ? by_one(shared.parts.unscaleV[V.at()].x) : 0.f;
-                if (loops) begin_PV_parts<Tile>(Tij, hi, lo, counts ? shared.Vj[V.at()] : shared.Qi[warpgroup][0]);
-                float factor[2] = {rows.alpha[0], rows.alpha[1]};  // of Pij's tile; softmax moves on to the next
-                const float unscaleK = of_all(unscaleK_by_one);
-                // A tile that isn't zeros has a unit in between (await_parts); of zeros any does that overflows
-                // nowhere.
+                KV.release(unscaleK);
+                if (!loops || j0 + Bc >= my_end()) Q().release();
+                negate_and_mask(Sij, a, work, warpgroup, j0);
+                // 10. - 11. Pij in two parts, times kP: the A's of Pij Vj. A tile that isn't zeros has a unit of
+                // 2^-60 to 1 (await_parts); of zeros any does that overflows nowhere. c_tile is not 0, or else 0 times
+                // a hidden -inf.
                 const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
-                end_S(unscaleK);
-                softmax<D>(Sij, rows, a, work, warpgroup, j0, c, tile_unit);
-                if (loops) {
-                    const float unscaleV = end_T(factor, unscaleV_by_one);
-                    if (counts) other_columns(factor), V.release(unscaleV);
-                }
-                // Pij in two parts, times kP: the A's of Pij Vj
+                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
+                uint32_t hi[Bc / 4], lo[Bc / 4];
+                float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
+                const bool needs_max =
+                    subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
+                const bool hopes = can_hope && !a.l && __all_sync(~0u, !needs_max);
+                if (hopes)
 #pragma unroll
-                for (int x = 0; x < Bc / 4; ++x) split({Sij[2 * x] * kP, Sij[2 * x + 1] * kP}, hi[x], lo[x]);
+                    for (int x = 0; x < Bc / 4; ++x) {
+                        const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -rows.cm[x % 2])),
+                                            exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -rows.cm[x % 2]))};
+                        sum[x % 2] += P[0], sum[x % 2] += P[1];
+                        split({P[0] * kP, P[1] * kP}, hi[x], lo[x]);
+                    }
+                if (can_hope && __all_sync(~0u, hopes && sum[0] <= kMostP && sum[1] <= kMostP)) {  // no if one is NaN
+                    for (int r = 0; r < 2; ++r) rows.l[r] += sum[r], rows.alpha[r] = 1.f;
+                } else {
+                    move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
+                    exponentiate<kAlwaysSubtracts<D>>(Sij, rows, c_tile);
+                    if (can_hope) set_l_aside(rows, shared.l_of_rows, j0 == work.seen.begin);
+#pragma unroll
+                    for (int x = 0; x < Bc / 4; ++x) split({Sij[2 * x] * kP, Sij[2 * x + 1] * kP}, hi[x], lo[x]);
+                }
+                // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, not of all columns at a time: registers are short
+                KV.wait_full();
+                const float unscaleV = by_one(shared.unscale[at(true)].x);
+                const float unitT = unscaleV > 0.f ? unscaleV / kP : unitO;
+                const float in_unitT = unitO * inverse_of_power(unitT);
+                const float factor[2] = {rows.alpha[0] * in_unitT, rows.alpha[1] * in_unitT};
+                unitO = unitT;
+#pragma unroll
+                for (int x0 = 0; x0 < D / 2; x0 += Columns / 2) {
+                    float Tij[Columns / 2];
+                    begin_PV_parts<Tile>(Tij, hi, lo, shared.tiles[at(true)] + 2 * x0 / kBox * (2 * Bc * 128));
+                    wait_for<0>(Tij);
+#pragma unroll
+                    for (int x = 0; x < Columns / 2; ++x) Oi[x0 + x] = fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
+                }
+                KV.release(unscaleV);
                 j0 += Bc;
             } while (loops && j0 < my_end());
-            Q().release();
-            V.wait_full();
-            const float unscaleV_by_one = by_one(shared.parts.unscaleV[V.at()].x);
-            begin_T(0);
-            float factor[2] = {rows.alpha[0], rows.alpha[1]};
-            const float unscaleV = end_T(factor, unscaleV_by_one);
-            other_columns(factor);
-            V.release(unscaleV);
             if constexpr (D > 128)
-                if (j0 - work.seen.begin > kTilesInOi * Bc)
-                    add_up<D>(p, work, Oi, unitO, rows, c, shared.parts.m_of_O, false, true);
+                if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
+            if (can_hope) join_l(rows, shared.l_of_rows);
             const float l[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};  // of whole rows
-            exact = largest_unscaleV() == INFINITY || are_small(Oi, l, work, largest_unscaleV(), unitO);
+            exact = work.unscaleV == INFINITY || are_small(Oi, l, work, unitO);
             if (unitO < 0x1p-60f || a.l_in) {  // or else unitO times the row's weight could be subnormal
 #pragma unroll
                 for (float &x : Oi) x *= unitO;
@@ -1744,7 +1764,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             if (!exact) store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, l, c, unit(), unitO);
             pass_tiles(j0);
         }
-        if (exact) attend_by_floats<Tile>(p, work, warpgroup, my_end());
+        if (exact) attend_by_floats<Tile>(p, shared, work, warpgroup);
+        if (loops) works.place = work.place;  // the same, read again: so it takes no register while the work lasts
+        __syncwarp();                         // all lanes have read the work
     }
 }
 
@@ -1760,12 +1782,14 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         };
         constexpr int warps = 4 * Tile::Consumers;
         init_ring(shared.works, warps + (Tile::SplitsAll ? 4 : Tile::Parts == 2 ? 0 : 2));  // and who loads, or splits
-        if constexpr (Tile::Parts == 2) {
-            for (Barrier &there : shared.parts.floats_there) init(there, 1);
-            for (Share &next : shared.parts.next) next.head = 0;
-        }
         for (auto &ring : shared.Q) init_ring(ring, 4);
-        init_ring(shared.K, warps), init_ring(shared.V, warps);
+        if constexpr (Tile::Parts == 2) {
+            init_ring(shared.KV, warps);
+            for (Barrier &there : shared.floats_there) init(there, 1);
+            for (Share &next : shared.next) next.head = 0;
+        } else {
+            init_ring(shared.K, warps), init_ring(shared.V, warps);
+        }
         if constexpr (Tile::OTakesV)
             for (Barrier &there : shared.O_there) init(there, 4);
         fence_async();
@@ -1778,16 +1802,18 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     __syncthreads();
     if (threadIdx.x < 128) {
         give_registers<Tile::ProducerRegisters>();
-        if (threadIdx.x == 0 && !Tile::SplitsAll) produce<Tile>(p, shared);
         if constexpr (Tile::SplitsAll) {
             produce_and_split<Tile>(p, shared);
-        } else if constexpr (Tile::FromWorkspace) {
-            constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
-            if (threadIdx.x >= first && p.workspace.heads)
-                split_K_and_V<Tile>(p, shared, Tile::Splitters > 1 ? of_all((threadIdx.x - first) / threads) : 0);
         } else {
-            if (threadIdx.x == 32) produce_Q_and_store_O<Tile>(p, shared);
-            if (threadIdx.x == 64) produce_V_and_store_O<Tile>(p, shared);
+            if (threadIdx.x == 0) produce<Tile>(p, shared);
+            if constexpr (Tile::FromWorkspace) {
+                constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
+                if (threadIdx.x >= first && p.workspace.heads)
+                    split_K_and_V<Tile>(p, shared, Tile::Splitters > 1 ? of_all((threadIdx.x - first) / threads) : 0);
+            } else {
+                if (threadIdx.x == 32) produce_Q_and_store_O<Tile>(p, shared);
+                if (threadIdx.x == 64) produce_V_and_store_O<Tile>(p, shared);
+            }
         }
     } else {
         take_registers<Tile::ConsumerRegisters>();
@@ -1843,11 +1869,10 @@ int64_t plan(const Attention &a, void *memory, Workspace &w) {
     const auto take = [&](auto *&part, int64_t bytes) {
         part = (std::remove_reference_t<decltype(part)>)((char *)memory + size), size += (bytes + 127) / 128 * 128;
     };
-    const int64_t heads = w.batches * a.Hkv, tiles = heads * w.Tc;
+    const int64_t heads = w.batches * a.Hkv, tiles = heads * 2 * w.Tc;
     take(w.heads, heads * sizeof(Head)), take(w.works_taken, sizeof(int)),
         take(w.shares_taken, sizeof(int));  // set to 0 by one memset
-    take(w.unscaleK, tiles * sizeof(float4)), take(w.unscaleV, tiles * sizeof(float4));
-    take(w.K, tiles * Tile::KBytes), take(w.V, tiles * Tile::KBytes);
+    take(w.unscale, tiles * sizeof(float4)), take(w.parts, tiles * Tile::KBytes);
     return size;
 }
 
@@ -1906,16 +1931,20 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// 48 KB, and three of 224 KB, of which `floats` are 48, 32 and 32 KB. Other d go to the next of 64, 128 and 256. The
-// first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them in
-// place, and two blocks share a multiprocessor.
+// 48, 208, 208, 224 and 224 KB, of which `floats` are 0, 48, 48, 32 and 32. Other d go to the next of 64, 128 and 256.
+// The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them in
+// place, and two blocks share a multiprocessor. At d 64 four consumers are 9 to 12 % faster than three at N 256, 1 to
+// 6 % at N 512 and 2048, unless rows are few, or works: 132 is what a H100 has multiprocessors; it isn't asked, so that
+// workspace_sm90 finds the same tile. Seven places for four consumers: the same within 2 %.
 template <class Use>
 auto with_tile_of_float32(Attention a, const Use &use) {
     if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
-    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(a, Tile<64, 64, 64, 1, 1, 2, 2>());
-    if (a.d <= 64) return use(a, Tile<64, 192, 64, 1, 4, 1, 2>());
-    if (a.d <= 128) return use(a, Tile<128, 128, 64, 1, 2, 1, 2>());
-    return use(a, Tile<256, 128, 32, 1, 1, 1, 2>());
+    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(a, Tile<64, 64, 64, 1, 2, 2, 2>());
+    const bool few = a.Nq <= 192 || a.B * a.Hq * ((a.Nq + 255) / 256) < 132;
+    if (a.d <= 64 && few) return use(a, Tile<64, 192, 64, 1, 7, 1, 2>());
+    if (a.d <= 64) return use(a, Tile<64, 256, 64, 1, 6, 1, 2>());
+    if (a.d <= 128) return use(a, Tile<128, 192, 64, 1, 3, 1, 2>());
+    return use(a, Tile<256, 128, 32, 1, 2, 1, 2>());
 }
 
 template <class T>

@@ -86,6 +86,11 @@ def test_float32_beyond_float16(machine, d):
     check(machine, (q, k, v), causal=True)
 
 
+def test_many_heads_of_float32(machine):
+    """From 132 heads of more than 192 rows on, sm90 takes 256 rows at a time."""
+    check(machine, machine.qkv(B=1, Hq=132, Hkv=2, Nq=200, Nk=140, d=64), causal=True)
+
+
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 def test_state(machine, dtype, d):
     q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
