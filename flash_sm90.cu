@@ -1539,7 +1539,8 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 
 // Whether rows of O are far below V, so that what the parts lose may count: of small Vj, as where the largest Pij are
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight: n Pij may lose 2^-36 each, of
-// which 0.5 n / sqrt(n) is the bound. Means of as many ordinary numbers are 2^6 larger.
+// which 0.5 n / sqrt(n) is the bound if they differ; of equal Pij it isn't. Means of as many ordinary numbers are 2^6
+// larger. A row that sees no key is small, too, which costs its warp time (both: NOTES.md, Known).
 template <int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
     const float unit = work.unscaleV * inverse_of_power(unitO), n = work.seen.end - work.seen.begin;
@@ -1638,7 +1639,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
     // The small tile has one tile of keys, so what only a loop needs is left out: code that runs once is waited for,
     // line by line (NOTES.md).
     constexpr bool loops = !Tile::SplitsAll;
-    // Whether exponentials may be taken by an m from before, and l be set aside: that costs 4 % at d 256, N 2048
+    // Whether exponentials may be taken by an m from before, and l be set aside, which costs 3 to 4 % at d 256, N 2048
     constexpr bool can_hope = loops && !kAlwaysSubtracts<D>;
     const Attention &a = p.a;
     const int warpgroup = which_consumer();
@@ -1934,9 +1935,9 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 
 // 48, 208, 208, 224 and 224 KB, of which `floats` are 0, 48, 48, 32 and 32. Other d go to the next of 64, 128 and 256.
 // The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them in
-// place, and two blocks share a multiprocessor. At d 64 four consumers are 9 to 12 % faster than three at N 256, 1 to
-// 6 % at N 512 and 2048, unless rows are few, or works: 132 is what a H100 has multiprocessors; it isn't asked, so that
-// workspace_sm90 finds the same tile. Seven places for four consumers: the same within 2 %.
+// place, and two blocks share a multiprocessor. d 64 has four consumers, unless rows are few, or works: 132 is what a
+// H100 has multiprocessors; it isn't asked, so that workspace_sm90 finds the same tile. Three were only measured in the
+// loop before (NOTES.md). Seven places for four consumers: the same within 3 %.
 template <class Use>
 auto with_tile_of_float32(Attention a, const Use &use) {
     if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
