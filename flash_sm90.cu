@@ -16,9 +16,10 @@
 // V as they lie in shared memory.
 //
 // The softmax is hopeful: but for a work's first tile, and where m is subtracted first (subtracts_m), exponentials are
-// taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM, kMostP), that was right: O / l cancels
-// what m is short of the maximum. If not, m moves, and they are taken again. So for most tiles nothing comes before the
-// exponentials, and Oi is rescaled for a few. (Not for float32 with D > 128, nor if float32's state is wanted.)
+// taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM; of float32, if each, times kP, is a
+// float16), that was right: O / l cancels what m is short of the maximum. If not, m moves, and they are taken again. So
+// for most tiles nothing comes before the exponentials, and Oi is rescaled for a few. (Not for float32 with D > 128,
+// nor if float32's state is wanted.)
 //
 // What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that some
 // of the exponentials of the one run beside the other. With two Qi consumers take turns in starting products, so that
@@ -89,15 +90,15 @@ struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
     // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. Of float32 it keeps
-    // what these can spare, to have more under way when it splits (56 of three consumers: with 32, 3 % slower at d 128,
-    // N 512); of the small tile it splits by all warps, as they do. A float division calls a subroutine that doesn't
-    // know of this, so there is none in the producer.
+    // what these can spare, to have more under way when it splits (56: with 32, 3 % slower at d 128, N 512, three
+    // consumers); of the small tile it splits by all warps, as they do. A float division calls a subroutine that
+    // doesn't know of this, so there is none in the producer.
     static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
-    static constexpr int ProducerRegisters = Parts_ == 1      ? 32
-                                             : Consumers == 1 ? 96
-                                             : Consumers == 3 ? 56
-                                             : Consumers == 4 ? 32
-                                                              : 40;
+    static constexpr int ProducerRegisters = Parts_ == 1                  ? 32
+                                             : Consumers == 1             ? 96
+                                             : Consumers == 3 || D == 128 ? 56
+                                             : Consumers == 4             ? 32
+                                                                          : 40;
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
@@ -109,6 +110,9 @@ struct Tile {
     static constexpr bool OTakesV = Parts == 1 && QStages == 1 && Consumers <= Stages && QBytes <= KBytes;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
+    // Of two parts: whether exponentials may be taken by an m from before, and l be set aside, which costs 1 to 4 % at
+    // d 256; the small tile has one tile of keys.
+    static constexpr bool Hopes = FromWorkspace && D <= 128;
     // The producer's last warps split for the workspace: three, each alone (7 to 10 % faster at d 64, N 512, causal,
     // than two together), or, where there is no room for three tiles of float32s, two together. (The small tile's split
     // in place: all four, together.)
@@ -313,20 +317,22 @@ __device__ uint32_t pack(float x, float y) {
 constexpr float kLeast = 1.f;
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
-// Scale of Pij. By an m of all keys so far the largest Pij is 1; by an m from before what a thread has of a row may add
-// up to kMostP: 31 x 2048 is a float16.
-constexpr float kP = 2048.f, kMostP = 31.f;
+// Scale of Pij. By an m of all keys so far the largest Pij is 1; by an m from before it may be up to 15.99: times 2^12,
+// that is where float16 ends. With 2^13, and 7.99, m moves in 6 % of a consumer's tiles at N 2048 instead of 0.4 %,
+// which takes 4 to 5 % of the time at d 64.
+template <class Tile>
+constexpr float kP = Tile::Hopes ? 0x1p12f : 0x1p15f;
 
 // Tensor cores truncate every sum towards 0, so that Sij and Tij are, in the mean, too small by these parts of
 // themselves. What they are multiplied by anyway makes up for it, which takes a quarter off the error of O (NOTES.md);
 // as floats it is 0.58 and 1.27 times 2^-23. The m that is returned stays as it is: exact where Sij is.
 template <int D>
-constexpr double kShortS = (D <= 64 ? 0.8 : 1.4) * 0x1p-23;
+constexpr double kShortS = (D <= 64 || D > 128 ? 0.8 : 1.4) * 0x1p-23;
 template <int D>
 constexpr float kLog2eOfS = 1.4426950408889634 * (1 + kShortS<D>);
 // Of Tij, a sum of 64 keys; for D > 128 of 32, which is short by half of 2^-23, and no float says half. Not where few
 // keys have the weight, as the only one that a row sees: such a sum isn't truncated. Of l a key has 1 at most by its
-// row's largest score as m; by an m from before up to kMostP, and is corrected for nothing, by 2^-23.
+// row's largest score as m; by an m from before up to 15.99, and is corrected for nothing, by 2^-23.
 template <int D>
 constexpr float kShortT = D <= 128 ? 0x1p-23f : 0.f;
 constexpr float kFewKeys = 8.f;
@@ -360,6 +366,9 @@ __device__ void split(float2 x, uint32_t &hi, uint32_t &lo) {
     const float2 back = __half22float2(high);
     hi = *(const uint32_t *)&high, lo = pack<__half>(x.x - back.x, x.y - back.y);
 }
+
+// Whether two float16s that aren't negative are neither inf nor NaN
+__device__ bool are_finite(uint32_t two) { return !((two + 0x04000400) & 0x80008000); }
 
 struct Eight {
     float4 four[2];
@@ -786,7 +795,9 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
             InShared{tile, p.a.d}, [&] { return tile; }, shared, Tile::Consumers, work.band.keys);
         if (threadIdx.x == 0) {
             shared.unscale[is_V].x = scales.unscale;
-            (is_V ? work.unscaleV : work.unscaleK) = scales.fit() ? scales.unscale : INFINITY;
+            // Of a Vj of zeros 0, so that O isn't small beside it
+            const float unscale = is_V && scales.least == INFINITY ? 0.f : scales.unscale;
+            (is_V ? work.unscaleV : work.unscaleK) = scales.fit() ? unscale : INFINITY;
             arrive(shared.KV[is_V].full);
         }
     };
@@ -1538,10 +1549,11 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 }
 
 // Whether rows of O are far below V, so that what the parts lose may count: of small Vj, as where the largest Pij are
-// those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight: n Pij may lose 2^-36 each, of
-// which 0.5 n / sqrt(n) is the bound if they differ; of equal Pij it isn't. Means of as many ordinary numbers are 2^6
-// larger. A row that sees no key is small, too, which costs its warp time (both: NOTES.md, Known).
-template <int Count>
+// those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
+// 2^-25. If n of them differ, that is 2^-22 of O at most; if they are equal, and their Vj are, sqrt(n) 2^-22. A bound
+// for that would be met by ordinary rows with nearly all the weight on one key (a sink), too, and a small row makes its
+// warp take a hundred times as long. Means of as many ordinary numbers are 2^5 larger.
+template <class Tile, int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
     const float unit = work.unscaleV * inverse_of_power(unitO), n = work.seen.end - work.seen.begin;
     bool small = false;
@@ -1549,7 +1561,7 @@ __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const W
         float most = 0.f;
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
-        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0.5f * n) &&
+        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p12f / kP<Tile> * n) && l[r] > 0.f &&
                  work.i0 + row_of_thread() + 8 * r < work.i1;
     }
     return __any_sync(~0u, small);
@@ -1600,9 +1612,10 @@ __device__ void set_l_aside(Rows &rows, float *l_of_rows, bool is_first) {
     }
     __syncwarp();
 }
-// At the end. Each of the row's four lanes gets a quarter.
+// At the end. The first of the row's four lanes gets it.
 __device__ void join_l(Rows &rows, const float *l_of_rows) {
-    for (int r = 0; r < 2; ++r) rows.l[r] = 0.25f * (row_sum<4>(rows.l[r]) + l_of_rows[row_of_thread() + 8 * r]);
+    for (int r = 0; r < 2; ++r)
+        if (threadIdx.x % 4 == 0) rows.l[r] += l_of_rows[row_of_thread() + 8 * r];
 }
 
 // A consumer's part of a work, from the float32s themselves
@@ -1634,13 +1647,12 @@ __device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, cons
 // consume for float32, in parts
 template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
-    constexpr int D = Tile::D, Bc = Tile::Bc, Columns = D > 128 ? 128 : 64;  // of Vj at once: registers for Tij
-    constexpr int InOi = kTilesInOi * Bc;
+    constexpr int D = Tile::D, Bc = Tile::Bc;
+    constexpr int Columns = D > 64 && Tile::Consumers == 2 ? 128 : 64;  // of Vj at once: registers for Tij
+    constexpr int InOi = kTilesInOi * Bc, Sums = D > 128 ? 4 : 1;
     // The small tile has one tile of keys, so what only a loop needs is left out: code that runs once is waited for,
     // line by line (NOTES.md).
     constexpr bool loops = !Tile::SplitsAll;
-    // Whether exponentials may be taken by an m from before, and l be set aside, which costs 3 to 4 % at d 256, N 2048
-    constexpr bool can_hope = loops && !kAlwaysSubtracts<D>;
     const Attention &a = p.a;
     const int warpgroup = which_consumer();
     Ring<kWorks> works{shared.works};
@@ -1692,18 +1704,21 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     if (keys > 0 && keys % InOi == 0)
                         add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
                 }
-                // 9. Sij = Qi Kj^T; for long rows two sums
+                // 9. Sij = Qi Kj^T, for long rows as several sums: the tensor cores truncate less
                 KV.wait_full();
                 const unsigned char *const Qi = shared.Qi[warpgroup][0], *const Kj = shared.tiles[at(false)];
-                float Sij[Bc / 2], rest[D > 128 ? Bc / 2 : 1];
-                begin_QK<__half, Tile>(Sij, Qi, Kj, 0, D > 128 ? 128 : D);
-                if constexpr (D > 128) begin_QK<__half, Tile>(rest, Qi, Kj, 128, D);
+                float Sij[Bc / 2], rest[Sums][Bc / 2];
+                begin_QK<__half, Tile>(Sij, Qi, Kj, 0, D / Sums);
+#pragma unroll
+                for (int n = 1; n < Sums; ++n)
+                    begin_QK<__half, Tile>(rest[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
                 const float unscaleK = by_one(shared.unscale[at(false)].x);
                 wait_for<0>(Sij);
-                if constexpr (D > 128) {
-                    wait_for<0>(rest);
 #pragma unroll
-                    for (int x = 0; x < Bc / 2; ++x) Sij[x] += rest[x];
+                for (int n = 1; n < Sums; ++n) {
+                    wait_for<0>(rest[n]);
+#pragma unroll
+                    for (int x = 0; x < Bc / 2; ++x) Sij[x] += rest[n][x];
                 }
                 KV.release(unscaleK);
                 if (!loops || j0 + Bc >= my_end()) Q().release();
@@ -1717,28 +1732,31 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
-                const bool hopes = can_hope && !a.l && __all_sync(~0u, !needs_max);
+                const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
+                uint32_t largest = 0;  // of the hi's, two at a time, as bits: the largest are NaN and inf
                 if (hopes)
 #pragma unroll
                     for (int x = 0; x < Bc / 4; ++x) {
                         const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -rows.cm[x % 2])),
                                             exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -rows.cm[x % 2]))};
                         sum[x % 2] += P[0], sum[x % 2] += P[1];
-                        split({P[0] * kP, P[1] * kP}, hi[x], lo[x]);
+                        split({P[0] * kP<Tile>, P[1] * kP<Tile>}, hi[x], lo[x]);
+                        if (x % 2) largest = __vimax3_u16x2(largest, hi[x - 1], hi[x]);
                     }
-                if (can_hope && __all_sync(~0u, hopes && sum[0] <= kMostP && sum[1] <= kMostP)) {  // no if one is NaN
+                if (Tile::Hopes && __all_sync(~0u, hopes && are_finite(largest))) {
                     for (int r = 0; r < 2; ++r) rows.l[r] += sum[r], rows.alpha[r] = 1.f;
                 } else {
                     move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
                     exponentiate<kAlwaysSubtracts<D>>(Sij, rows, c_tile);
-                    if (can_hope) set_l_aside(rows, shared.l_of_rows, j0 == work.seen.begin);
+                    if (Tile::Hopes) set_l_aside(rows, shared.l_of_rows, j0 == work.seen.begin);
 #pragma unroll
-                    for (int x = 0; x < Bc / 4; ++x) split({Sij[2 * x] * kP, Sij[2 * x + 1] * kP}, hi[x], lo[x]);
+                    for (int x = 0; x < Bc / 4; ++x)
+                        split({Sij[2 * x] * kP<Tile>, Sij[2 * x + 1] * kP<Tile>}, hi[x], lo[x]);
                 }
                 // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, not of all columns at a time: registers are short
                 KV.wait_full();
                 const float unscaleV = by_one(shared.unscale[at(true)].x);
-                const float unitT = unscaleV > 0.f ? unscaleV / kP : unitO;
+                const float unitT = unscaleV > 0.f ? unscaleV / kP<Tile> : unitO;
                 const float in_unitT = unitO * inverse_of_power(unitT);
                 const float factor[2] = {rows.alpha[0] * in_unitT, rows.alpha[1] * in_unitT};
                 unitO = unitT;
@@ -1755,9 +1773,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             } while (loops && j0 < my_end());
             if constexpr (D > 128)
                 if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
-            if (can_hope) join_l(rows, shared.l_of_rows);
+            if (Tile::Hopes) join_l(rows, shared.l_of_rows);
             const float l[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};  // of whole rows
-            exact = work.unscaleV == INFINITY || are_small(Oi, l, work, unitO);
+            exact = work.unscaleV == INFINITY || are_small<Tile>(Oi, l, work, unitO);
             if (unitO < 0x1p-60f || a.l_in) {  // or else unitO times the row's weight could be subnormal
 #pragma unroll
                 for (float &x : Oi) x *= unitO;
@@ -1933,11 +1951,12 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// 48, 208, 208, 224 and 224 KB, of which `floats` are 0, 48, 48, 32 and 32. Other d go to the next of 64, 128 and 256.
+// 48, 208, 208 and three of 224 KB, of which `floats` are 0, 48, 48 and 32. Other d go to the next of 64, 128 and 256.
 // The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them in
 // place, and two blocks share a multiprocessor. d 64 has four consumers, unless rows are few, or works: 132 is what a
 // H100 has multiprocessors; it isn't asked, so that workspace_sm90 finds the same tile. Three were only measured in the
-// loop before (NOTES.md). Seven places for four consumers: the same within 3 %.
+// loop before (NOTES.md). Seven places for four consumers: the same within 3 %. d 128 has three, unless tiles of 128
+// rows are that much fuller: N 128 is 5 % faster with them, N 256 5 to 7 %, 16 heads of N 256 14 to 21 %.
 template <class Use>
 auto with_tile_of_float32(Attention a, const Use &use) {
     if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
@@ -1945,6 +1964,8 @@ auto with_tile_of_float32(Attention a, const Use &use) {
     const bool few = a.Nq <= 192 || a.B * a.Hq * ((a.Nq + 255) / 256) < 132;
     if (a.d <= 64 && few) return use(a, Tile<64, 192, 64, 1, 7, 1, 2>());
     if (a.d <= 64) return use(a, Tile<64, 256, 64, 1, 6, 1, 2>());
+    const auto rows = [&](int64_t Br) { return (a.Nq + Br - 1) / Br * Br; };  // of all tiles
+    if (a.d <= 128 && 4 * rows(128) <= 3 * rows(192)) return use(a, Tile<128, 128, 64, 1, 4, 1, 2>());
     if (a.d <= 128) return use(a, Tile<128, 192, 64, 1, 3, 1, 2>());
     return use(a, Tile<256, 128, 32, 1, 2, 1, 2>());
 }

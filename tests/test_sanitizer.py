@@ -24,7 +24,7 @@ def check(machine, tensors, **options):
 
 
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
-@pytest.mark.parametrize("Nq, Nk", [(1, 1), (65, 65), (1, 200), (20, 65), (40, 65), (200, 65)])
+@pytest.mark.parametrize("Nq, Nk", [(1, 1), (65, 65), (1, 200), (20, 65), (40, 65), (150, 65), (200, 65)])
 def test_shapes(machine, dtype, d, Nq, Nk):
     check(machine, machine.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype))
 
