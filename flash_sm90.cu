@@ -120,6 +120,7 @@ struct Tile {
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
     static_assert(!SplitsAll || (Bc == 64 && Stages == 2));
+    static_assert(!Hopes || FromWorkspace);
     static_assert(Parts == 1 || Consumers <= 4);    // WorkOfParts::ends
     static_assert(Splitters * SplitterWarps <= 3);  // of the producer's warps; the first has other things to do
 };
@@ -1550,9 +1551,9 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 
 // Whether rows of O are far below V, so that what the parts lose may count: of small Vj, as where the largest Pij are
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
-// 2^-25. If n of them differ, that is 2^-22 of O at most; if they are equal, and their Vj are, sqrt(n) 2^-22. A bound
-// for that would be met by ordinary rows with nearly all the weight on one key (a sink), too, and a small row makes its
-// warp take a hundred times as long. Means of as many ordinary numbers are 2^5 larger.
+// 2^-25. If n of them differ, that is about 2^-22 of O's largest number, no more; if they are equal, and their Vj are,
+// up to sqrt(n) 2^-22. A bound for that would be met by ordinary rows with nearly all the weight on one key (a sink),
+// too, and a small row makes its warp take a hundred times as long. Means of as many ordinary numbers are 2^5 larger.
 template <class Tile, int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
     const float unit = work.unscaleV * inverse_of_power(unitO), n = work.seen.end - work.seen.begin;

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from conftest import check_l_m, check_o
-from reference import attention, worst_error
+from reference import attention, relative_error, worst_error
 
 N, d = 300, 64
 
@@ -275,19 +275,18 @@ def test_little_weight_on_large_values(cuda_machine, d):
     assert error < (1.5e-6 if cuda_machine.name == "sm90" else 1e-5)
 
 
-@pytest.mark.parametrize("score", [8, 11, 13, 14, 14.7])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_equal_weights_beside_a_larger_one_on_zeros(cuda_machine, d, score):
-    """What each of 2047 keys loses of a weight of e^-score is the same, and nothing else is in O."""
-    q, k, v = cuda_machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=2048, d=d)
-    q, k, v = (
-        torch.zeros_like(q),
-        torch.zeros_like(k),
-        torch.full_like(v, float(1 + cuda_machine.randn(1).abs())),
-    )
-    q[..., 0], k[:, :, 0, 0], v[:, :, 0] = d**0.5, score + 0.01 * float(cuda_machine.randn(1)), 0
-    error = worst_error(cuda_machine.forward(q, k, v), attention(q, k, v).o)
-    assert error < (1.2e-5 if cuda_machine.name == "sm90" else 1e-4)
+@pytest.mark.parametrize(
+    "d, Nk, bound", [(64, 2048, 1.35e-5), (128, 2048, 1.35e-5), (256, 16384, 6.5e-5)], ids=str
+)
+def test_equal_weights_beside_a_larger_one_on_zeros(cuda_machine, d, Nk, bound):
+    """What each key loses of a tiny weight is the same, and nothing else is in O. Each head has another."""
+    H = 24
+    q, k, v = (torch.zeros_like(t) for t in cuda_machine.qkv(B=1, Hq=H, Hkv=H, Nq=70, Nk=Nk, d=d))
+    score = torch.linspace(8, 16 if d < 256 else 19, H, device=q.device) + 0.1 * cuda_machine.randn(H)
+    q[..., 0], k[:, :, 0, 0] = d**0.5, score
+    v[:, :, 1:] = 1.9 + 0.05 * cuda_machine.randn(H)[:, None, None]
+    o, expected = cuda_machine.forward(q, k, v), attention(q, k, v).o
+    assert relative_error(o, expected, -1).max() < (bound if cuda_machine.name == "sm90" else 5e-4)
 
 
 @pytest.mark.parametrize("factor", [-1e3, -torch.inf])
