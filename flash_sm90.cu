@@ -16,10 +16,10 @@
 // V as they lie in shared memory.
 //
 // The softmax is hopeful: but for a work's first tile, and where m is subtracted first (subtracts_m), exponentials are
-// taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM; of float32, if each, times kP, is a
-// float16), that was right: O / l cancels what m is short of the maximum. If not, m moves, and they are taken again. So
-// for most tiles nothing comes before the exponentials, and Oi is rescaled for a few. (Not for float32 with D > 128,
-// nor if float32's state is wanted.)
+// taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM), or, of float32, none times kP is
+// beyond float16, that was right: O / l cancels what m is short of the maximum. If not, m moves, and they are taken
+// again. So for most tiles nothing comes before the exponentials, and Oi is rescaled for a few. (Not for float32 with
+// D > 128, nor if float32's state is wanted.)
 //
 // What overlaps what, per consumer of half types: the next Sij = Qi Kj+1^T is started before Oi += Pij Vj, so that some
 // of the exponentials of the one run beside the other. With two Qi consumers take turns in starting products, so that
@@ -94,11 +94,11 @@ struct Tile {
     // consumers); of the small tile it splits by all warps, as they do. A float division calls a subroutine that
     // doesn't know of this, so there is none in the producer.
     static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
-    static constexpr int ProducerRegisters = Parts_ == 1                  ? 32
-                                             : Consumers == 1             ? 96
-                                             : Consumers == 3 || D == 128 ? 56
-                                             : Consumers == 4             ? 32
-                                                                          : 40;
+    static constexpr int ProducerRegisters = Parts_ == 1      ? 32
+                                             : Consumers == 1 ? 96
+                                             : Consumers == 4 ? 32
+                                             : D > 128        ? 40
+                                                              : 56;
     static constexpr int ConsumerRegisters =
         (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Parts = Parts_, Boxes = (D + kBox - 1) / kBox * Parts;
@@ -110,8 +110,8 @@ struct Tile {
     static constexpr bool OTakesV = Parts == 1 && QStages == 1 && Consumers <= Stages && QBytes <= KBytes;
     // Of two parts: K and V come in parts from the workspace, or, of the small tile, whole, and are split in place.
     static constexpr bool FromWorkspace = Parts == 2 && Consumers > 1, SplitsAll = Parts == 2 && Consumers == 1;
-    // Of two parts: whether exponentials may be taken by an m from before, and l be set aside, which costs 1 to 4 % at
-    // d 256; the small tile has one tile of keys.
+    // Of two parts: whether exponentials may be taken by an m from before, and l is set aside when m moves. Not where m
+    // is always subtracted first (D > 128; there l alone set aside costs 1 to 4 %), nor for one tile of keys.
     static constexpr bool Hopes = FromWorkspace && D <= 128;
     // The producer's last warps split for the workspace: three, each alone (7 to 10 % faster at d 64, N 512, causal,
     // than two together), or, where there is no room for three tiles of float32s, two together. (The small tile's split
@@ -120,7 +120,7 @@ struct Tile {
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
     static_assert(!SplitsAll || (Bc == 64 && Stages == 2));
-    static_assert(!Hopes || FromWorkspace);
+    static_assert(!Hopes || D <= 128);              // kAlwaysSubtracts
     static_assert(Parts == 1 || Consumers <= 4);    // WorkOfParts::ends
     static_assert(Splitters * SplitterWarps <= 3);  // of the producer's warps; the first has other things to do
 };
@@ -175,7 +175,7 @@ struct WorkOfParts : Work {
     int place;   // in the ring of works, for a consumer that is short of registers
     bool exact;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
     // The largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own Kj; and of
-    // its Vj. Of the small tile inf if the parts don't carry it; `exact` is false there.
+    // its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry it; `exact` is false there.
     float unscaleK, unscaleV;
     int ends[4];  // of the keys that a consumer's rows see
 };
@@ -318,15 +318,16 @@ __device__ uint32_t pack(float x, float y) {
 constexpr float kLeast = 1.f;
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
-// Scale of Pij. By an m of all keys so far the largest Pij is 1; by an m from before it may be up to 15.99: times 2^12,
-// that is where float16 ends. With 2^13, and 7.99, m moves in 6 % of a consumer's tiles at N 2048 instead of 0.4 %,
-// which takes 4 to 5 % of the time at d 64.
+// Scale of Pij. By an m of all keys so far the largest Pij is 1, and 2^15 leaves room for its rounding. By an m from
+// before, 15.99 times 2^12 is where float16 ends. With 2^13, and 7.99, m moves in 6 % of a consumer's tiles at N 2048
+// instead of 0.4 % (random numbers, on a CPU), which is 1 to 3 % slower at d 64.
 template <class Tile>
 constexpr float kP = Tile::Hopes ? 0x1p12f : 0x1p15f;
 
 // Tensor cores truncate every sum towards 0, so that Sij and Tij are, in the mean, too small by these parts of
 // themselves. What they are multiplied by anyway makes up for it, which takes a quarter off the error of O (NOTES.md);
-// as floats it is 0.58 and 1.27 times 2^-23. The m that is returned stays as it is: exact where Sij is.
+// as floats it is 0.58 and 1.27 times 2^-23. For D > 128 Sij is four sums of 64 columns, each as short as d 64's. The
+// m that is returned stays as it is: exact where Sij is.
 template <int D>
 constexpr double kShortS = (D <= 64 || D > 128 ? 0.8 : 1.4) * 0x1p-23;
 template <int D>
@@ -650,7 +651,6 @@ __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
 __device__ int64_t place_of(const Workspace &w, int head, int n) { return (int64_t)head * 2 * w.Tc + n; }
 
 // By one thread: what is known of a tile that was split.
-template <class Tile>
 __device__ void report(const Workspace &w, const Share &share, const Scales &scales) {
     const bool is_V = share.is_V(), is_zero = scales.least == INFINITY;
     w.unscale[place_of(w, share.head, share.n)].x = is_zero ? 0.f : scales.unscale;
@@ -686,7 +686,7 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
         const Scales scales = split_tile<Tile, Tile::Bc, 4>(
             InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); },
             shared, warpgroup, {share.keys.begin - j0, share.keys.end - j0});
-        if (threadIdx.x % 128 == 0) report<Tile>(p.workspace, share, scales);
+        if (threadIdx.x % 128 == 0) report(p.workspace, share, scales);
         __syncwarp();
     }
     return true;
@@ -714,7 +714,7 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
     for (int parity = 0;; parity ^= 1) {
         if (leads()) {
             bool begun = begin();
-            if (now.head >= 0) report<Tile>(p.workspace, now, scales);
+            if (now.head >= 0) report(p.workspace, now, scales);
             while (!begun && !(begun = begin())) __nanosleep(100);
             now = next;  // which nobody reads any more: split_tile ended in a barrier
             if (now.head >= 0 && ++next.n >= next.end) next = take_share<Tile>(p);
@@ -966,7 +966,7 @@ __device__ float scale_of(const Attention &a, float unit = 1.f, float log2e = kL
 // The two rows of a thread, lane / 4 and lane / 4 + 8 of its warp's 16. m is of scores that aren't scaled yet.
 struct Rows {
     float m[2] = {-INFINITY, -INFINITY}, cm[2] = {-INFINITY, -INFINITY};
-    float l[2] = {0.f, 0.f};      // of this thread's columns; of float32 since m moved last (set_l_aside)
+    float l[2] = {0.f, 0.f};      // of this thread's columns; where l is set aside, since m moved last
     float alpha[2], subtract[2];  // of move_max: Pij = exp2(c Sij - subtract); of float32 alpha is 1 where m stays
 };
 
@@ -1553,7 +1553,8 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
 // 2^-25. If n of them differ, that is about 2^-22 of O's largest number, no more; if they are equal, and their Vj are,
 // up to sqrt(n) 2^-22. A bound for that would be met by ordinary rows with nearly all the weight on one key (a sink),
-// too, and a small row makes its warp take a hundred times as long. Means of as many ordinary numbers are 2^5 larger.
+// too, and a small row makes its warp take a hundred times as long. Means of as many ordinary numbers are 2^5 larger
+// than both bounds. A row with l = 0 sees no key.
 template <class Tile, int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
     const float unit = work.unscaleV * inverse_of_power(unitO), n = work.seen.end - work.seen.begin;
@@ -1613,7 +1614,7 @@ __device__ void set_l_aside(Rows &rows, float *l_of_rows, bool is_first) {
     }
     __syncwarp();
 }
-// At the end. The first of the row's four lanes gets it.
+// At the end what was set aside is added, by the row's first lane.
 __device__ void join_l(Rows &rows, const float *l_of_rows) {
     for (int r = 0; r < 2; ++r)
         if (threadIdx.x % 4 == 0) rows.l[r] += l_of_rows[row_of_thread() + 8 * r];
@@ -1649,7 +1650,7 @@ __device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, cons
 template <class Tile>
 __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
-    constexpr int Columns = D > 64 && Tile::Consumers == 2 ? 128 : 64;  // of Vj at once: registers for Tij
+    constexpr int Columns = Tile::Consumers == 2 ? 128 : 64;  // of Vj at once: registers for Tij
     constexpr int InOi = kTilesInOi * Bc, Sums = D > 128 ? 4 : 1;
     // The small tile has one tile of keys, so what only a loop needs is left out: code that runs once is waited for,
     // line by line (NOTES.md).
@@ -1708,18 +1709,17 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 // 9. Sij = Qi Kj^T, for long rows as several sums: the tensor cores truncate less
                 KV.wait_full();
                 const unsigned char *const Qi = shared.Qi[warpgroup][0], *const Kj = shared.tiles[at(false)];
-                float Sij[Bc / 2], rest[Sums][Bc / 2];
-                begin_QK<__half, Tile>(Sij, Qi, Kj, 0, D / Sums);
+                float sums[Sums][Bc / 2], (&Sij)[Bc / 2] = sums[0];
 #pragma unroll
-                for (int n = 1; n < Sums; ++n)
-                    begin_QK<__half, Tile>(rest[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
+                for (int n = 0; n < Sums; ++n)
+                    begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
                 const float unscaleK = by_one(shared.unscale[at(false)].x);
                 wait_for<0>(Sij);
 #pragma unroll
                 for (int n = 1; n < Sums; ++n) {
-                    wait_for<0>(rest[n]);
+                    wait_for<0>(sums[n]);
 #pragma unroll
-                    for (int x = 0; x < Bc / 2; ++x) Sij[x] += rest[n][x];
+                    for (int x = 0; x < Bc / 2; ++x) Sij[x] += sums[n][x];
                 }
                 KV.release(unscaleK);
                 if (!loops || j0 + Bc >= my_end()) Q().release();
@@ -1957,7 +1957,8 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 // place, and two blocks share a multiprocessor. d 64 has four consumers, unless rows are few, or works: 132 is what a
 // H100 has multiprocessors; it isn't asked, so that workspace_sm90 finds the same tile. Three were only measured in the
 // loop before (NOTES.md). Seven places for four consumers: the same within 3 %. d 128 has three, unless tiles of 128
-// rows are that much fuller: N 128 is 5 % faster with them, N 256 5 to 7 %, 16 heads of N 256 14 to 21 %.
+// rows are much fuller: N 128 is 5 % faster with them, N 256 5 to 7 %, 16 heads of N 256 14 to 21 % (but N 200 7 to 9 %
+// slower).
 template <class Use>
 auto with_tile_of_float32(Attention a, const Use &use) {
     if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
@@ -1965,8 +1966,7 @@ auto with_tile_of_float32(Attention a, const Use &use) {
     const bool few = a.Nq <= 192 || a.B * a.Hq * ((a.Nq + 255) / 256) < 132;
     if (a.d <= 64 && few) return use(a, Tile<64, 192, 64, 1, 7, 1, 2>());
     if (a.d <= 64) return use(a, Tile<64, 256, 64, 1, 6, 1, 2>());
-    const auto rows = [&](int64_t Br) { return (a.Nq + Br - 1) / Br * Br; };  // of all tiles
-    if (a.d <= 128 && 4 * rows(128) <= 3 * rows(192)) return use(a, Tile<128, 128, 64, 1, 4, 1, 2>());
+    if (a.d <= 128 && (a.Nq <= 128 || (a.Nq > 192 && a.Nq <= 256))) return use(a, Tile<128, 128, 64, 1, 4, 1, 2>());
     if (a.d <= 128) return use(a, Tile<128, 192, 64, 1, 3, 1, 2>());
     return use(a, Tile<256, 128, 32, 1, 2, 1, 2>());
 }
