@@ -201,6 +201,7 @@ struct Scales {
     float least;
 
     __device__ bool fit() const { return least >= 0.f; }
+    __device__ bool is_zero() const { return least == INFINITY; }
 };
 
 // What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the
@@ -652,7 +653,7 @@ __device__ int64_t place_of(const Workspace &w, int head, int n) { return (int64
 
 // By one thread: what is known of a tile that was split.
 __device__ void report(const Workspace &w, const Share &share, const Scales &scales) {
-    const bool is_V = share.is_V(), is_zero = scales.least == INFINITY;
+    const bool is_V = share.is_V(), is_zero = scales.is_zero();
     w.unscale[place_of(w, share.head, share.n)].x = is_zero ? 0.f : scales.unscale;
     Head &head = w.heads[share.head];
     if (!is_zero) {
@@ -742,7 +743,7 @@ __device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const W
     for (int n = 2 * (work.seen.begin / Tile::Bc); n < end; ++n) {
         KV.wait_empty();
         arrive_expecting(KV.full(), Tile::KBytes + sizeof(float4));
-        load_bytes(shared.tiles[KV.at()], w.parts + place_of(w, head, n) * Tile::KBytes, Tile::KBytes, KV.full());
+        load_bytes(shared.tiles[KV.at()], parts_of<Tile>(w, head, n), Tile::KBytes, KV.full());
         load_bytes(&shared.unscale[KV.at()], w.unscale + place_of(w, head, n), sizeof(float4), KV.full());
         KV.advance();
     }
@@ -797,7 +798,7 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
         if (threadIdx.x == 0) {
             shared.unscale[is_V].x = scales.unscale;
             // Of a Vj of zeros 0, so that O isn't small beside it
-            const float unscale = is_V && scales.least == INFINITY ? 0.f : scales.unscale;
+            const float unscale = is_V && scales.is_zero() ? 0.f : scales.unscale;
             (is_V ? work.unscaleV : work.unscaleK) = scales.fit() ? unscale : INFINITY;
             arrive(shared.KV[is_V].full);
         }
