@@ -54,9 +54,10 @@
 // for more consumers, up to four at d 64 and three at d 128, and one's softmax runs beside another's products. New are
 // the three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile, a sum of its own
 // that is added to Oi in float32, since the tensor cores truncate; that what this does in the mean is made up for
-// (kShortS, kShortT); and that what the parts can't carry is multiplied by FMAs from the float32s themselves
-// (attend_by_floats). Its code is short on purpose: with several warps at several places instructions are waited for,
-// at N 512 for a third of the time (NOTES.md).
+// (kShortS, kShortT), and that what tiny Pij lose adds up to little (dither_of). What the parts can't carry is left
+// (leave) until all of a block's works are done; then FMAs multiply the float32s themselves (attend_to_left). The code
+// is short on purpose: with several warps at several places instructions are waited for, at N 512 for a third of the
+// time (NOTES.md).
 //
 // Steps that differ from flash.cu's: m moves only if it must, and then Oi is rescaled after the exponentials (float32:
 // in the FMA that adds Tij); a work that sees no key gets a tile all the same, which is masked.
@@ -172,6 +173,7 @@ struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of 
 
 // Of float32 besides
 struct WorkOfParts : Work {
+    int n;       // its number (work_of)
     int place;   // in the ring of works, for a consumer that is short of registers
     bool exact;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
     // The largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own Kj; and of
@@ -235,6 +237,7 @@ struct SharedOfParts {
     float unscaleQ[Tile::Consumers];
     float l_of_rows[Tile::Br];                                // l, set aside (set_l_aside)
     float m_of_O[Tile::Br];                                   // what the sums in O are relative to (add_up)
+    alignas(16) int left[4 * Tile::Consumers];                // of each warp's list (left_after) the first, or -1
     Extremes extremes[Tile::Splitters + Tile::Consumers][4];  // split_tile's: of each team's warps
     int least[Tile::Splitters + Tile::Consumers][4];
 };
@@ -372,6 +375,23 @@ __device__ void split(float2 x, uint32_t &hi, uint32_t &lo) {
 
 // Whether two float16s that aren't negative are neither inf nor NaN
 __device__ bool are_finite(uint32_t two) { return !((two + 0x04000400) & 0x80008000); }
+
+// What a thread adds to the one kP Pij of each pair, and takes from the other, before they are split: below 2^-25, so
+// that 0 stays 0. Of a Pij below 2^-2, scaled, up to 2^-25 is lost, of equal ones always the same. So moved each loses
+// another part, from lane to lane and from tile to tile (by a golden section), and the sum of all loses next to
+// nothing.
+__device__ float dither_of(int j0) {
+    const uint32_t turn = j0 * 0x9e3779b9 + (opaque(threadIdx.x) << 30);
+    return __uint_as_float(0x33000000 | turn >> 9) - 0x1p-25f;
+}
+
+// The x-th pair of a thread in two parts, times kP. Signs by Thue and Morse's sequence: nothing adds up for each second
+// or fourth key, say, either.
+template <class Tile>
+__device__ void split_P(float P0, float P1, float dither, int x, uint32_t &hi, uint32_t &lo) {
+    const float d = 0x96 >> x / 2 & 1 ? -dither : dither;
+    split({fmaf(P0, kP<Tile>, d), fmaf(P1, kP<Tile>, -d)}, hi, lo);
+}
 
 struct Eight {
     float4 four[2];
@@ -756,7 +776,7 @@ __device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kW
     static_cast<Work &>(shared.work[works.at()]) = work;
     if constexpr (Tile::Parts == 2) {
         WorkOfParts &there = shared.work[works.at()];
-        there.place = works.place, there.exact = false;
+        there.n = n, there.place = works.place, there.exact = false;
         if (work.b >= 0) {
             for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
                 there.ends[warpgroup] =
@@ -968,6 +988,7 @@ __device__ float scale_of(const Attention &a, float unit = 1.f, float log2e = kL
 struct Rows {
     float m[2] = {-INFINITY, -INFINITY}, cm[2] = {-INFINITY, -INFINITY};
     float l[2] = {0.f, 0.f};      // of this thread's columns; where l is set aside, since m moved last
+    float lost[2] = {0.f, 0.f};   // by l's roundings; only where m is always subtracted first (Kahan's sum)
     float alpha[2], subtract[2];  // of move_max: Pij = exp2(c Sij - subtract); of float32 alpha is 1 where m stays
 };
 
@@ -1025,7 +1046,10 @@ __device__ void exponentiate(float (&Sij)[Count], Rows &rows, float c) {
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1)
             sum += Sij[x] = exp2_fast(fmaf(Sij[x], c / kHalf<AlwaysSubtracts>, -rows.subtract[r]));
-        rows.l[r] = fmaf(rows.l[r], rows.alpha[r], sum);
+        if (AlwaysSubtracts) sum = fmaf(rows.lost[r], rows.alpha[r], sum);
+        const float l = fmaf(rows.l[r], rows.alpha[r], sum);
+        if (AlwaysSubtracts) rows.lost[r] = sum - fmaf(-rows.l[r], rows.alpha[r], l);
+        rows.l[r] = l;
     }
 }
 
@@ -1121,71 +1145,73 @@ __device__ float4 load_four(const float *from, int count) {
     return {from[0], count > 1 ? from[1] : 0.f, count > 2 ? from[2] : 0.f, 0.f};
 }
 
-// Sij, but for that factor, by FMAs from the numbers themselves. Of rows and keys that aren't there it is anything.
-template <int Count>
-__device__ void multiply_QK_floats(float (&Sij)[Count], const Attention &a, const Work &work, int i, int j0) {
-    const float *const q = (const float *)a.q + work.b * a.q_stride.batch + work.h * a.q_stride.head;
-    const float *const k = (const float *)a.k + work.b * a.k_stride.batch + work.key_head * a.k_stride.head;
-    const float factor = 1.f / unit_of_floats(a), of_q = fminf(factor, 1.f), of_sum = fmaxf(factor, 1.f);
-#pragma unroll
-    for (int x = 0; x < Count; x += 2) {  // two keys, of one row
-        const float *const q_row = q + min(i + x / 2 % 2 * 8, a.Nq - 1) * a.q_stride.row, *k_row[2];
-        for (int n = 0; n < 2; ++n)
-            k_row[n] = k + min(j0 + x / 4 * 8 + opaque(threadIdx.x) % 4 * 2 + n, a.Nk - 1) * a.k_stride.row;
-        float sums[2] = {};
-#pragma unroll 1
-        for (int y0 = 0; y0 < a.d; y0 += 32) {
-            float sum[2] = {};  // of few terms: more exact
-#pragma unroll 1
-            for (int y = y0; y < min(y0 + 32, a.d); y += 4) {
-                const float4 q4 = load_four(q_row + y, a.d - y);
-                for (int n = 0; n < 2; ++n) {
-                    const float4 k4 = load_four(k_row[n] + y, a.d - y);
-                    sum[n] = fmaf(of_q * q4.x, k4.x, sum[n]), sum[n] = fmaf(of_q * q4.y, k4.y, sum[n]);
-                    sum[n] = fmaf(of_q * q4.z, k4.z, sum[n]), sum[n] = fmaf(of_q * q4.w, k4.w, sum[n]);
-                }
-            }
-            for (int n = 0; n < 2; ++n) sums[n] += of_sum * sum[n];
-        }
-        for (int n = 0; n < 2; ++n) Sij[x + n] = sums[n];
+// What the parts don't carry FMAs multiply, from tiles of float32s in shared memory, of so many keys.
+template <int D>
+constexpr int kKeysOfFloats = D == 128 ? 32 : 16;
+
+// Four neighbours in a tile of Qi or Kj: those of eight rows lie in different banks.
+template <int D>
+__device__ float4 &four_at(float *tile, int row, int x) {
+    return *(float4 *)(tile + row * D + ((x / 4) ^ (row % 8)) * 4);
+}
+
+// Rows x D numbers by a warpgroup, zeros where row and column aren't there
+template <int Rows, int D, class Store>
+__device__ void copy_floats(const float *from, int64_t stride, Keys rows, int d, const Store &store) {
+#pragma unroll 4
+    for (int n = threadIdx.x % 128; n < Rows * D / 4; n += 128) {
+        const int row = n / (D / 4), x = n % (D / 4) * 4;
+        const bool is_there = row >= rows.begin && row < rows.end && x < d;
+        store(row, x, is_there ? load_four(from + row * stride + x, d - x) : float4());
     }
 }
 
-// Oi += Pij Vj likewise, 32 columns at a time, summed for the tile and then added: in a sum over all keys small terms
-// are lost.
-template <int Count, int CountP>
-__device__ void multiply_PV_floats(float (&Oi)[Count], const float (&Pij)[CountP], const Attention &a, const Work &work,
-                                   int j0) {
-    const float *v = (const float *)a.v + work.b * a.v_stride.batch + work.key_head * a.v_stride.head;
-    const int end = min(work.band.keys.end - j0, CountP * 2), quad = opaque(threadIdx.x) % 4;
+// Sij, but for the unit, of Qi, of which this thread's first row is `row`; a sum of sums of 32, which is more exact
+template <int D, int Count>
+__device__ void multiply_QK_floats(float (&Sij)[Count], float *Qi, float *Kj, int row, int d) {
 #pragma unroll
-    for (int x0 = 0; x0 < Count; x0 += 16) {
-        float Tij[16] = {};
+    for (int y0 = 0; y0 < D; y0 += 32) {
+        float sum[Count] = {};
 #pragma unroll 1
-        for (int j = max(work.band.keys.begin - j0, 0); j < end; ++j) {
-            float p[2] = {0.f, 0.f};
+        for (int y = y0; y < min(y0 + 32, d); y += 4) {
+            const float4 q[2] = {four_at<D>(Qi, row, y), four_at<D>(Qi, row + 8, y)};
 #pragma unroll
-            for (int x = 0; x < CountP; ++x)
-                if (x / 4 == j / 8 && x % 2 == j % 2) p[x / 2 % 2] = Pij[x];
-            for (int r = 0; r < 2; ++r) p[r] = __shfl_sync(~0u, p[r], j % 8 / 2, 4);
-            const float *const at = v + (j0 + j) * a.v_stride.row + 2 * x0 + 2 * quad;
-            const int columns = a.d - 2 * x0 - 2 * quad;
-#pragma unroll
-            for (int x = 0; x < 16; x += 4) {  // of O's rows two columns: 2 x and 2 x + 1
-                float2 two = {};
-                if (2 * x + 1 < columns)
-                    two = *(const float2 *)(at + 2 * x);
-                else if (2 * x < columns)
-                    two.x = at[2 * x];
+            for (int n = 0; n < Count / 2; ++n) {
+                const float4 k = four_at<D>(Kj, n / 2 * 8 + threadIdx.x % 4 * 2 + n % 2, y);
                 for (int r = 0; r < 2; ++r) {
-                    Tij[x + 2 * r] = fmaf(p[r], two.x, Tij[x + 2 * r]);
-                    Tij[x + 2 * r + 1] = fmaf(p[r], two.y, Tij[x + 2 * r + 1]);
+                    float &s = sum[n / 2 * 4 + 2 * r + n % 2];
+                    s = fmaf(q[r].x, k.x, s), s = fmaf(q[r].y, k.y, s);
+                    s = fmaf(q[r].z, k.z, s), s = fmaf(q[r].w, k.w, s);
                 }
             }
-            asm volatile("" ::: "memory");  // or else too many loads are under way for the registers
         }
 #pragma unroll
-        for (int x = 0; x < 16; ++x) Oi[x0 + x] += Tij[x];
+        for (int x = 0; x < Count; ++x) Sij[x] = y0 > 0 ? Sij[x] + sum[x] : sum[x];
+    }
+}
+
+// Oi += Pij Vj, summed for the tile and then added: in a sum over all keys small terms are lost. P is Pij transposed;
+// of Vj a thread's four columns of sixteen are neighbours.
+template <int D, int Keys, int Count>
+__device__ void multiply_PV_floats(float (&Oi)[Count], const float *P, const float *Vj, int row) {
+#pragma unroll
+    for (int x0 = 0; x0 < Count; x0 += 32) {
+        float Tij[32] = {};
+#pragma unroll 1
+        for (int j = 0; j < Keys; ++j) {
+            const float p[2] = {P[64 * j + row], P[64 * j + row + 8]};
+#pragma unroll
+            for (int x = 0; x < 32; x += 8) {
+                const float4 v = *(const float4 *)(Vj + j * D + 2 * (x0 + x) + threadIdx.x % 4 * 4);
+                for (int r = 0; r < 2; ++r) {
+                    float *const T = Tij + x + 2 * r;
+                    T[0] = fmaf(p[r], v.x, T[0]), T[1] = fmaf(p[r], v.y, T[1]);
+                    T[4] = fmaf(p[r], v.z, T[4]), T[5] = fmaf(p[r], v.w, T[5]);
+                }
+            }
+        }
+#pragma unroll
+        for (int x = 0; x < 32; ++x) Oi[x0 + x] += Tij[x];
     }
 }
 
@@ -1552,10 +1578,10 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 
 // Whether rows of O are far below V, so that what the parts lose may count: of small Vj, as where the largest Pij are
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
-// 2^-25. If n of them differ, that is about 2^-22 of O's largest number, no more; if they are equal, and their Vj are,
-// up to sqrt(n) 2^-22. A bound for that would be met by ordinary rows with nearly all the weight on one key (a sink),
-// too, and a small row makes its warp take a hundred times as long. Means of as many ordinary numbers are 2^5 larger
-// than both bounds. A row with l = 0 sees no key.
+// 2^-25, one way or the other (dither_of), n of them sqrt(n) times that: by the second bound 2^-21 of O's largest
+// number, if the Vj that count are as large as the largest. Means of as many ordinary numbers are 2^5 larger than both
+// bounds. Rows with nearly all the weight on one key of small values (a sink) may be below, and take ten times as long.
+// A row with l = 0 sees no key.
 template <class Tile, int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
     const float unit = work.unscaleV * inverse_of_power(unitO), n = work.seen.end - work.seen.begin;
@@ -1564,7 +1590,7 @@ __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const W
         float most = 0.f;
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
-        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p12f / kP<Tile> * n) && l[r] > 0.f &&
+        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p11f / kP<Tile> * n) && l[r] > 0.f &&
                  work.i0 + row_of_thread() + 8 * r < work.i1;
     }
     return __any_sync(~0u, small);
@@ -1613,7 +1639,6 @@ __device__ void set_l_aside(Rows &rows, float *l_of_rows, bool is_first) {
         if (threadIdx.x % 4 == 0) aside = sum;
         rows.l[r] = 0.f;
     }
-    __syncwarp();
 }
 // At the end what was set aside is added, by the row's first lane.
 __device__ void join_l(Rows &rows, const float *l_of_rows) {
@@ -1621,30 +1646,103 @@ __device__ void join_l(Rows &rows, const float *l_of_rows) {
         if (threadIdx.x % 4 == 0) rows.l[r] += l_of_rows[row_of_thread() + 8 * r];
 }
 
-// A consumer's part of a work, from the float32s themselves
+// A consumer's part of a work, from the float32s themselves. Its Qi is where Qi was, its Kj and Vj are a share of what
+// the tiles had.
 template <class Tile>
-__device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, const WorkOfParts &work, int warpgroup) {
-    constexpr int D = Tile::D, Bc = 16;  // few: registers are short
-    constexpr int InOi = 64 * Bc;        // no more keys are added up in Oi, as with kTilesInOi
-    const float unit = unit_of_floats(p.a), c = scale_of(p.a, unit);
-    const int i = work.i0 + row_of_thread(), end = work.ends[warpgroup];
+__device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, const Work &work, int warpgroup) {
+    constexpr int D = Tile::D, Bc = kKeysOfFloats<D>, InOi = 64 * Bc;  // so many keys are added up in Oi (add_up)
+    static_assert(2 * Bc * D * 4 * Tile::Consumers <= sizeof(shared.tiles) && 64 * D * 4 <= sizeof(shared.Qi[0]));
+    float *const Qi = (float *)shared.Qi[warpgroup], *const Kj = (float *)shared.tiles + warpgroup * 2 * Bc * D;
+    float *const Vj = Kj + Bc * D, *const P = Kj;
+    const Attention &a = p.a;
+    const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1), row = row_of_thread() - 64 * warpgroup;
+    const auto first_row = [&](const void *tensor, const Strides &stride, int h) {
+        return (const float *)tensor + work.b * stride.batch + h * stride.head;
+    };
+    const auto meet = [&] { sync(barrier_of(warpgroup), 128); };
+
+    // 8. Qi, times the part of the unit that is below 1
+    const float unit = unit_of_floats(a), c = scale_of(a, unit), of_q = fminf(1.f / unit, 1.f);
+    copy_floats<64, D>(first_row(a.q, a.q_stride, work.h) + i0 * a.q_stride.row, a.q_stride.row, {0, i1 - i0}, a.d,
+                       [&](int i, int x, const float4 &q) {
+                           four_at<D>(Qi, i, x) = {of_q * q.x, of_q * q.y, of_q * q.z, of_q * q.w};
+                       });
     float Oi[D / 2] = {}, Sij[Bc / 2], unitO = 1.f;
     Rows rows = Rows();
-    int j0 = work.seen.begin;
-    for (; j0 < end; j0 += Bc) {
-        const int keys = j0 - work.seen.begin;
-        if (keys > 0 && keys % InOi == 0) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
-        multiply_QK_floats(Sij, p.a, work, i, j0);
-        negate_and_mask(Sij, p.a, work, warpgroup, j0);
+    const Keys seen = keys_of_any(work.band, i0, i1);
+    int j0 = seen.begin;
+#pragma unroll 1
+    for (; j0 < seen.end; j0 += Bc) {  // 5. - 6. for j: Kj, Vj
+        const int keys = j0 - seen.begin;
+        if (!Tile::SplitsAll && keys > 0 && keys % InOi == 0)
+            add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
+        const Keys there = {work.band.keys.begin - j0, work.band.keys.end - j0};
+        copy_floats<Bc, D>(first_row(a.k, a.k_stride, work.key_head) + j0 * a.k_stride.row, a.k_stride.row, there, a.d,
+                           [&](int j, int x, const float4 &k) { four_at<D>(Kj, j, x) = k; });
+        copy_floats<Bc, D>(first_row(a.v, a.v_stride, work.key_head) + j0 * a.v_stride.row, a.v_stride.row, there, a.d,
+                           [&](int j, int x, const float4 &v) {
+                               float2 *const at = (float2 *)(Vj + j * D + x / 16 * 16 + x % 8 * 2 + x % 16 / 8 * 2);
+                               at[0] = {v.x, v.y}, at[2] = {v.z, v.w};
+                           });
+        meet();
+        // 9.
+        multiply_QK_floats<D>(Sij, Qi, Kj, row, a.d);
+        const float of_sum = fmaxf(1.f / unit, 1.f);
+#pragma unroll
+        for (float &s : Sij) s *= of_sum;
+        negate_and_mask(Sij, a, work, warpgroup, j0);
+        // 10. - 11.
         move_max<true>(Sij, rows, c);
         exponentiate<true>(Sij, rows, c);
-        set_l_aside(rows, shared.l_of_rows, keys == 0);
+        // 12.
         rescale(Oi, rows);
-        multiply_PV_floats(Oi, Sij, p.a, work, j0);
+        meet();  // Kj has been read; P takes its place, 16 rows for each warp
+#pragma unroll
+        for (int x = 0; x < Bc / 2; ++x)
+            P[(x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2) * 64 + row + x / 2 % 2 * 8] = Sij[x];
+        __syncwarp();
+        multiply_PV_floats<D, Bc>(Oi, P, Vj, row);
+        meet();
     }
-    if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
-    if (j0 > work.seen.begin) join_l(rows, shared.l_of_rows);
-    store_state<true>(p, work, i, Oi, rows, c, unit);
+    if (!Tile::SplitsAll && j0 - seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
+    store_state<true>(p, work, work.i0 + row_of_thread(), Oi, rows, c, unit);
+}
+
+// What is left to do by floats, until all works are done, since it needs the tiles' places: a list for each warp, of
+// works of which its rows are left. The last, which has the largest number, is first; which one comes next lies where
+// the first number of the warp's rows of O will be.
+__device__ int &left_after(const Parameters &p, const Work &work) {
+    return ((int *)p.a.o)[row_at(p.a.o_stride, work, work.i0 + row_of_thread())];
+}
+template <class Tile>
+__device__ void leave(const Parameters &p, Shared<Tile> &shared, const WorkOfParts &work) {
+    const int thread = opaque(threadIdx.x);
+    if (thread % 32 != 0 || work.i0 + row_of_thread() >= work.i1) return;
+    int &left = shared.left[thread / 32 - 4];
+    left_after(p, work) = left, left = work.n;
+}
+template <class Tile>
+__device__ void attend_to_left(const Parameters &p, Shared<Tile> &shared, Ring<Tile::Stages> KV) {
+    const int warpgroup = which_consumer();
+    for (int place = 0; place < Tile::Stages; ++place) KV.wait_empty(), KV.advance();  // nobody reads tiles any more
+    for (;;) {                                                                         // the works of its four warps
+        int n = -1;
+        for (int warp = 0; warp < 4; ++warp) n = max(n, shared.left[4 * warpgroup + warp]);
+        if (n < 0) return;
+        const Work work = work_of<Tile>(p, n);
+        int &left = shared.left[threadIdx.x / 32 - 4];
+        sync(barrier_of(warpgroup), 128);  // all have read which
+        if (threadIdx.x % 32 == 0 && left == n) left = left_after(p, work);
+        attend_by_floats<Tile>(p, shared, work, warpgroup);
+        sync(barrier_of(warpgroup), 128);
+    }
+}
+
+// Out of line: amid the small tile's code, which runs once, it cost 3 %.
+template <class Tile>
+__device__ __noinline__ void attend_to_left_elsewhere(const Parameters &p, Shared<Tile> &shared,
+                                                      Ring<Tile::Stages> KV) {
+    attend_to_left<Tile>(p, shared, KV);
 }
 
 // consume for float32, in parts
@@ -1660,6 +1758,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
     const int warpgroup = which_consumer();
     Ring<kWorks> works{shared.works};
     Ring<Tile::Stages> KV{shared.KV};
+    const float dither_of_first = dither_of(0);
     for (;; works.release()) {
         // If the work isn't there yet, its K and V are being split. All go the same way, who see the phase end and who
         // don't.
@@ -1669,7 +1768,10 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             }
         works.wait_full();
         const WorkOfParts &work = shared.work[works.at()];
-        if (work.b < 0) return;
+        if (work.b < 0) {
+            if (!any(barrier_of(warpgroup), 128, shared.left[threadIdx.x / 32 - 4] >= 0)) return;
+            break;
+        }
         // Q's one place goes with the works: in step, so that it needs no register of its own.
         const auto Q = [&] { return Ring<1>{shared.Q[warpgroup], (loops ? work.place : works.place) % 2}; };
         const auto my_end = [&] { return work.ends[warpgroup]; };
@@ -1731,29 +1833,32 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 uint32_t hi[Bc / 4], lo[Bc / 4];
+                const auto dither_here = [&] { return loops ? dither_of(j0) : dither_of_first; };
                 float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
                 const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
-                uint32_t largest = 0;  // of the hi's, two at a time, as bits: the largest are NaN and inf
-                if (hopes)
+                uint32_t largest = 0;  // of the hi's, two at a time, as ints: the largest are NaN and inf
+                if (hopes) {
+                    const float dither = dither_here();
 #pragma unroll
                     for (int x = 0; x < Bc / 4; ++x) {
                         const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -rows.cm[x % 2])),
                                             exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -rows.cm[x % 2]))};
                         sum[x % 2] += P[0], sum[x % 2] += P[1];
-                        split({P[0] * kP<Tile>, P[1] * kP<Tile>}, hi[x], lo[x]);
-                        if (x % 2) largest = __vimax3_u16x2(largest, hi[x - 1], hi[x]);
+                        split_P<Tile>(P[0], P[1], dither, x, hi[x], lo[x]);
+                        if (x % 2) largest = __vimax3_s16x2(largest, hi[x - 1], hi[x]);
                     }
+                }
                 if (Tile::Hopes && __all_sync(~0u, hopes && are_finite(largest))) {
                     for (int r = 0; r < 2; ++r) rows.l[r] += sum[r], rows.alpha[r] = 1.f;
                 } else {
                     move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
                     exponentiate<kAlwaysSubtracts<D>>(Sij, rows, c_tile);
                     if (Tile::Hopes) set_l_aside(rows, shared.l_of_rows, j0 == work.seen.begin);
+                    const float dither = dither_here();
 #pragma unroll
-                    for (int x = 0; x < Bc / 4; ++x)
-                        split({Sij[2 * x] * kP<Tile>, Sij[2 * x + 1] * kP<Tile>}, hi[x], lo[x]);
+                    for (int x = 0; x < Bc / 4; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
                 }
                 // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, not of all columns at a time: registers are short
                 KV.wait_full();
@@ -1783,13 +1888,17 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 for (float &x : Oi) x *= unitO;
                 unitO = 1.f;
             }
-            if (!exact) store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, l, c, unit(), unitO);
+            store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, l, c, unit(), unitO);
             pass_tiles(j0);
         }
-        if (exact) attend_by_floats<Tile>(p, shared, work, warpgroup);
+        if (exact) leave<Tile>(p, shared, work);
         if (loops) works.place = work.place;  // the same, read again: so it takes no register while the work lasts
         __syncwarp();                         // all lanes have read the work
     }
+    if constexpr (loops)
+        attend_to_left<Tile>(p, shared, KV);
+    else
+        attend_to_left_elsewhere<Tile>(p, shared, KV);
 }
 
 template <class T, class Tile>
@@ -1809,6 +1918,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             init_ring(shared.KV, warps);
             for (Barrier &there : shared.floats_there) init(there, 1);
             for (Share &next : shared.next) next.head = 0;
+            for (int &left : shared.left) left = -1;
         } else {
             init_ring(shared.K, warps), init_ring(shared.V, warps);
         }
