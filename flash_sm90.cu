@@ -13,7 +13,7 @@
 // (float32: after many keys Oi is added to what O has, if D > 128 or in attend_by_floats, see add_up). Of half types O
 // takes the place of its Qi on its way to HBM, if there are two (OTakesQ), or the places of the next Vj (OTakesV). The
 // table of tiles, at the end, has the bytes. float32's workspace, in global memory, has the parts of each tile of K and
-// V as they lie in shared memory.
+// V as they lie in shared memory. At last float32s of what was left take the places of Qi and of the tiles.
 //
 // The softmax is hopeful: but for a work's first tile, and where m is subtracted first (subtracts_m), exponentials are
 // taken by the m of earlier tiles. If a thread's add up to little (kMostByOldM), or, of float32, none times kP is
@@ -39,7 +39,9 @@
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
 //     floats_there           float32: what one of the producer's splitters is to split has arrived (TMA counts its
 //                            bytes); of the small tile two, Kj and Vj, before they are split in place
-//     named 1, 2, ..         float32: one a team: it has met, in split_tile, split_K_and_V, help; and whether to help
+//     named 1, 2, ..         float32: one a team: it has met, in split_tile, split_K_and_V, help, attend_by_floats; and
+//                            whether to help, and whether a warp has left something
+//     KV: empty, at the end  float32: all of them: no consumer needs a tile any more, so floats may take the places
 //     Head::there            float32: so many of the head's tiles are in the workspace (report, await_parts)
 //
 // float32 runs on the same tensor cores, each number in two float16s, a product as three (Markidis et al. 2018; Ootomo
@@ -55,7 +57,7 @@
 // the three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile, a sum of its own
 // that is added to Oi in float32, since the tensor cores truncate; that what this does in the mean is made up for
 // (kShortS, kShortT), and that what tiny Pij lose adds up to little (dither_of). What the parts can't carry is left
-// (leave) until all of a block's works are done; then FMAs multiply the float32s themselves (attend_to_left). The code
+// (leave) until a block has done all its works; then FMAs multiply the float32s themselves (attend_to_left). The code
 // is short on purpose: with several warps at several places instructions are waited for, at N 512 for a third of the
 // time (NOTES.md).
 //
