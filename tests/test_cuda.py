@@ -52,6 +52,17 @@ def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
         assert torch.equal(machine.forward(q, k, v, causal=causal), first)
 
 
+@pytest.mark.parametrize("Hkv", [4, 16])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_few_tiles_a_block(cuda_machine, dtype, d, Hkv):
+    """Up to four, the longest first, in a fixed order, call after call."""
+    machine = cuda_machine
+    tensors = machine.qkv(B=4, Hq=16, Hkv=Hkv, Nq=700, Nk=700, d=d, dtype=dtype)
+    first = machine.check(*tensors, causal=True)
+    results = [machine.forward(*tensors, causal=True) for _ in range(5)]
+    assert all(torch.equal(result, first) for result in results)
+
+
 def test_many_small_works(cuda_machine, dtype):
     """More than two a multiprocessor of one tile each, every second without a key; and none with a key."""
     machine = cuda_machine
