@@ -83,7 +83,7 @@ constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
 // Under a mask so many tiles a block, the longest first, are dealt out in a fixed order, there and back, instead of
-// being counted, if K and V are short and stay in the L2 cache: N 1000 at d 64, 128, 256 9 to 11, 3 to 5, 0 to 1 %
+// being counted, if K and V are short and stay in the L2 cache: N 1000 at d 64, 128, 256 9 to 11, 3 to 5, 0 to 2 %
 // faster; 6 are the same; at N 4096, where tiles differ more, 2 % slower. Of float32, and else, two.
 constexpr int kRounds = 4, kShort = 2048;
 // Of float32: a head is split so many works a block before its first work. 1, 2 and 6 are up to 2 % slower at d 64,

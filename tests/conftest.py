@@ -92,8 +92,8 @@ def check_l_m(l, m, expected):
     known = ~expected.m.isnan() & (expected.m != torch.inf)  # softmax has no use for other rows
     l, m, expected_l, expected_m = (t[known].double() for t in (l, m, expected.l, expected.m))
     torch.testing.assert_close(m, expected_m, rtol=2e-6, atol=2e-6)
-    # What m loses where it is large, two truncations by a tensor core at most, is a factor of l.
-    assert ((l - expected_l).abs() <= (1e-5 + 3e-7 * expected_m.abs()) * expected_l)[expected_l > 0].all()
+    # A rounding of m, where it is large, is a factor of l.
+    assert ((l - expected_l).abs() <= (1e-5 + 2e-7 * expected_m.abs()) * expected_l)[expected_l > 0].all()
     assert not l[expected_l == 0].any()
     torch.testing.assert_close(m + l.log(), expected_m + expected_l.log(), rtol=2e-6, atol=2e-6)
 
