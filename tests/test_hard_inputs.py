@@ -247,8 +247,8 @@ def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    # Of float32 no scores whose own rounding counts: of 60, which is 680 before softmax_scale if d is 128, it may be
-    # 2.7e-6, nearly check_o's bound.
+    # Of float32 no scores whose own rounding counts: of 60, which is 680 before softmax_scale if d is 128, it
+    # may be 2.7e-6, nearly check_o's bound.
     "dtype, step",
     [(torch.float32, step) for step in (0.5, 3)]
     + [(half, step) for half in (torch.float16, torch.bfloat16) for step in (0.5, 5, 30, 120)],
