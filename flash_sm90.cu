@@ -186,6 +186,8 @@ struct WorkOfParts : Work {
     // its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry it; `exact` is false there.
     float unscaleK, unscaleV;
     int ends[4];  // of the keys that a consumer's rows see
+    // The keys whose scores need no mask, nor another sign. Aligned: read by one instruction.
+    alignas(8) Keys unmasked[4];
 };
 
 // Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
@@ -786,9 +788,12 @@ __device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kW
         WorkOfParts &there = shared.work[works.at()];
         there.n = n, there.place = works.place, there.exact = false;
         if (work.b >= 0) {
-            for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64)
+            for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
                 there.ends[warpgroup] =
                     i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
+                Keys &unmasked = there.unmasked[warpgroup] = keys_of_all(work.band, i0, i0 + 64);
+                if (p.a.softmax_scale < 0.f) unmasked.end = 0;
+            }
             if constexpr (Tile::FromWorkspace) await_parts<Tile>(p, there);
         }
     }
@@ -1573,14 +1578,10 @@ __device__ int row_of_thread() {
     return 64 * (thread / 128 - 1) + thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 
-// 9. -Sij if the scale is negative, and the mask, of a tile of keys from j0 on; most tiles skip both by one branch.
+// 9. -Sij if the scale is negative, and the mask, of a tile of keys from j0 on
 template <int Count>
-__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const Work &work, int warpgroup, int j0) {
-    const int i0 = work.i0 + 64 * warpgroup;
-    const Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
-    const bool negated = a.softmax_scale < 0.f;
-    if (!negated && j0 >= unmasked.begin && j0 + Count * 2 <= unmasked.end) return;
-    if (negated) negate(Sij);
+__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const Work &work, int j0) {
+    if (a.softmax_scale < 0.f) negate(Sij);
     mask(Sij, work.band, work.i0 + row_of_thread(), j0);
 }
 
@@ -1698,7 +1699,7 @@ __device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, cons
         const float of_sum = fmaxf(1.f / unit, 1.f);
 #pragma unroll
         for (float &s : Sij) s *= of_sum;
-        negate_and_mask(Sij, a, work, warpgroup, j0);
+        negate_and_mask(Sij, a, work, j0);
         // 10. - 11.
         move_max<true>(Sij, rows, c);
         exponentiate<true>(Sij, rows, c);
@@ -1782,7 +1783,6 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         }
         // Q's one place goes with the works: in step, so that it needs no register of its own.
         const auto Q = [&] { return Ring<1>{shared.Q[warpgroup], (loops ? work.place : works.place) % 2}; };
-        const auto my_end = [&] { return work.ends[warpgroup]; };
         const auto at = [&](bool is_V) { return loops ? KV.at() : is_V; };  // of the small tile a constant
         const auto pass_tiles = [&](int j0) {                               // that other warpgroups need
             for (; j0 < work.seen.end; j0 += Bc) KV.pass(), KV.pass();
@@ -1811,6 +1811,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             float unitO = 0.f;
             Rows rows = Rows();
             int j0 = work.seen.begin;
+            bool is_last;
             do {  // 5. for j
                 if constexpr (D > 128) {
                     const int keys = j0 - work.seen.begin;
@@ -1824,7 +1825,20 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
 #pragma unroll
                 for (int n = 0; n < Sums; ++n)
                     begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
+                // Beside the products, what is asked for next: behind them each answer would be waited for. A tile that
+                // isn't zeros has a unit of 2^-60 to 1 (await_parts); of zeros any does that overflows nowhere. c_tile
+                // is not 0, or else 0 times a hidden -inf.
                 const float unscaleK = by_one(shared.unscale[at(false)].x);
+                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
+                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
+                const Keys unmasked = work.unmasked[warpgroup];
+                const bool is_cut = j0 < unmasked.begin || j0 + Bc > unmasked.end;
+                is_last = !loops || j0 + Bc >= work.ends[warpgroup];
+                const bool needs_max =
+                    subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
+                const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
+                const auto dither_here = [&] { return loops ? dither_of(j0) : dither_of_first; };
+                const float dither = dither_here();
                 wait_for<0>(Sij);
 #pragma unroll
                 for (int n = 1; n < Sums; ++n) {
@@ -1833,22 +1847,13 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     for (int x = 0; x < Bc / 2; ++x) Sij[x] += sums[n][x];
                 }
                 KV.release(unscaleK);
-                if (!loops || j0 + Bc >= my_end()) Q().release();
-                negate_and_mask(Sij, a, work, warpgroup, j0);
-                // 10. - 11. Pij in two parts, times kP: the A's of Pij Vj. A tile that isn't zeros has a unit of
-                // 2^-60 to 1 (await_parts); of zeros any does that overflows nowhere. c_tile is not 0, or else 0 times
-                // a hidden -inf.
-                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
-                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
+                if (is_last) Q().release();
+                if (is_cut) negate_and_mask(Sij, a, work, j0);
+                // 10. - 11. Pij in two parts, times kP: the A's of Pij Vj
                 uint32_t hi[Bc / 4], lo[Bc / 4];
-                const auto dither_here = [&] { return loops ? dither_of(j0) : dither_of_first; };
                 float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
-                const bool needs_max =
-                    subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
-                const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
-                uint32_t largest = 0;  // of the hi's, two at a time, as ints: the largest are NaN and inf
+                uint32_t largest = 0;       // of the hi's, two at a time, as ints: the largest are NaN and inf
                 if (hopes) {
-                    const float dither = dither_here();
 #pragma unroll
                     for (int x = 0; x < Bc / 4; ++x) {
                         const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -rows.cm[x % 2])),
@@ -1864,28 +1869,31 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
                     exponentiate<kAlwaysSubtracts<D>>(Sij, rows, c_tile);
                     if (Tile::Hopes) set_l_aside(rows, shared.l_of_rows, j0 == work.seen.begin);
-                    const float dither = dither_here();
+                    const float dither = dither_here();  // again: kept, it would take a register
 #pragma unroll
                     for (int x = 0; x < Bc / 4; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
                 }
                 // 12. Oi = diag(alpha) Oi + Pij Vj in one FMA, not of all columns at a time: registers are short
                 KV.wait_full();
-                const float unscaleV = by_one(shared.unscale[at(true)].x);
-                const float unitT = unscaleV > 0.f ? unscaleV / kP<Tile> : unitO;
-                const float in_unitT = unitO * inverse_of_power(unitT);
-                const float factor[2] = {rows.alpha[0] * in_unitT, rows.alpha[1] * in_unitT};
-                unitO = unitT;
+                float unscaleV, factor[2];
 #pragma unroll
                 for (int x0 = 0; x0 < D / 2; x0 += Columns / 2) {
                     float Tij[Columns / 2];
                     begin_PV_parts<Tile>(Tij, hi, lo, shared.tiles[at(true)] + 2 * x0 / kBox * (2 * Bc * 128));
+                    if (x0 == 0) {  // beside the products, too
+                        unscaleV = by_one(shared.unscale[at(true)].x);
+                        const float unitT = unscaleV > 0.f ? unscaleV / kP<Tile> : unitO;
+                        const float in_unitT = unitO * inverse_of_power(unitT);
+                        factor[0] = rows.alpha[0] * in_unitT, factor[1] = rows.alpha[1] * in_unitT;
+                        unitO = unitT;
+                    }
                     wait_for<0>(Tij);
 #pragma unroll
                     for (int x = 0; x < Columns / 2; ++x) Oi[x0 + x] = fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
                 }
                 KV.release(unscaleV);
                 j0 += Bc;
-            } while (loops && j0 < my_end());
+            } while (!is_last);
             if constexpr (D > 128)
                 if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
             if (Tile::Hopes) join_l(rows, shared.l_of_rows);
