@@ -82,9 +82,10 @@ constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 // % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Under a mask so many tiles a block, the longest first, are dealt out in a fixed order, there and back, instead of
-// being counted, if K and V are short and stay in the L2 cache: N 1000 at d 64, 128, 256 9 to 11, 3 to 5, 0 to 2 %
-// faster; 6 are the same; at N 4096, where tiles differ more, 2 % slower. Of float32, and else, two.
+// Without a mask tiles are dealt out in a fixed order, there and back. Under a mask so are up to so many a block, the
+// longest first, instead of being counted, if batches have one mask, and K and V are short and stay in the L2 cache:
+// N 1000 at d 64, 128, 256 9 to 11, 3 to 5, 0 to 2 % faster; 6 are the same; at N 4096, where tiles differ more, 2 %
+// slower. Of float32, and else, two.
 constexpr int kRounds = 4, kShort = 2048;
 // Of float32: a head is split so many works a block before its first work. 1, 2 and 6 are up to 2 % slower at d 64,
 // N 512; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
@@ -2052,7 +2053,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     // Under a mask tiles differ, and whoever is free takes the next. But the counter has to be set to 0, which is a
     // launch of its own: few are put in order instead (kRounds).
     const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
-    const bool is_short = Tile::Parts == 1 && a.scratch && a.Nk <= kShort && heads <= in_L2 * p.group;
+    const bool is_short = Tile::Parts == 1 && a.scratch && p.same_band && a.Nk <= kShort && heads <= in_L2 * p.group;
     const bool in_order = p.tiles <= (is_short ? kRounds : 2) * grid;
     p.next = in_order ? nullptr : a.scratch;
     p.together = in_order ? heads : 1;
