@@ -52,14 +52,14 @@
 // own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps split them there, too
 // (produce_and_split).
 //
-// consume_parts is Algorithm 1 as it stands, step after step, and nothing of it beside itself: that leaves registers
-// for more consumers, up to four at d 64 and three at d 128, and one's softmax runs beside another's products. New are
-// the three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile, a sum of its own
-// that is added to Oi in float32, since the tensor cores truncate; that what this does in the mean is made up for
-// (kShortS, kShortT), and that what tiny Pij lose adds up to little (dither_of). What the parts can't carry is left
-// (leave) until a block has done all its works; then FMAs multiply the float32s themselves (attend_to_left). The code
-// is short on purpose: with several warps at several places instructions are waited for, at N 512 for a third of the
-// time (NOTES.md).
+// consume_parts is Algorithm 1 as it stands, step after step; only what the next step asks for is looked up beside
+// products. That leaves registers for more consumers, up to four at d 64 and three at d 128, and one's softmax runs
+// beside another's products. New are the three products, those with a low part first, while the sum is small; Tij = Pij
+// Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; that what this
+// does in the mean is made up for (kShortS, kShortT), and that what tiny Pij lose adds up to little (dither_of). What
+// the parts can't carry is left (leave) until a block has done all its works; then FMAs multiply the float32s
+// themselves (attend_to_left). The code is short on purpose: with several warps at several places instructions are
+// waited for, at N 512 for a third of the time (NOTES.md).
 //
 // Steps that differ from flash.cu's: m moves only if it must, and then Oi is rescaled after the exponentials (float32:
 // in the FMA that adds Tij); a work that sees no key gets a tile all the same, which is masked.
@@ -82,10 +82,10 @@ constexpr int kWorks = 2;  // one ends, the next is loaded and begun
 // % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
 constexpr int64_t kTogether = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Without a mask tiles are dealt out in a fixed order, there and back. Under a mask so are up to so many a block, the
-// longest first, instead of being counted, if batches have one mask, and K and V are short and stay in the L2 cache:
-// N 1000 at d 64, 128, 256 9 to 11, 3 to 5, 0 to 2 % faster; 6 are the same; at N 4096, where tiles differ more, 2 %
-// slower. Of float32, and else, two.
+// Tiles are dealt out in a fixed order, there and back, the longest first, instead of being counted: without a mask any
+// number; under one up to two a block, or so many, if of half types batches have one mask, and K and V are short and
+// stay in the L2 cache: N 1000 at d 64 and 128 9 to 11 and 3 to 5 % faster; at N 4096, where tiles differ more, 2 %
+// slower. Of float32 with a workspace all are counted.
 constexpr int kRounds = 4, kShort = 2048;
 // Of float32: a head is split so many works a block before its first work. 1, 2 and 6 are up to 2 % slower at d 64,
 // N 512; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
@@ -128,7 +128,6 @@ struct Tile {
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
     static_assert(!SplitsAll || (Bc == 64 && Stages == 2));
-    static_assert(!Hopes || D <= 128);              // kAlwaysSubtracts
     static_assert(Parts == 1 || Consumers <= 4);    // WorkOfParts::ends
     static_assert(Splitters * SplitterWarps <= 3);  // of the producer's warps; the first has other things to do
 };
@@ -186,9 +185,8 @@ struct WorkOfParts : Work {
     // The largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own Kj; and of
     // its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry it; `exact` is false there.
     float unscaleK, unscaleV;
-    int ends[4];  // of the keys that a consumer's rows see
-    // The keys whose scores need no mask, nor another sign. Aligned: read by one instruction.
-    alignas(8) Keys unmasked[4];
+    int ends[4];                  // of the keys that a consumer's rows see
+    alignas(8) Keys unmasked[4];  // unmasked_of a consumer's rows; aligned: read by one instruction
 };
 
 // Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
@@ -306,7 +304,7 @@ struct Parameters {
     Divisor together;        // and then so many together
     bool same_band;          // no array says what differs by batch: `band` is that of all, worked out by the host
     BandOf<int> band;
-    int *next;  // without heads in workspace: counts the tiles taken after each block's first; null: see tile_after
+    int *next;  // counts the tiles taken after each block's first, unless workspace has heads; null: see tile_after
     bool tma_stores_O;    // where it can, see leaves_O
     bool aligned;         // rows of O begin and end at multiples of 16 bytes
     Workspace workspace;  // of float32
@@ -325,7 +323,7 @@ __device__ uint32_t pack(float x, float y) {
 // ------------------------------------------------------------------------------ float32 in two parts
 
 // A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is of a tile (of K and V Bc rows,
-// of Q 64): the power of 2 that brings its largest number to 2^14 or above, below 2^15. Scaled numbers below 2^-3 have
+// of Q 64): the power of 2 that brings its largest number to 2^14 or above, below 2^15. Scaled numbers below 2^-2 have
 // a subnormal lo, an absolute error of 2^-25. That is harmless beside larger ones: the largest number of each row and
 // of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too.
 // Otherwise the parts don't carry the tile.
@@ -584,6 +582,13 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
 // From p, if it can be: its limits in 64 bits are many instructions before a work's first load.
 __device__ BandOf<int> band_in(const Parameters &p, int b) { return p.same_band ? p.band : narrow(band_of(p.a, b)); }
 
+// Keys that all 64 rows from i0 on see: their scores need no mask. With a negative scale none: all tiles are negated.
+__device__ Keys unmasked_of(const Parameters &p, const Work &work, int i0) {
+    Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
+    if (p.a.softmax_scale < 0.f) unmasked.end = 0;
+    return unmasked;
+}
+
 // The n-th tile. Head by head, since a head's tiles share K and V in the L2 cache, the last rows first, which have most
 // to do under a causal mask; but the last heads together, so that the last tiles of all are short and no block is left
 // with a long one. Tiles are counted from the last row: under a causal mask the one that isn't full is then the
@@ -792,8 +797,7 @@ __device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kW
             for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
                 there.ends[warpgroup] =
                     i0 < work.i1 ? min(keys_of_any(work.band, i0, min(i0 + 64, work.i1)).end, work.seen.end) : 0;
-                Keys &unmasked = there.unmasked[warpgroup] = keys_of_all(work.band, i0, i0 + 64);
-                if (p.a.softmax_scale < 0.f) unmasked.end = 0;
+                there.unmasked[warpgroup] = unmasked_of(p, work, i0);
             }
             if constexpr (Tile::FromWorkspace) await_parts<Tile>(p, there);
         }
@@ -1471,8 +1475,7 @@ __device__ void consume(const Parameters &p, Shared<Tile> &shared) {
         // The keys that this warpgroup's rows see may end before those of the block; at least one tile is computed.
         const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1), end = work.seen.end;
         const int my_end = i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, end) : 0;
-        Keys unmasked = keys_of_all(work.band, i0, i0 + 64);
-        if (negated) unmasked.end = 0;  // every tile goes the longer way
+        const Keys unmasked = unmasked_of(p, work, i0);
         int j0 = work.seen.begin;
         K.release();
         rows = Rows();
@@ -1656,8 +1659,8 @@ __device__ void join_l(Rows &rows, const float *l_of_rows) {
         if (threadIdx.x % 4 == 0) rows.l[r] += l_of_rows[row_of_thread() + 8 * r];
 }
 
-// A consumer's part of a work, from the float32s themselves. Its Qi is where Qi was, its Kj and Vj are a share of what
-// the tiles had.
+// A consumer's part of a work, from the float32s themselves. Its Qi is where Qi was, its Kj and Vj are in its part of
+// the tiles' places.
 template <class Tile>
 __device__ void attend_by_floats(const Parameters &p, Shared<Tile> &shared, const Work &work, int warpgroup) {
     constexpr int D = Tile::D, Bc = kKeysOfFloats<D>, InOi = 64 * Bc;  // so many keys are added up in Oi (add_up)
@@ -1812,7 +1815,6 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             float unitO = 0.f;
             Rows rows = Rows();
             int j0 = work.seen.begin;
-            bool is_last;
             do {  // 5. for j
                 if constexpr (D > 128) {
                     const int keys = j0 - work.seen.begin;
@@ -1834,7 +1836,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const Keys unmasked = work.unmasked[warpgroup];
                 const bool is_cut = j0 < unmasked.begin || j0 + Bc > unmasked.end;
-                is_last = !loops || j0 + Bc >= work.ends[warpgroup];
+                const bool is_last = !loops || j0 + Bc >= work.ends[warpgroup];
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
                 const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
@@ -1853,7 +1855,12 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 // 10. - 11. Pij in two parts, times kP: the A's of Pij Vj
                 uint32_t hi[Bc / 4], lo[Bc / 4];
                 float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
-                uint32_t largest = 0;       // of the hi's, two at a time, as ints: the largest are NaN and inf
+                const auto are_all_finite = [&] {
+                    uint32_t largest = 0;  // of the hi's, two at a time, as ints: the largest are NaN and inf
+#pragma unroll
+                    for (int x = 0; x < Bc / 4; x += 2) largest = __vimax3_s16x2(largest, hi[x], hi[x + 1]);
+                    return are_finite(largest);
+                };
                 if (hopes) {
 #pragma unroll
                     for (int x = 0; x < Bc / 4; ++x) {
@@ -1861,10 +1868,11 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                                             exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -rows.cm[x % 2]))};
                         sum[x % 2] += P[0], sum[x % 2] += P[1];
                         split_P<Tile>(P[0], P[1], dither, x, hi[x], lo[x]);
-                        if (x % 2) largest = __vimax3_s16x2(largest, hi[x - 1], hi[x]);
                     }
                 }
-                if (Tile::Hopes && __all_sync(~0u, hopes && are_finite(largest))) {
+                // Mostly the sums say that none times kP is beyond float16.
+                if (Tile::Hopes &&
+                    __all_sync(~0u, hopes && (sum[0] + sum[1] < 65000.f / kP<Tile> || are_all_finite()))) {
                     for (int r = 0; r < 2; ++r) rows.l[r] += sum[r], rows.alpha[r] = 1.f;
                 } else {
                     move_max<kAlwaysSubtracts<D>>(Sij, rows, c, tile_unit);
@@ -1894,7 +1902,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 }
                 KV.release(unscaleV);
                 j0 += Bc;
-            } while (!is_last);
+            } while (loops && j0 < work.ends[warpgroup]);  // not is_last, with which Vj's place is given back later
             if constexpr (D > 128)
                 if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
             if (Tile::Hopes) join_l(rows, shared.l_of_rows);
@@ -2052,7 +2060,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
     int grid = std::min(p.tiles, multiprocessors * Tile::BlocksPerSM);
     // Under a mask tiles differ, and whoever is free takes the next. But the counter has to be set to 0, which is a
     // launch of its own: few are put in order instead (kRounds).
-    const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of Hkv
+    const int64_t heads = a.B * a.Hq, in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * sizeof(T));  // of K, V
     const bool is_short = Tile::Parts == 1 && a.scratch && p.same_band && a.Nk <= kShort && heads <= in_L2 * p.group;
     const bool in_order = p.tiles <= (is_short ? kRounds : 2) * grid;
     p.next = in_order ? nullptr : a.scratch;

@@ -247,10 +247,8 @@ def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    # Of float32 no scores whose own rounding counts: of 60, which is 680 before softmax_scale if d is 128, it
-    # may be 2.7e-6, nearly check_o's bound.
     "dtype, step",
-    [(torch.float32, step) for step in (0.5, 3)]
+    [(torch.float32, step) for step in (0.5, 5)]
     + [(half, step) for half in (torch.float16, torch.bfloat16) for step in (0.5, 5, 30, 120)],
     ids=str,
 )
@@ -262,6 +260,9 @@ def test_scores_that_climb(machine, dtype, d, step, causal):
     q[..., -1] = 0
     q[:, :, 5::48, -1], q[:, :, 20::48, -1] = d**0.5, -(d**0.5)
     k[..., -1] = step * (torch.arange(900, device=machine.device) // 70)
+    if dtype == torch.float32:
+        # Of 60, which is 680 before softmax_scale if d is 128, the rounding may be 2.7e-6, nearly check_o's bound.
+        k[..., -1].clamp_(max=30)
     machine.check(q, k, v, causal=causal)
 
 
