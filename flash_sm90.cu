@@ -128,6 +128,7 @@ struct Tile {
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
     static_assert(!SplitsAll || (Bc == 64 && Stages == 2));
+    static_assert(!Hopes || D <= 128);              // kAlwaysSubtracts
     static_assert(Parts == 1 || Consumers <= 4);    // WorkOfParts::ends
     static_assert(Splitters * SplitterWarps <= 3);  // of the producer's warps; the first has other things to do
 };
