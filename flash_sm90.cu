@@ -1594,7 +1594,7 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
 // 2^-25, one way or the other (dither_of), n of them sqrt(n) times that: by the second bound 2^-21 of O's largest
 // number, if the Vj that count are as large as the largest. Means of as many ordinary numbers are 2^5 larger than both
-// bounds. Rows with nearly all the weight on one key of small values (a sink) may be below, and take ten times as long.
+// bounds. Rows with nearly all the weight on one key of small values (a sink) may be below, and take 15 times as long.
 // A row with l = 0 sees no key.
 template <class Tile, int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {

@@ -261,7 +261,7 @@ def test_scores_that_climb(machine, dtype, d, step, causal):
     q[:, :, 5::48, -1], q[:, :, 20::48, -1] = d**0.5, -(d**0.5)
     k[..., -1] = step * (torch.arange(900, device=machine.device) // 70)
     if dtype == torch.float32:
-        # A score of 60 is 680 before softmax_scale, if d is 128: rounding may be 2.7e-6, check_o's bound 3e-6.
+        # A score of 60 is 680 before softmax_scale, if d is 128: rounding may be 2.7e-6, the bound 3e-6.
         k[..., -1].clamp_(max=30)
     machine.check(q, k, v, causal=causal)
 
