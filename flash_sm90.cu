@@ -436,6 +436,8 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     // So many rows are under way at once, when they are looked at and when they are split: of fewer as many as fit.
     constexpr int AtOnceSplit = holds ? Count : Tile::ProducerRegisters > 40 ? 2 : 1;
     constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
+    // A lone warp reads the next half of a row while it splits this one: at d 64, N 256, 512 and 1024 1 to 3 % faster.
+    constexpr bool reads_ahead = is_shared && Warps == 1 && AtOnceSplit == 1;
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
     const int row0 = warp * (Rows / Warps) + thread % 32 / 8, barrier = barrier_of(team);
     // Of a lane's y-th row, row0 + 4 y, the 16 bytes called `chunk`. The swizzle takes those of row x to place
@@ -556,21 +558,33 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     }
     unsigned char *const to = parts();  // nobody reads others' rows any more: all have met
 #pragma unroll(holds ? Pairs : 1)
-    for (int pair = 0; pair < Pairs; ++pair)
+    for (int pair = 0; pair < Pairs; ++pair) {
+        float4 ahead;
+        if constexpr (reads_ahead) ahead = *four_of(from.tile, pair, 0, 0);
 #pragma unroll 1
         for (int y0 = 0; y0 < Count; y0 += AtOnceSplit) {
             Eight x[AtOnceSplit];
 #pragma unroll
-            for (int n = 0; n < AtOnceSplit; ++n) x[n] = holds ? held[pair][n] : read(pair, y0 + n);
+            for (int n = 0; n < AtOnceSplit; ++n) {
+                if constexpr (reads_ahead)
+                    x[n] = {ahead, *four_of(from.tile, pair, y0, 1)};
+                else
+                    x[n] = holds ? held[pair][n] : read(pair, y0 + n);
+            }
 #pragma unroll
             for (int n = 0; n < AtOnceSplit; ++n) {
                 uint32_t hi[4], lo[4];
-                for (int c = 0; c < 4; ++c) split({x[n][2 * c] * scale, x[n][2 * c + 1] * scale}, hi[c], lo[c]);
+                for (int c = 0; c < 4; ++c) {
+                    if constexpr (reads_ahead)
+                        if (c == 2) ahead = *four_of(from.tile, pair, min(y0 + 1, Count - 1), 0);
+                    split({x[n][2 * c] * scale, x[n][2 * c + 1] * scale}, hi[c], lo[c]);
+                }
                 unsigned char *const place = at(to, pair, y0 + n, lane);
                 *(uint4 *)place = {hi[0], hi[1], hi[2], hi[3]};
                 *(uint4 *)(place + Rows * 128) = {lo[0], lo[1], lo[2], lo[3]};
             }
         }
+    }
     const float unscale = inverse_of_power(scale);
     if (thread == 0 && unscale_to) *unscale_to = unscale;
     if constexpr (in_place) fence_async();  // which waits for all stores, and those to global memory take long
