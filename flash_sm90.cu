@@ -436,7 +436,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     // So many rows are under way at once, when they are looked at and when they are split: of fewer as many as fit.
     constexpr int AtOnceSplit = holds ? Count : Tile::ProducerRegisters > 40 ? 2 : 1;
     constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
-    // A lone warp reads the next half of a row while it splits this one: at d 64, N 256, 512 and 1024 1 to 3 % faster.
+    // A lone warp reads the next half of a row while it splits this one: at d 64, N 256 to 1024 up to 3 % faster.
     constexpr bool reads_ahead = is_shared && Warps == 1 && AtOnceSplit == 1;
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
     const int row0 = warp * (Rows / Warps) + thread % 32 / 8, barrier = barrier_of(team);
@@ -1608,7 +1608,7 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
 // 2^-25, one way or the other (dither_of), n of them sqrt(n) times that: by the second bound 2^-21 of O's largest
 // number, if the Vj that count are as large as the largest. Means of as many ordinary numbers are 2^5 larger than both
-// bounds. Rows with nearly all the weight on one key of small values (a sink) may be below, and take 15 times as long.
+// bounds. Rows with nearly all the weight on one key of small values (a sink) may be below: 13 to 17 times the time.
 // A row with l = 0 sees no key.
 template <class Tile, int Count>
 __device__ bool are_small(const float (&Oi)[Count], const float (&l)[2], const WorkOfParts &work, float unitO) {
