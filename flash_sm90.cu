@@ -329,6 +329,11 @@ __device__ uint32_t pack(float x, float y) {
 // of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too.
 // Otherwise the parts don't carry the tile.
 constexpr float kLeast = 1.f;
+// Of a product the parts lose at most 2^-25 of one factor, scaled, times 2^15 of the other, and the reverse: 2^-9
+// units. Mostly that is nothing beside a score's largest products; but the key that makes a column large may be hidden,
+// or its row be large where the query is 0. So d products may lose 2^-9 of this, 2^-18. Beyond it are numbers of 256
+// and more in both Q and K (d 64, the usual scale).
+constexpr float kMostUnit = 0x1p-9f;
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
 // Scale of Pij. By an m of all keys so far the largest Pij is 1, and 2^15 leaves room for its rounding. By an m from
@@ -438,12 +443,14 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
     // A lone warp reads the next half of a row while it splits this one: at d 64, N 256 to 1024 up to 3 % faster.
     constexpr bool reads_ahead = is_shared && Warps == 1 && AtOnceSplit == 1;
+    constexpr int Step = reads_ahead ? 2 : AtOnceSplit;  // rows; two take fewer addresses than one twice
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
-    const int row0 = warp * (Rows / Warps) + thread % 32 / 8, barrier = barrier_of(team);
+    // Of the second box a lane has the row's neighbour: by the swizzle no two of eight lanes then read the same banks.
+    const int row0 = warp * (Rows / Warps) + (thread % 32 / 8 ^ lane / 4), barrier = barrier_of(team);
     // Of a lane's y-th row, row0 + 4 y, the 16 bytes called `chunk`. The swizzle takes those of row x to place
     // chunk ^ x % 8.
     const auto at = [&](unsigned char *tile, int pair, int y, unsigned chunk) {
-        return tile + ((row0 * 128 + (chunk ^ thread % 32 / 8) * 16) ^ y % 2 * 64) + y * 512 + pair * (2 * Rows * 128);
+        return tile + ((row0 * 128 + (chunk ^ row0 % 4) * 16) ^ y % 2 * 64) + y * 512 + pair * (2 * Rows * 128);
     };
     const auto counts = [&](int row) { return row >= rows.begin && row < rows.end; };
     // A lane has columns 8 lane to 8 lane + 7 of a pair.
@@ -536,7 +543,8 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
                 float row = 0.f;
 #pragma unroll 1
                 for (int pair = 0; pair < Pairs; ++pair) row = max_abs(row, max_abs(read(pair, y)));
-                row = row_max<8>(row);
+                row = row_max<4>(row);  // of one box; lane ^ 12 has the row's other
+                row = fmaxf(row, __shfl_xor_sync(~0u, row, 12));
                 if (row > 0.f) least = fminf(least, row);
             }
         }
@@ -562,21 +570,18 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
         float4 ahead;
         if constexpr (reads_ahead) ahead = *four_of(from.tile, pair, 0, 0);
 #pragma unroll 1
-        for (int y0 = 0; y0 < Count; y0 += AtOnceSplit) {
-            Eight x[AtOnceSplit];
+        for (int y0 = 0; y0 < Count; y0 += Step) {
+            Eight x[Step];
+            if constexpr (!reads_ahead)
 #pragma unroll
-            for (int n = 0; n < AtOnceSplit; ++n) {
-                if constexpr (reads_ahead)
-                    x[n] = {ahead, *four_of(from.tile, pair, y0, 1)};
-                else
-                    x[n] = holds ? held[pair][n] : read(pair, y0 + n);
-            }
+                for (int n = 0; n < Step; ++n) x[n] = holds ? held[pair][n] : read(pair, y0 + n);
 #pragma unroll
-            for (int n = 0; n < AtOnceSplit; ++n) {
+            for (int n = 0; n < Step; ++n) {
+                if constexpr (reads_ahead) x[n] = {ahead, *four_of(from.tile, pair, y0 + n, 1)};
                 uint32_t hi[4], lo[4];
                 for (int c = 0; c < 4; ++c) {
                     if constexpr (reads_ahead)
-                        if (c == 2) ahead = *four_of(from.tile, pair, min(y0 + 1, Count - 1), 0);
+                        if (c == 2) ahead = *four_of(from.tile, pair, (y0 + n + 1) % Count, 0);
                     split({x[n][2 * c] * scale, x[n][2 * c + 1] * scale}, hi[c], lo[c]);
                 }
                 unsigned char *const place = at(to, pair, y0 + n, lane);
@@ -675,7 +680,7 @@ __device__ Share take_share(const Parameters &p) {
         const Keys keys = band_in(p, b).keys;
         const int first = at % w.shares * w.tiles_a_share, n = max(first, 2 * (keys.begin / Tile::Bc));
         const int end = min(first + w.tiles_a_share, 2 * tiles_before<Tile>(keys.end));
-        const int begins_at = first_work(p, b * p.Hq + h * p.group) - kAhead * (int)gridDim.x;
+        const int begins_at = first_work(p, b * p.Hq + h * p.group) - kAhead * p.grid;
         if (n < end) return {head, h, b, n, end, keys, begins_at};
     }
 }
@@ -1357,7 +1362,7 @@ __device__ void store_state(const Parameters &p, const Work &work, int i, const 
         // What l and Oi, relative to the rounded cm, are to be multiplied by to be relative to c m.
         const float unrounded =
             subtracts_m<AlwaysSubtracts>(rows.cm[r]) ? 1.f : exp2_fast(-fmaf(rows.m[r], c, -rows.cm[r]));
-        const float l = unrounded * row_sum<4>(rows.l[r]), m = rows.m[r] * unit * fabsf(a.softmax_scale);
+        const float l = unrounded * row_sum<4>(rows.l[r]), m = rows.m[r] * (unit * fabsf(a.softmax_scale));
         float4 x[Count / 8];
         trade(x, Oi, r, quad);
         if (i >= work.i1) continue;
@@ -1816,8 +1821,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 &shared.unscaleQ[warpgroup]);
             exact = !scales.fit();
             if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known; inf if the parts don't carry it
-            // Or floats couldn't be in units of it.
-            exact |= !(unit() > 1e-30f && unit() * fmaxf(fabsf(a.softmax_scale), 1.f) < 1e30f);
+            // Or floats couldn't be in units of it, or scores aren't carried, though rows and columns are (kMostUnit).
+            const float scale = fabsf(a.softmax_scale);
+            exact |= !(unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMostUnit);
             if (exact) pass_tiles(work.seen.begin);
         }
         if (exact) {
@@ -1829,29 +1835,31 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             // one, 1 after add_up.
             float unitO = 0.f;
             Rows rows = Rows();
-            int j0 = work.seen.begin;
+            int j0 = work.seen.begin, end;
             do {  // 5. for j
                 if constexpr (D > 128) {
                     const int keys = j0 - work.seen.begin;
                     if (keys > 0 && keys % InOi == 0)
                         add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
                 }
+                // What shared memory is asked comes before products, or behind the last one begun: between two, where
+                // ptxas would put it but for the __syncwarps, the second product waits for the answer.
+                const Keys unmasked = work.unmasked[warpgroup];
+                const bool is_cut = j0 < unmasked.begin || j0 + Bc > unmasked.end;
+                const bool is_last = !loops || j0 + Bc >= work.ends[warpgroup];
                 // 9. Sij = Qi Kj^T, for long rows as several sums: the tensor cores truncate less
                 KV.wait_full();
+                // A tile that isn't zeros has a unit of 2^-60 to 1 (await_parts); of zeros any does that overflows
+                // nowhere. c_tile is not 0, or else 0 times a hidden -inf.
+                const float unscaleK = by_one(shared.unscale[at(false)].x);
+                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
+                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const unsigned char *const Qi = shared.Qi[warpgroup][0], *const Kj = shared.tiles[at(false)];
                 float sums[Sums][Bc / 2], (&Sij)[Bc / 2] = sums[0];
 #pragma unroll
                 for (int n = 0; n < Sums; ++n)
                     begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
-                // Beside the products, what is asked for next: behind them each answer would be waited for. A tile that
-                // isn't zeros has a unit of 2^-60 to 1 (await_parts); of zeros any does that overflows nowhere. c_tile
-                // is not 0, or else 0 times a hidden -inf.
-                const float unscaleK = by_one(shared.unscale[at(false)].x);
-                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
-                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
-                const Keys unmasked = work.unmasked[warpgroup];
-                const bool is_cut = j0 < unmasked.begin || j0 + Bc > unmasked.end;
-                const bool is_last = !loops || j0 + Bc >= work.ends[warpgroup];
+                __syncwarp();
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
                 const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
@@ -1904,8 +1912,10 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 for (int x0 = 0; x0 < D / 2; x0 += Columns / 2) {
                     float Tij[Columns / 2];
                     begin_PV_parts<Tile>(Tij, hi, lo, shared.tiles[at(true)] + 2 * x0 / kBox * (2 * Bc * 128));
-                    if (x0 == 0) {  // beside the products, too
+                    if (x0 == 0) {
+                        __syncwarp();
                         unscaleV = by_one(shared.unscale[at(true)].x);
+                        end = work.ends[warpgroup];
                         const float unitT = unscaleV > 0.f ? unscaleV / kP<Tile> : unitO;
                         const float in_unitT = unitO * inverse_of_power(unitT);
                         factor[0] = rows.alpha[0] * in_unitT, factor[1] = rows.alpha[1] * in_unitT;
@@ -1917,7 +1927,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 }
                 KV.release(unscaleV);
                 j0 += Bc;
-            } while (loops && j0 < work.ends[warpgroup]);  // not is_last, with which Vj's place is given back later
+            } while (loops && j0 < end);  // not is_last, with which Vj's place is given back later
             if constexpr (D > 128)
                 if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
             if (Tile::Hopes) join_l(rows, shared.l_of_rows);

@@ -541,6 +541,39 @@ def test_a_small_query(machine, d):
     assert (o - expected).norm() <= 1.5e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("N", [64, 300])
+def test_large_keys_that_count_for_nothing(machine, N, d):
+    """A channel in which queries are 0, keys that the first 63 don't see: what they see is small."""
+    q, k, v = machine.qkv(B=1, Hq=4, Hkv=2, Nq=N, Nk=N, d=d)
+    large = [*range(63, N, 64), N - 1]  # one in each tile
+    q, k = 2.0**12 * q, 2.0**-12 * k
+    q[..., 0], k[..., 0] = 0, 2.0**14 * (1 + k[..., 0].abs())
+    k[:, :, large, 1:] = 2 * k[:, :, large, 1:].sign()
+    few_q, few_k = torch.zeros_like(q), torch.zeros_like(k)
+    few_q[..., 1] = 2.0**20 * d**0.5
+    few_k[..., 0], few_k[..., 1] = 2.0**14, 2.0**-8 * k[..., 1]
+    few_k[:, :, large, 1] = 1
+    for qk in (q, k), (few_q, few_k):
+        expected = attention(*(x[:, :, :63] for x in (*qk, v)), causal=True)
+        check_o(machine.forward(*qk, v, causal=True)[:, :, :63], expected, q.dtype)
+
+
+def test_the_state_of_scores_that_overflow_without_their_scale(machine):
+    """Where O is right, and not what an overflow makes of it, so is m."""
+    q, k, v = machine.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=300, d=64)
+    o, _, m = machine.forward(
+        2.0**62 * q.sign(),
+        2.0**62 * q[:, :, :1].sign().expand_as(k),
+        v,
+        softmax_scale=2.0**-124,
+        return_state=True,
+    )
+    is_right = o.isfinite().all(dim=-1)
+    expected = (q.sign() @ q[:, :, :1].sign().mT)[..., 0]
+    torch.testing.assert_close(m[is_right], expected[is_right])
+
+
 def test_many_keys_of_mixed_sizes(machine):
     """Equal terms, of which a running sum would lose part."""
     q, k, v = (torch.zeros(1, 1, N, 16, device=machine.device) for N in (16, 16384, 16384))
