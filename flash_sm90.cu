@@ -329,11 +329,12 @@ __device__ uint32_t pack(float x, float y) {
 // of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too.
 // Otherwise the parts don't carry the tile.
 constexpr float kLeast = 1.f;
-// Of a product the parts lose at most 2^-25 of one factor, scaled, times 2^15 of the other, and the reverse: 2^-9
-// units. Mostly that is nothing beside a score's largest products; but the key that makes a column large may be hidden,
-// or its row be large where the query is 0. So d products may lose 2^-9 of this, 2^-18. Beyond it are numbers of 256
-// and more in both Q and K (d 64, the usual scale).
+// Of a product the parts lose at most 2^-25 of one factor, scaled, times 2^15 of the other: 2^-10 units. Mostly that is
+// nothing beside a score's largest products; but the key that makes a column large may be hidden, or its row be large
+// where the query is 0. So d products may lose 2^-10 of this, 2^-19. Beyond it are, at d 64 and the usual scale, Q and
+// K whose largest numbers, rounded down to powers of 2, are 2^16 or more multiplied.
 constexpr float kMostUnit = 0x1p-9f;
+constexpr float kUnscaleOfZeros = 0x1p-24f;  // of tiles of zeros, which lose nothing: so that units with it are small
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
 // Scale of Pij. By an m of all keys so far the largest Pij is 1, and 2^15 leaves room for its rounding. By an m from
@@ -526,7 +527,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     }
     // 2^-100 to 2^100, so that 1 / scale is normal
     const int exponent = clamp(127 + 14 + 127 - (of_tile.largest >> 23), 27, 227);
-    const float scale = of_tile.largest == 0 ? 1.f : __int_as_float(exponent << 23);
+    const float scale = of_tile.largest == 0 ? 1.f / kUnscaleOfZeros : __int_as_float(exponent << 23);
     bool fit = __int_as_float(of_tile.largest) < 0x1p115f;  // else inf, NaN, or too large for a scale of 2^-100
     least = __int_as_float(of_tile.least);
     // In a column of few numbers all may be small by chance.
@@ -699,7 +700,7 @@ __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
     const bool fit_K = unscaleK * __int_as_float(head.scaleK) < 0x1p60f;
     const bool fit_V = unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f;
-    work.unscaleK = unscaleK > 0.f ? unscaleK : 1.f;
+    work.unscaleK = unscaleK > 0.f ? unscaleK : kUnscaleOfZeros;
     work.unscaleV = unscaleV;
     work.exact = !(fit_K & fit_V);  // not &&: no load waits for the other verdict
 }
