@@ -180,11 +180,11 @@ struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of 
 
 // Of float32 besides
 struct WorkOfParts : Work {
-    int n;       // its number (work_of)
-    int place;   // in the ring of works, for a consumer that is short of registers
-    bool exact;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
+    int n;           // its number (work_of)
+    int place;       // in the ring of works, for a consumer that is short of registers
+    bool by_floats;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
     // The largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own Kj; and of
-    // its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry it; `exact` is false there.
+    // its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry it; `by_floats` is false there.
     float unscaleK, unscaleV;
     int ends[4];                  // of the keys that a consumer's rows see
     alignas(8) Keys unmasked[4];  // unmasked_of a consumer's rows; aligned: read by one instruction
@@ -692,8 +692,8 @@ __device__ Share take_share(const Parameters &p) {
 template <class Tile>
 __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const Keys keys = work.band.keys;
-    work.exact = empty(keys);
-    if (work.exact) return;
+    work.by_floats = empty(keys);
+    if (work.by_floats) return;
     const Head &head = p.workspace.heads[head_of(p, work)];
     while (load_acquire(head.there) < 2 * (tiles_before<Tile>(keys.end) - keys.begin / Tile::Bc)) {
     }
@@ -702,7 +702,7 @@ __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const bool fit_V = unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f;
     work.unscaleK = unscaleK > 0.f ? unscaleK : kUnscaleOfZeros;
     work.unscaleV = unscaleV;
-    work.exact = !(fit_K & fit_V);  // not &&: no load waits for the other verdict
+    work.by_floats = !(fit_K & fit_V);  // not &&: no load waits for the other verdict
 }
 
 // Where tile n of a head is among all
@@ -793,7 +793,7 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
 template <class Tile>
 __device__ void produce_parts(const Parameters &p, Shared<Tile> &shared, const WorkOfParts &work,
                               Ring<Tile::Stages> &KV) {
-    if (work.exact) return;
+    if (work.by_floats) return;
     const Workspace &w = p.workspace;
     fence_async_global();  // the parts were written by threads, and are read by asynchronous copies
     const int head = head_of(p, work), end = 2 * tiles_before<Tile>(work.seen.end);
@@ -813,7 +813,7 @@ __device__ Work announce_work(const Parameters &p, Shared<Tile> &shared, Ring<kW
     static_cast<Work &>(shared.work[works.at()]) = work;
     if constexpr (Tile::Parts == 2) {
         WorkOfParts &there = shared.work[works.at()];
-        there.n = n, there.place = works.place, there.exact = false;
+        there.n = n, there.place = works.place, there.by_floats = false;
         if (work.b >= 0) {
             for (int i0 = work.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
                 there.ends[warpgroup] =
@@ -1814,20 +1814,20 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         };
         const auto unit = [&] { return work.unscaleK * shared.unscaleQ[warpgroup]; };  // of m
         Q().wait_full();
-        bool exact = work.exact;
-        if (!exact) {
+        bool by_floats = work.by_floats;
+        if (!by_floats) {
             unsigned char *const Qi = shared.Qi[warpgroup][0];
             const Scales scales = split_tile<Tile, 64, 4>(
                 InShared{Qi, a.d}, [&] { return Qi; }, shared, warpgroup, {0, work.i1 - work.i0 - 64 * warpgroup},
                 &shared.unscaleQ[warpgroup]);
-            exact = !scales.fit();
+            by_floats = !scales.fit();
             if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known; inf if the parts don't carry it
             // Or floats couldn't be in units of it, or scores aren't carried, though rows and columns are (kMostUnit).
             const float scale = fabsf(a.softmax_scale);
-            exact |= !(unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMostUnit);
-            if (exact) pass_tiles(work.seen.begin);
+            by_floats |= !(unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMostUnit);
+            if (by_floats) pass_tiles(work.seen.begin);
         }
-        if (exact) {
+        if (by_floats) {
             Q().release();
         } else {
             const float c = scale_of(a, unit(), kLog2eOfS<D>);
@@ -1933,7 +1933,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 if (j0 - work.seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
             if (Tile::Hopes) join_l(rows, shared.l_of_rows);
             const float l[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};  // of whole rows
-            exact = work.unscaleV == INFINITY || are_small<Tile>(Oi, l, work, unitO);
+            by_floats = work.unscaleV == INFINITY || are_small<Tile>(Oi, l, work, unitO);
             if (unitO < 0x1p-60f || a.l_in) {  // or else unitO times the row's weight could be subnormal
 #pragma unroll
                 for (float &x : Oi) x *= unitO;
@@ -1942,7 +1942,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
             store_floats<D>(p, work, work.i0 + row_of_thread(), Oi, rows, l, c, unit(), unitO);
             pass_tiles(j0);
         }
-        if (exact) leave<Tile>(p, shared, work);
+        if (by_floats) leave<Tile>(p, shared, work);
         if (loops) works.place = work.place;  // the same, read again: so it takes no register while the work lasts
         __syncwarp();                         // all lanes have read the work
     }
