@@ -52,14 +52,14 @@
 // own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps split them there, too
 // (produce_and_split).
 //
-// consume_parts is Algorithm 1 as it stands, step after step; only what the next step asks for is looked up beside
-// products. That leaves registers for more consumers, up to four at d 64 and three at d 128, and one's softmax runs
-// beside another's products. New are the three products, those with a low part first, while the sum is small; Tij = Pij
-// Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate; that what this
-// does in the mean is made up for (kShortS, kShortT), and that what tiny Pij lose adds up to little (dither_of). What
-// the parts can't carry is left (leave) until a block has done all its works; then FMAs multiply the float32s
-// themselves (attend_to_left). The code is short on purpose: with several warps at several places instructions are
-// waited for, at N 512 for a third of the time (NOTES.md).
+// consume_parts is Algorithm 1 as it stands, step after step; but what shared memory is asked comes before products or
+// behind the last one begun. That leaves registers for more consumers, up to four at d 64 and three at d 128, and one's
+// softmax runs beside another's products. New are the three products, those with a low part first, while the sum is
+// small; Tij = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate;
+// that what this does in the mean is made up for (kShortS, kShortT), and that what tiny Pij lose adds up to little
+// (dither_of). What the parts can't carry is left (leave) until a block has done all its works; then FMAs multiply the
+// float32s themselves (attend_to_left). The code is short on purpose: with several warps at several places instructions
+// are waited for, at N 512 for a third of the time (NOTES.md).
 //
 // Steps that differ from flash.cu's: m moves only if it must, and then Oi is rescaled after the exponentials (float32:
 // in the FMA that adds Tij); a work that sees no key gets a tile all the same, which is masked.
@@ -183,8 +183,9 @@ struct WorkOfParts : Work {
     int n;           // its number (work_of)
     int place;       // in the ring of works, for a consumer that is short of registers
     bool by_floats;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
-    // The largest unscale of the head's Kj, in units of which m is kept, each Sij being in units of its own Kj; and of
-    // its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry it; `by_floats` is false there.
+    // The largest unscale of the head's Kj (kUnscaleOfZeros if all are zeros), in units of which m is kept, each Sij
+    // being in units of its own Kj; and of its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry
+    // it; `by_floats` is false there.
     float unscaleK, unscaleV;
     int ends[4];                  // of the keys that a consumer's rows see
     alignas(8) Keys unmasked[4];  // unmasked_of a consumer's rows; aligned: read by one instruction
@@ -206,7 +207,7 @@ __device__ int barrier_of(int team) { return 1 + team; }
 
 // What is known of a tile that is split
 struct Scales {
-    float unscale;  // 1 / scale
+    float unscale;  // 1 / scale; of zeros kUnscaleOfZeros
     // Each row's largest number (but 0) is at least so large; inf: all are 0; negative: the parts don't carry the tile
     float least;
 
@@ -326,17 +327,20 @@ __device__ uint32_t pack(float x, float y) {
 // A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is of a tile (of K and V Bc rows,
 // of Q 64): the power of 2 that brings its largest number to 2^14 or above, below 2^15. Scaled numbers below 2^-2 have
 // a subnormal lo, an absolute error of 2^-25. That is harmless beside larger ones: the largest number of each row and
-// of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too.
-// Otherwise the parts don't carry the tile.
+// of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too
+// (columns of few rows: kLeastOfFew). Otherwise the parts don't carry the tile.
 constexpr float kLeast = 1.f;
-// Of a product the parts lose at most 2^-25 of one factor, scaled, times 2^15 of the other: 2^-10 units. Mostly that is
-// nothing beside a score's largest products; but the key that makes a column large may be hidden, or its row be large
-// where the query is 0. So d products may lose 2^-10 of this, 2^-19. Beyond it are, at d 64 and the usual scale, Q and
-// K whose largest numbers, rounded down to powers of 2, are 2^16 or more multiplied.
-constexpr float kMostUnit = 0x1p-9f;
-constexpr float kUnscaleOfZeros = 0x1p-24f;  // of tiles of zeros, which lose nothing: so that units with it are small
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
+// The most that d softmax_scale may be in units of scores, unscaleQ unscaleK. Beside some 2^-22 of itself a product
+// loses at most 2^-10 units: 2^-25 of a small factor, scaled, times 2^15 of the other. Mostly that is nothing beside a
+// score's largest products; but the key that makes a column large may be hidden, or its row be large where the query is
+// 0. So d products may lose 2^-10 of this, 2^-19. Beyond it are, at d 64 and the usual scale, Q and K whose largest
+// numbers, rounded down to powers of 2, are 2^16 or more multiplied.
+constexpr float kMostUnit = 0x1p-9f;
+// Of tiles of zeros, which lose nothing, as if 2^-10 were their largest number: so units with it are small, but not
+// below what a float can be in units of.
+constexpr float kUnscaleOfZeros = 0x1p-24f;
 // Scale of Pij. By an m of all keys so far the largest Pij is 1, and 2^15 leaves room for its rounding. By an m from
 // before, 15.99 times 2^12 is where float16 ends. With 2^13, and 7.99, m moves in 6 % of a consumer's tiles at N 2048
 // instead of 0.4 % (random numbers, on a CPU), which is 1 to 3 % slower at d 64.
@@ -430,7 +434,7 @@ struct InGlobal {
 };
 
 // A team of 4 warps, 2 or 1 splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
-// lo of the same 64 columns: a row of both is the same 256 bytes before and after, and 8 lanes have it. Of 4 warps each
+// lo of the same 64 columns: a row of both is the same 256 bytes before and after, in one warp. Of 4 warps each
 // keeps in registers what it read; of fewer each has too many rows for that, and reads twice. The parts go to parts(),
 // asked for late, which may be the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if
 // there is one. At the end all have met at the barrier, and written.
@@ -444,9 +448,10 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
     constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
     // A lone warp reads the next half of a row while it splits this one: at d 64, N 256 to 1024 up to 3 % faster.
     constexpr bool reads_ahead = is_shared && Warps == 1 && AtOnceSplit == 1;
-    constexpr int Step = reads_ahead ? 2 : AtOnceSplit;  // rows; two take fewer addresses than one twice
+    constexpr int Step = reads_ahead ? 2 : AtOnceSplit;  // rows a round; of two the addresses have parts in common
     const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
-    // Of the second box a lane has the row's neighbour: by the swizzle no two of eight lanes then read the same banks.
+    // Lanes 4 to 7 of eight have the second box, and there the row's neighbour: of one row the swizzle would take both
+    // boxes' 16 bytes to the same banks.
     const int row0 = warp * (Rows / Warps) + (thread % 32 / 8 ^ lane / 4), barrier = barrier_of(team);
     // Of a lane's y-th row, row0 + 4 y, the 16 bytes called `chunk`. The swizzle takes those of row x to place
     // chunk ^ x % 8.
@@ -544,7 +549,7 @@ __device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Ti
                 float row = 0.f;
 #pragma unroll 1
                 for (int pair = 0; pair < Pairs; ++pair) row = max_abs(row, max_abs(read(pair, y)));
-                row = row_max<4>(row);  // of one box; lane ^ 12 has the row's other
+                row = row_max<4>(row);  // of one box; the warp's lane with this one's number ^ 12 has the other
                 row = fmaxf(row, __shfl_xor_sync(~0u, row, 12));
                 if (row > 0.f) least = fminf(least, row);
             }
@@ -1822,7 +1827,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 &shared.unscaleQ[warpgroup]);
             by_floats = !scales.fit();
             if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known; inf if the parts don't carry it
-            // Or floats couldn't be in units of it, or scores aren't carried, though rows and columns are (kMostUnit).
+            // Or m couldn't be a float in this unit, or products may lose too much of a score (kMostUnit); or NaN.
             const float scale = fabsf(a.softmax_scale);
             by_floats |= !(unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMostUnit);
             if (by_floats) pass_tiles(work.seen.begin);
@@ -1860,7 +1865,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
 #pragma unroll
                 for (int n = 0; n < Sums; ++n)
                     begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
-                __syncwarp();
+                __syncwarp();  // keeps what follows behind the products, see above
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
                 const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
@@ -1914,7 +1919,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     float Tij[Columns / 2];
                     begin_PV_parts<Tile>(Tij, hi, lo, shared.tiles[at(true)] + 2 * x0 / kBox * (2 * Bc * 128));
                     if (x0 == 0) {
-                        __syncwarp();
+                        __syncwarp();  // likewise
                         unscaleV = by_one(shared.unscale[at(true)].x);
                         end = work.ends[warpgroup];
                         const float unitT = unscaleV > 0.f ? unscaleV / kP<Tile> : unitO;

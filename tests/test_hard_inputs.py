@@ -548,7 +548,7 @@ def test_large_keys_that_count_for_nothing(machine, N, d):
     q, k, v = machine.qkv(B=1, Hq=4, Hkv=2, Nq=N, Nk=N, d=d)
     large = [*range(63, N, 64), N - 1]  # one in each tile
     q, k = 2.0**12 * q, 2.0**-12 * k
-    q[..., 0], k[..., 0] = 0, 2.0**14 * (1 + k[..., 0].abs())
+    q[..., 0], k[..., 0] = 0, 2.0**14 * (1 + k[..., 0].abs().clamp(max=2.9))
     k[:, :, large, 1:] = 2 * k[:, :, large, 1:].sign()
     few_q, few_k = torch.zeros_like(q), torch.zeros_like(k)
     few_q[..., 1] = 2.0**20 * d**0.5

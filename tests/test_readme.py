@@ -10,7 +10,7 @@ def test_lines_of_the_steps():
     found = set()
     for row in re.findall(r"^\| \d+ .*$", (ROOT / "README.md").read_text(), re.MULTILINE):
         step = row.split()[1]
-        for file, number in re.findall(r"\]\((\w+\.\w+)#L(\d+)\)", row):
+        for number, file in re.findall(r"\[(\d+)\]\((\w+\.\w+)#L\1\)", row):
             line = (ROOT / file).read_text().splitlines()[int(number) - 1]
             assert re.search(rf"// .*\b{step}\.", line), f"{file}:{number} isn't step {step}: {line}"
             found.add((file, step))
