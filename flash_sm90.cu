@@ -52,14 +52,14 @@
 // own Qi where TMA put it. Of the small tile nobody else has Kj and Vj: the producer's warps split them there, too
 // (produce_and_split).
 //
-// consume_parts is Algorithm 1 as it stands, step after step; but what shared memory is asked comes before products or
-// behind the last one begun. That leaves registers for more consumers, up to four at d 64 and three at d 128, and one's
-// softmax runs beside another's products. New are the three products, those with a low part first, while the sum is
-// small; Tij = Pij Vj of each tile, a sum of its own that is added to Oi in float32, since the tensor cores truncate;
-// that what this does in the mean is made up for (kShortS, kShortT), and that what tiny Pij lose adds up to little
-// (dither_of). What the parts can't carry is left (leave) until a block has done all its works; then FMAs multiply the
-// float32s themselves (attend_to_left). The code is short on purpose: with several warps at several places instructions
-// are waited for, at N 512 for a third of the time (NOTES.md).
+// consume_parts is Algorithm 1 as it stands, step after step, and no tile's step beside another's: that leaves
+// registers for more consumers, up to four at d 64 and three at d 128, and one's softmax runs beside another's
+// products. New are the three products, those with a low part first, while the sum is small; Tij = Pij Vj of each tile,
+// a sum of its own that is added to Oi in float32, since the tensor cores truncate; that what this does in the mean is
+// made up for (kShortS, kShortT), and that what tiny Pij lose adds up to little (dither_of). What the parts can't carry
+// is left (leave) until a block has done all its works; then FMAs multiply the float32s themselves (attend_to_left).
+// The code is short on purpose: with several warps at several places instructions are waited for, at N 512 for a third
+// of the time (NOTES.md).
 //
 // Steps that differ from flash.cu's: m moves only if it must, and then Oi is rescaled after the exponentials (float32:
 // in the FMA that adds Tij); a work that sees no key gets a tile all the same, which is masked.

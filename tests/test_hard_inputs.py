@@ -560,7 +560,7 @@ def test_large_keys_that_count_for_nothing(machine, N, d):
 
 
 def test_the_state_of_scores_that_overflow_without_their_scale(machine):
-    """Where O is right, and not what an overflow makes of it, so is m."""
+    """Where O is finite, and not what an overflow makes of it, m is right."""
     q, k, v = machine.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=300, d=64)
     o, _, m = machine.forward(
         2.0**62 * q.sign(),
@@ -569,9 +569,9 @@ def test_the_state_of_scores_that_overflow_without_their_scale(machine):
         softmax_scale=2.0**-124,
         return_state=True,
     )
-    is_right = o.isfinite().all(dim=-1)
+    is_finite = o.isfinite().all(dim=-1)
     expected = (q.sign() @ q[:, :, :1].sign().mT)[..., 0]
-    torch.testing.assert_close(m[is_right], expected[is_right])
+    torch.testing.assert_close(m[is_finite], expected[is_finite])
 
 
 def test_many_keys_of_mixed_sizes(machine):
