@@ -39,7 +39,7 @@
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
 //     floats_there           float32: what one of the producer's splitters is to split has arrived (TMA counts its
 //                            bytes); of the small tile two, Kj and Vj, before they are split in place
-//     named 1, 2, ..         float32: one a team: it has met, in split_tile, split_K_and_V, help, attend_by_floats; and
+//     named 1, 2, ..         float32: one a team: it has met (Team, split_K_and_V, help, attend_by_floats); and
 //                            whether to help, and whether a warp has left something
 //     KV: empty, at the end  float32: all of them: no consumer needs a tile any more, so floats may take the places
 //     Head::there            float32: so many of the head's tiles are in the workspace (report, await_parts)
@@ -155,8 +155,8 @@ struct Ring {
     // By all lanes of a warp, or by one thread that is its first lane; not before x is computed, which also keeps ptxas
     // from moving the next wait for wgmma above that. x is a sum of results of exp2, or an unscale: never -0, but ptxas
     // can't know.
-    __device__ void release(float x = 0.f) {
-        if (threadIdx.x % 32 == 0 && __float_as_int(x) != __float_as_int(-0.f)) arrive(stages[at()].empty);
+    __device__ void release(float x = 0.f, bool is_lane_0 = threadIdx.x % 32 == 0) {
+        if (is_lane_0 && __float_as_int(x) != __float_as_int(-0.f)) arrive(stages[at()].empty);
         advance();
     }
 };
@@ -168,7 +168,10 @@ __device__ T of_all(T x) {  // what the first lane has
 // x, in a place of a ring, for all lanes. One lane reads it, the one whose arrival gives the place back: another's read
 // could still be under way then, since an arrival doesn't wait for a load. Its own has to be used before, see
 // release(x).
-__device__ float by_one(const float &x) { return of_all(threadIdx.x % 32 == 0 ? x : 0.f); }
+__device__ float by_one(const float &x, bool is_lane_0) { return of_all(is_lane_0 ? x : 0.f); }
+// Whether this is a warp's first lane, out of a shuffle, so that it is kept: ptxas would ask for threadIdx.x anew in a
+// loop, where others wait for the answer (S2R; 1 to 2 % at N 2048).
+__device__ bool kept_lane_0() { return __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32) % 32 == 0; }
 
 // A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
 struct alignas(16) Work {  // aligned: read by fewer instructions, up to 2 % of half types at d 64
@@ -191,6 +194,14 @@ struct WorkOfParts : Work {
     alignas(8) Keys unmasked[4];  // unmasked_of a consumer's rows; aligned: read by one instruction
 };
 
+// What of a tile counts; other rows become 0.
+struct Part {
+    Keys rows;
+    bool is_V;
+
+    __device__ bool has(int row) const { return row >= rows.begin && row < rows.end; }
+};
+
 // Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
 struct Share {
     int head, h, b;  // its index in Workspace::heads (< 0: there is no more); the key head and the batch
@@ -200,27 +211,14 @@ struct Share {
 
     __device__ bool is_V() const { return n % 2; }
     __device__ int t() const { return n / 2; }
+    template <class Tile>
+    __device__ Part part() const {
+        return {{keys.begin - t() * Tile::Bc, keys.end - t() * Tile::Bc}, is_V()};
+    }
 };
 
 // Who splits a tile together is a team: first the consumers, then those of the producer. Each has a named barrier.
 __device__ int barrier_of(int team) { return 1 + team; }
-
-// What is known of a tile that is split
-struct Scales {
-    float unscale;  // 1 / scale; of zeros kUnscaleOfZeros
-    // Each row's largest number (but 0) is at least so large; inf: all are 0; negative: the parts don't carry the tile
-    float least;
-
-    __device__ bool fit() const { return least >= 0.f; }
-    __device__ bool is_zero() const { return least == INFINITY; }
-};
-
-// What the warps that split a tile tell one another of their rows, as bits: the largest number; the least of the
-// largest of eight neighbours (but 0); the least of the largest of a lane's part of a column. Aligned: or else one
-// team's read takes a word of another's along, which racecheck reports.
-struct alignas(16) Extremes {
-    int largest, least, least_of_column;
-};
 
 template <class Tile>
 struct SharedOfHalves {
@@ -244,11 +242,10 @@ struct SharedOfParts {
     Share now[Tile::Splitters];                     // what each splitter splits
     Share next[Tile::Consumers + Tile::Splitters];  // what a team splits next, or did last; head -1: there is no more
     float unscaleQ[Tile::Consumers];
-    float l_of_rows[Tile::Br];                                // l, set aside (set_l_aside)
-    float m_of_O[Tile::Br];                                   // what the sums in O are relative to (add_up)
-    alignas(16) int left[4 * Tile::Consumers];                // of each warp's list (left_after) the first, or -1
-    Extremes extremes[Tile::Splitters + Tile::Consumers][4];  // split_tile's: of each team's warps
-    int least[Tile::Splitters + Tile::Consumers][4];
+    float l_of_rows[Tile::Br];                  // l, set aside (set_l_aside)
+    float m_of_O[Tile::Br];                     // what the sums in O are relative to (add_up)
+    alignas(16) int left[4 * Tile::Consumers];  // of each warp's list (left_after) the first, or -1
+    alignas(16) int largest[Tile::Splitters + Tile::Consumers][2][4];  // of each team's warps (Team::largest)
 };
 
 template <class Tile>
@@ -263,8 +260,7 @@ struct TensorMap {
 // What is known of the tiles of a key head, in the workspace. All begin as 0.
 struct Head {
     int there;               // tiles of K and of V that are in the workspace
-    int unscaleK, scaleK;    // the largest of all tiles, as bits of floats; inf if the parts don't carry one of them
-    int unscaleV, inverseV;  // likewise; the largest 1 / v, v being the largest number in a row
+    int unscaleK, unscaleV;  // the largest of all tiles, as bits of floats; inf if the parts don't carry one of them
 };
 
 // Division of 0 <= x < 2^31 by a number that the host knows, as a multiplication (CUTLASS has it as FastDivmod): else
@@ -324,19 +320,26 @@ __device__ uint32_t pack(float x, float y) {
 
 // ------------------------------------------------------------------------------ float32 in two parts
 
-// A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is of a tile (of K and V Bc rows,
-// of Q 64): the power of 2 that brings its largest number to 2^14 or above, below 2^15. Scaled numbers below 2^-2 have
-// a subnormal lo, an absolute error of 2^-25. That is harmless beside larger ones: the largest number of each row and
-// of each column of the tile must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too
-// (columns of few rows: kLeastOfFew). Otherwise the parts don't carry the tile.
+// A number x becomes hi + lo = x scale, two float16s of 22 bits together. The scale is a power of 2 and a tile's (of K
+// and V Bc rows, of Q 64): by its largest number, which it brings to 2^kLargest or above. To read tiles of K and V but
+// once, theirs is guessed by the largest number of the first four rows, with room for numbers four times as large; if
+// that isn't enough, or 0, or too small for columns of Vj, it is by the tile's largest number, too. What is guessed
+// doesn't depend on who splits, or the same inputs wouldn't give the same bits.
+constexpr int kGuessed = 13, kLargest = 14;  // exponents
+// Scaled numbers below 2^-2 have a subnormal lo, an absolute error of 2^-25. Of V that is harmless beside a row of O
+// that isn't small (are_small), but for a channel it must be beside larger ones of its own: the largest number of each
+// column of Vj must be 0 or, scaled, at least kLeast, of which 2^-25 is what float32 rounds away, too. Otherwise the
+// parts don't carry the tile, nor if a number is inf, NaN, or too large for a scale of 2^-100.
 constexpr float kLeast = 1.f;
+constexpr uint32_t kTwoLeast = 0x3c003c00;  // kLeast as two float16s
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
-// The most that d softmax_scale may be in units of scores, unscaleQ unscaleK. Beside some 2^-22 of itself a product
-// loses at most 2^-10 units: 2^-25 of a small factor, scaled, times 2^15 of the other. Mostly that is nothing beside a
-// score's largest products; but the key that makes a column large may be hidden, or its row be large where the query is
-// 0. So d products may lose 2^-10 of this, 2^-19. Beyond it are, at d 64 and the usual scale, Q and K whose largest
-// numbers, rounded down to powers of 2, are 2^16 or more multiplied.
+// Of Q and K it is harmless if units of scores, unscaleQ unscaleK, are small: then the loss is nothing beside 1, however
+// small a row or column is. The most that d softmax_scale may be in these units: beside some 2^-22 of itself a product
+// loses at most 2^-9 units, 2^-25 of each factor times up to 2^15 (2^16, if guessed) of the other. So d products lose at
+// most 2^-18 of a score, if all are at their worst; in the mean 2^-23 or less (d 64; a fuzz in NOTES.md). Beyond it are,
+// at d 64 and the usual scale, Q and K whose largest numbers, rounded down to powers of 2, are 2^16 or more multiplied,
+// or 2^13, where rows guessed by are small.
 constexpr float kMostUnit = 0x1p-9f;
 // Of tiles of zeros, which lose nothing, as if 2^-10 were their largest number: so units with it are small, but not
 // below what a float can be in units of.
@@ -392,6 +395,13 @@ __device__ void split(float2 x, uint32_t &hi, uint32_t &lo) {
     hi = *(const uint32_t *)&high, lo = pack<__half>(x.x - back.x, x.y - back.y);
 }
 
+// max of two pairs of float16s without their signs, but NaN if one is NaN. Signs of the result mean nothing.
+__device__ uint32_t max_abs_of_halves(uint32_t x, uint32_t y) {
+    uint32_t max;
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(max) : "r"(x), "r"(y));
+    return max;
+}
+
 // Whether two float16s that aren't negative are neither inf nor NaN
 __device__ bool are_finite(uint32_t two) { return !((two + 0x04000400) & 0x80008000); }
 
@@ -422,185 +432,261 @@ struct Eight {
 };
 __device__ float max_abs(const Eight &x) { return max_abs(max_abs(x.four[0]), max_abs(x.four[1])); }
 
-// A tile of float32s: where TMA put it, in boxes of 32 columns, 128 bytes a row, swizzled; or the tensor itself.
+// Eight numbers to the places of their parts; note(c, hi) hears of the hi's, two at a time.
+template <class Note>
+__device__ void split(const Eight &x, float scale, unsigned char *to_hi, unsigned char *to_lo, const Note &note) {
+    uint32_t hi[4], lo[4];
+    for (int c = 0; c < 4; ++c) {
+        split({x[2 * c] * scale, x[2 * c + 1] * scale}, hi[c], lo[c]);
+        note(c, hi[c]);
+    }
+    *(uint4 *)to_hi = {hi[0], hi[1], hi[2], hi[3]};
+    *(uint4 *)to_lo = {lo[0], lo[1], lo[2], lo[3]};
+}
+
+// The power of 2 that brings `largest`, a float's bits, to 2^exponent or above; 2^-100 to 2^100, so that 1 / scale is
+// normal. Of 0 it is 2^127, of which inverse_of_power makes 0.
+__device__ float scale_of(int largest, int exponent) {
+    return largest == 0 ? 0x1p127f : __int_as_float(clamp(127 + exponent + 127 - (largest >> 23), 27, 227) << 23);
+}
+
+// Those who split a tile of so many rows together: 4 warps, 2 or 1, each its share of the rows. Of float32s, as TMA writes
+// them, are boxes of 32 columns, 128 bytes a row, swizzled. Two neighbours, a pair, become one box of hi and one of lo
+// of the same 64 columns: a row of both is the same 256 bytes before and after. Of these a thread has 8 columns, of its
+// warp's rows each fourth (Places).
+template <class Tile, int Rows, int Warps>
+struct Team {
+    static constexpr int Box = Rows * 128, Pair = 2 * Box, Pairs = Tile::Boxes / 2, OfWarp = Rows / Warps;
+    static constexpr int Threads = 32 * Warps, Count = OfWarp / 4;  // a thread's rows
+    SharedOfParts<Tile> &shared;
+    int number;
+
+    // Lanes 4 to 7 of eight have the second box, and there the row's neighbour: of one row the swizzle would take both
+    // boxes' 16 bytes to the same banks.
+    struct Places {
+        unsigned warp, lane;
+        int row;  // the first
+
+        __device__ Places(unsigned thread)
+            : warp(thread / 32), lane(thread % 8), row(warp * OfWarp + (thread % 32 / 8 ^ lane / 4)) {}
+        // Of the first row the 16 bytes called `chunk`. The swizzle takes them to chunk ^ row % 8.
+        __device__ unsigned at(unsigned chunk) const { return row * 128 + (chunk ^ row % 4) * 16; }
+        __device__ unsigned of_hi() const { return at(lane); }
+        // Of four float32s; the next four are 16 bytes away, one way or the other.
+        __device__ unsigned of_floats() const { return lane / 4 * Box + at(lane % 4 * 2); }
+    };
+    static __device__ unsigned thread() { return opaque(threadIdx.x) % Threads; }
+    // From a thread's first row to its y-th, which is 4 y further down
+    static __device__ unsigned below(unsigned place, int y) { return (place ^ y % 2 * 64) + y * 512; }
+
+    // The largest of all threads' x, which aren't negative, as an int: so the bits of inf are above all numbers, those
+    // of NaN above inf. Two such questions in a row need two places.
+    __device__ int largest(float x, int place) const {
+        int result = __reduce_max_sync(~0u, __float_as_int(x));
+        if constexpr (Warps > 1) {
+            int(&of_warps)[4] = shared.largest[number][place];
+            if (const unsigned thread = Team::thread(); thread % 32 == 0) of_warps[thread / 32] = result;
+            sync(barrier_of(number), Threads);
+            for (int warp = 0; warp < Warps; ++warp) result = max(result, of_warps[warp]);
+        }
+        return result;
+    }
+    // Whether x is true of one. They have met then: what one wrote before is there for all.
+    __device__ bool any(bool x) const {
+        if constexpr (Warps > 1) return hopper::any(barrier_of(number), Threads, x);
+        __syncwarp();
+        return __any_sync(~0u, x);
+    }
+    __device__ void clear_others(unsigned char *tile, const Part &part) const {
+        if (part.rows.begin <= 0 && part.rows.end >= Rows) return;
+        const Places places(thread());
+#pragma unroll 1
+        for (int y = 0; y < Count; ++y)
+            if (!part.has(places.row + 4 * y))
+                for (int pair = 0; pair < Pairs; ++pair)
+                    for (int n = 0; n < 2; ++n)
+                        *(float4 *)(tile + pair * Pair + below(places.of_floats() ^ n * 16, y)) = {};
+        fence_async();  // TMA writes there again
+    }
+    // Whether each column's largest number is large enough, or 0. In a column of few numbers all may be small by chance.
+    template <class Read>
+    __device__ bool columns_fit(const Part &part, float scale, const Read &read) const {
+        const bool few = min(part.rows.end, Rows) - max(part.rows.begin, 0) < 16;
+        bool fit = true;
+#pragma unroll 1
+        for (int x = thread(); x < Tile::D; x += Threads) {
+            float column = 0.f;
+#pragma unroll 4
+            for (int row = 0; row < Rows; ++row) column = max_abs(column, read(row, x));
+            fit &= !(column > 0.f && column * scale < (few ? kLeastOfFew : kLeast));
+        }
+        return !any(!fit);
+    }
+    static __device__ float float_at(const unsigned char *tile, int row, int x) {
+        return *(const float *)(tile + x / 32 * Box + row * 128 + (x % 32 * 4 ^ row % 8 * 16));
+    }
+};
+
+// Splits a tile where TMA put it, by its largest number: each of 4 warps keeps in registers what it read. At the end all
+// have met, and written. Returns 1 / scale, 0 of a tile of zeros, inf if the parts don't carry it.
+template <class Team>
+__device__ float split_in_place(const Team &team, unsigned char *tile, const Part &part, float *unscale_to = nullptr) {
+    team.clear_others(tile, part);
+    const typename Team::Places places(team.thread());
+    Eight x[Team::Pairs][Team::Count];
+    float most = 0.f, least_of_column = INFINITY;  // a thread's part of a column stands for the column
+#pragma unroll
+    for (int pair = 0; pair < Team::Pairs; ++pair) {
+#pragma unroll
+        for (int y = 0; y < Team::Count; ++y) {
+            for (int n = 0; n < 2; ++n)
+                x[pair][y].four[n] = *(float4 *)(tile + pair * Team::Pair + team.below(places.of_floats() ^ n * 16, y));
+            most = max_abs(most, max_abs(x[pair][y]));
+        }
+        for (int c = 0; part.is_V && c < 8; ++c) {
+            float column = 0.f;
+#pragma unroll
+            for (int y = 0; y < Team::Count; ++y) column = max_abs(column, x[pair][y][c]);
+            if (column > 0.f) least_of_column = fminf(least_of_column, column);
+        }
+    }
+    const int largest = team.largest(most, 0);
+    const float scale = scale_of(largest, kLargest), unscale = inverse_of_power(scale);
+    bool fit = __int_as_float(largest) < 0x1p115f;
+    if (part.is_V && team.any(least_of_column * scale < kLeast))
+        fit &= team.columns_fit(part, scale, [&](int row, int x) { return team.float_at(tile, row, x); });
+#pragma unroll
+    for (int pair = 0; pair < Team::Pairs; ++pair)
+#pragma unroll
+        for (int y = 0; y < Team::Count; ++y) {
+            unsigned char *const place = tile + pair * Team::Pair + team.below(places.of_hi(), y);
+            split(x[pair][y], scale, place, place + Team::Box, [](int, uint32_t) {});
+        }
+    if (unscale_to && team.thread() == 0) *unscale_to = unscale > 0.f ? unscale : kUnscaleOfZeros;
+    fence_async();
+    sync(barrier_of(team.number), 128);
+    return fit ? unscale : INFINITY;
+}
+
+// A tile of float32s: in shared memory, where one or two warps read it row by row; or in the tensor itself, which four
+// read to registers.
 struct InShared {
     unsigned char *tile;
-    int d;
 };
 struct InGlobal {
     const float *first;
     int64_t stride;
-    int d;  // a multiple of 4
 };
 
-// A team of 4 warps, 2 or 1 splits a tile, each so much of the rows. Two neighbouring boxes become one of hi and one of
-// lo of the same 64 columns: a row of both is the same 256 bytes before and after, in one warp. Of 4 warps each
-// keeps in registers what it read; of fewer each has too many rows for that, and reads twice. The parts go to parts(),
-// asked for late, which may be the tile itself. Rows that aren't of `rows` become 0. 1 / scale goes to unscale_to, if
-// there is one. At the end all have met at the barrier, and written.
-template <class Tile, int Rows, int Warps, class From, class To>
-__device__ Scales split_tile(const From &from, const To &parts, SharedOfParts<Tile> &shared, int team, Keys rows,
-                             float *unscale_to = nullptr) {
-    constexpr bool is_shared = std::is_same_v<From, InShared>, holds = Warps == 4, in_place = is_shared && holds;
-    constexpr int Pairs = Tile::Boxes / 2, Count = Rows / (4 * Warps);  // of a lane: rows
-    // So many rows are under way at once, when they are looked at and when they are split: of fewer as many as fit.
-    constexpr int AtOnceSplit = holds ? Count : Tile::ProducerRegisters > 40 ? 2 : 1;
-    constexpr int AtOnce = holds ? Count : 2 * AtOnceSplit;
-    // A lone warp reads the next half of a row while it splits this one: at d 64, N 256 to 1024 up to 3 % faster.
-    constexpr bool reads_ahead = is_shared && Warps == 1 && AtOnceSplit == 1;
-    constexpr int Step = reads_ahead ? 2 : AtOnceSplit;  // rows a round; of two the addresses have parts in common
-    const unsigned thread = opaque(threadIdx.x) % (32 * Warps), warp = thread / 32, lane = thread % 8;
-    // Lanes 4 to 7 of eight have the second box, and there the row's neighbour: of one row the swizzle would take both
-    // boxes' 16 bytes to the same banks.
-    const int row0 = warp * (Rows / Warps) + (thread % 32 / 8 ^ lane / 4), barrier = barrier_of(team);
-    // Of a lane's y-th row, row0 + 4 y, the 16 bytes called `chunk`. The swizzle takes those of row x to place
-    // chunk ^ x % 8.
-    const auto at = [&](unsigned char *tile, int pair, int y, unsigned chunk) {
-        return tile + ((row0 * 128 + (chunk ^ row0 % 4) * 16) ^ y % 2 * 64) + y * 512 + pair * (2 * Rows * 128);
-    };
-    const auto counts = [&](int row) { return row >= rows.begin && row < rows.end; };
-    // A lane has columns 8 lane to 8 lane + 7 of a pair.
-    const auto four_of = [&](unsigned char *tile, int pair, int y, int n) {
-        return (float4 *)at(tile + lane / 4 * (Rows * 128), pair, y, lane % 4 * 2 + n);
-    };
-    const auto read = [&](int pair, int y) {
-        Eight x{};
-        if constexpr (is_shared) {
-            for (int n = 0; n < 2; ++n) x.four[n] = *four_of(from.tile, pair, y, n);
-        } else {
-            const int row = row0 + 4 * y, column = 64 * pair + 8 * lane;
-            const float *const first = from.first + row * from.stride + column;
-            for (int n = 0; n < 2; ++n)
-                if (counts(row) && column + 4 * n < from.d) x.four[n] = *(const float4 *)(first + 4 * n);
-        }
-        return x;
-    };
-    const auto read_one = [&](int row, int column) {
-        if constexpr (is_shared)
-            return *(const float *)(from.tile + column / 32 * (Rows * 128) + row * 128 +
-                                    ((column % 32 * 4) ^ row % 8 * 16));
-        else
-            return counts(row) && column < from.d ? from.first[row * from.stride + column] : 0.f;
-    };
-    if constexpr (is_shared)
-        if (rows.begin > 0 || rows.end < Rows) {
-#pragma unroll 1
-            for (int y = 0; y < Count; ++y)
-                if (!counts(row0 + 4 * y))
-                    for (int pair = 0; pair < Pairs; ++pair)
-                        for (int n = 0; n < 2; ++n) *four_of(from.tile, pair, y, n) = {};
-            fence_async();  // TMA writes there again
-        }
-    // So far eight neighbours that aren't all 0 stand for their row, and a lane's part of a column for the column.
-    Eight held[Pairs][Count];
-    float most = 0.f, least = INFINITY, least_of_column = INFINITY;
-#pragma unroll(holds ? Pairs : 1)
-    for (int pair = 0; pair < Pairs; ++pair) {
-        float column[8] = {}, least_of_pair = INFINITY;
-#pragma unroll 1
-        for (int y0 = 0; y0 < Count; y0 += AtOnce) {
-            Eight x[AtOnce];
+// Splits a tile of K or V to the workspace; likewise. The hi's say whether the scale was guessed right; if not, all is
+// done again. The producer is short of registers: what shared memory says (part_of, parts_of) is asked late, and places
+// are computed anew where they are needed.
+template <class Team, class From, class PartOf, class PartsOf>
+__device__ float split_to_workspace(const Team &team, const From &from, int d, const PartOf &part_of,
+                                    const PartsOf &parts_of) {
+    constexpr bool holds = std::is_same_v<From, InGlobal>;
+    constexpr int Pairs = Team::Pairs, Count = Team::Count;
+    const unsigned thread = team.thread();
+    Eight held[holds ? Pairs : 1][holds ? Count : 1];
+    float most = 0.f;
+    if constexpr (holds) {
+        const typename Team::Places places(thread);
 #pragma unroll
-            for (int n = 0; n < AtOnce; ++n) x[n] = read(pair, y0 + n);
+        for (int pair = 0; pair < Pairs; ++pair)
 #pragma unroll
-            for (int n = 0; n < AtOnce; ++n) {
-                for (int c = 0; c < 8; ++c) column[c] = max_abs(column[c], x[n][c]);
-                const float eight = max_abs(x[n]);
-                // Eight zeros say nothing; but the last d % 8 columns aren't counted, and may be small.
-                if (eight > 0.f || from.d % 8 != 0) least_of_pair = fminf(least_of_pair, eight);
-                if (holds) held[pair][n] = x[n];
-            }
-        }
-        if (64 * pair + 8 * (int)lane + 7 < max(from.d, 8))  // fewer neighbours are small more often
-            least = fminf(least, least_of_pair);
-        for (float z : column) {
-            most = max_abs(most, z);
-            if (z > 0.f) least_of_column = fminf(least_of_column, z);
-        }
-    }
-    // As ints, the bits of inf are above all numbers, those of NaN above inf.
-    Extremes(&extremes)[4] = shared.extremes[team];
-    const int bits[3] = {__reduce_max_sync(~0u, __float_as_int(most)), __reduce_min_sync(~0u, __float_as_int(least)),
-                         __reduce_min_sync(~0u, __float_as_int(least_of_column))};
-    if (thread % 32 == 0) extremes[warp] = {bits[0], bits[1], bits[2]};
-    sync(barrier, 32 * Warps);
-    Extremes of_tile = extremes[0];
-    for (int n = 1; n < Warps; ++n) {
-        of_tile.largest = max(of_tile.largest, extremes[n].largest);
-        of_tile.least = min(of_tile.least, extremes[n].least);
-        of_tile.least_of_column = min(of_tile.least_of_column, extremes[n].least_of_column);
-    }
-    // 2^-100 to 2^100, so that 1 / scale is normal
-    const int exponent = clamp(127 + 14 + 127 - (of_tile.largest >> 23), 27, 227);
-    const float scale = of_tile.largest == 0 ? 1.f / kUnscaleOfZeros : __int_as_float(exponent << 23);
-    bool fit = __int_as_float(of_tile.largest) < 0x1p115f;  // else inf, NaN, or too large for a scale of 2^-100
-    least = __int_as_float(of_tile.least);
-    // In a column of few numbers all may be small by chance.
-    const float least_allowed = min(rows.end, Rows) - max(rows.begin, 0) < 16 ? kLeastOfFew : kLeast;
-    // If some are small, look at all of the row, or column. 64, so that `least` does for tiles of V whose scales
-    // are 2^6 apart, too. Rows are looked at for their own sake alone: else `least` would depend on how many warps
-    // split.
-    const bool rows_are_doubtful = !fit || least * scale < 64.f * kLeast;
-    if (rows_are_doubtful || __int_as_float(of_tile.least_of_column) * scale < least_allowed) {
-        if (rows_are_doubtful) {
-            least = INFINITY;
-#pragma unroll 1
             for (int y = 0; y < Count; ++y) {
-                float row = 0.f;
-#pragma unroll 1
-                for (int pair = 0; pair < Pairs; ++pair) row = max_abs(row, max_abs(read(pair, y)));
-                row = row_max<4>(row);  // of one box; the warp's lane with this one's number ^ 12 has the other
-                row = fmaxf(row, __shfl_xor_sync(~0u, row, 12));
-                if (row > 0.f) least = fminf(least, row);
+                const int row = places.row + 4 * y, column = 64 * pair + 8 * places.lane;
+                const float *const first = from.first + row * from.stride + column;
+                held[pair][y] = {};
+                for (int n = 0; n < 2; ++n)
+                    if (part_of().has(row) && column + 4 * n < d)
+                        held[pair][y].four[n] = *(const float4 *)(first + 4 * n);
             }
+        for (int pair = 0; places.warp == 0 && pair < Pairs; ++pair) most = max_abs(most, max_abs(held[pair][0]));
+    } else {
+        team.clear_others(from.tile, part_of());
+        const typename Team::Places places(opaque(thread));
+        for (int pair = 0; places.warp == 0 && pair < Pairs; ++pair) {
+            const unsigned here = pair * Team::Pair + places.of_floats();
+            most = max_abs(most, max_abs(*(float4 *)(from.tile + here)));
+            most = max_abs(most, max_abs(*(float4 *)(from.tile + (here ^ 16))));
         }
-        fit &= !(least * scale < kLeast);
-#pragma unroll 1
-        for (int x = thread; x < Tile::D; x += 32 * Warps) {
-            float column = 0.f;
-#pragma unroll 1
-            for (int row = 0; row < Rows; ++row) column = max_abs(column, read_one(row, x));
-            fit &= !(column > 0.f && column * scale < least_allowed);
-        }
-        int(&all)[4] = shared.least[team];
-        const int least_of_warp = __reduce_min_sync(~0u, __float_as_int(fit ? least : -1.f));
-        if (thread % 32 == 0) all[warp] = least_of_warp;
-        sync(barrier, 32 * Warps);
-        int least_of_tile = all[0];
-        for (int n = 1; n < Warps; ++n) least_of_tile = min(least_of_tile, all[n]);
-        least = __int_as_float(least_of_tile);
     }
-    unsigned char *const to = parts();  // nobody reads others' rows any more: all have met
+    float scale = scale_of(team.largest(most, 0), kGuessed);
+    for (bool is_guess = true;; is_guess = false) {
+        bool overflows = is_guess && scale == 0x1p127f, small = false;
+        unsigned char *const to = parts_of();
 #pragma unroll(holds ? Pairs : 1)
-    for (int pair = 0; pair < Pairs; ++pair) {
-        float4 ahead;
-        if constexpr (reads_ahead) ahead = *four_of(from.tile, pair, 0, 0);
-#pragma unroll 1
-        for (int y0 = 0; y0 < Count; y0 += Step) {
-            Eight x[Step];
-            if constexpr (!reads_ahead)
+        for (int pair = 0; pair < Pairs; ++pair) {
+            uint32_t columns[4] = {};  // the largest hi's, of two columns each
+            const auto note = [&](int c, uint32_t hi) { columns[c] = max_abs_of_halves(columns[c], hi); };
+            const typename Team::Places places(opaque(thread));
+            unsigned char *place = to + pair * Team::Pair + places.of_hi();
+            const auto odd = [](auto place) { return (decltype(place))((uintptr_t)place ^ 64) + 512; };
+            if constexpr (holds) {
 #pragma unroll
-                for (int n = 0; n < Step; ++n) x[n] = holds ? held[pair][n] : read(pair, y0 + n);
-#pragma unroll
-            for (int n = 0; n < Step; ++n) {
-                if constexpr (reads_ahead) x[n] = {ahead, *four_of(from.tile, pair, y0 + n, 1)};
-                uint32_t hi[4], lo[4];
-                for (int c = 0; c < 4; ++c) {
-                    if constexpr (reads_ahead)
-                        if (c == 2) ahead = *four_of(from.tile, pair, (y0 + n + 1) % Count, 0);
-                    split({x[n][2 * c] * scale, x[n][2 * c + 1] * scale}, hi[c], lo[c]);
+                for (int y = 0; y < Count; ++y) {
+                    unsigned char *const row = y % 2 ? odd(place) : place;
+                    split(held[pair][y], scale, row + y / 2 * 1024, row + y / 2 * 1024 + Team::Box, note);
                 }
-                unsigned char *const place = at(to, pair, y0 + n, lane);
-                *(uint4 *)place = {hi[0], hi[1], hi[2], hi[3]};
-                *(uint4 *)(place + Rows * 128) = {lo[0], lo[1], lo[2], lo[3]};
+            } else {
+                unsigned here = pair * Team::Pair + places.of_floats();
+                float4 ahead = *(float4 *)(from.tile + here);
+#pragma unroll 1
+                do {  // two rows, of which places have parts in common; each half of a row is read while one is split
+                    const float4 next = *(float4 *)(from.tile + (here ^ 16));
+                    split({ahead, next}, scale, place, place + Team::Box, [&](int c, uint32_t hi) {
+                        note(c, hi);
+                        if (c == 1) ahead = *(float4 *)(from.tile + odd(here));
+                    });
+                    const float4 next_of_odd = *(float4 *)(from.tile + odd(here ^ 16));
+                    split({ahead, next_of_odd}, scale, odd(place), odd(place) + Team::Box, [&](int c, uint32_t hi) {
+                        note(c, hi);
+                        if (c != 1) return;
+                        constexpr unsigned bytes = Team::OfWarp * 128;  // behind the last row comes the first
+                        here = (here & ~(bytes - 1)) | ((here + 1024) & (bytes - 1));
+                        ahead = *(float4 *)(from.tile + here);
+                    });
+                    place += 1024;
+                } while (here & (Team::OfWarp * 128 - 1024));
             }
+            // Of a thread that has rows, its part of a column stands for the column. One without a hi above kLeast may be
+            // too small, or 0: columns_fit knows.
+            const typename Team::Places again(opaque(thread));
+            const int there = d - (int)(64 * pair + 8 * again.lane);  // so many columns
+            uint32_t least = 0x7bff7bff, largest = 0;
+            for (int c = 0; c < 4; ++c) {
+                columns[c] &= 0x7fff7fff;
+                largest = __vmaxu2(largest, columns[c]);
+                if (2 * c < there) least = __vminu2(least, 2 * c + 1 < there ? columns[c] : columns[c] | 0x7bff0000);
+            }
+            overflows |= !are_finite(largest);
+            const Part part = part_of();
+            if (part.is_V && again.row < part.rows.end && again.row + 4 * (Count - 1) >= part.rows.begin)
+                small |= __vcmpleu2(least, kTwoLeast) != 0;
         }
+        if (!team.any(overflows || small)) return inverse_of_power(scale);
+        const auto number_at = [&](int row, int x) {
+            if constexpr (holds)
+                return part_of().has(row) && x < d ? from.first[row * from.stride + x] : 0.f;
+            else
+                return team.float_at(from.tile, row, x);
+        };
+        if (!team.any(overflows) && team.columns_fit(part_of(), scale, number_at)) return inverse_of_power(scale);
+        if (!is_guess) return INFINITY;
+        most = 0.f;
+        if constexpr (holds) {
+#pragma unroll
+            for (int pair = 0; pair < Pairs; ++pair)
+#pragma unroll
+                for (int y = 0; y < Count; ++y) most = max_abs(most, max_abs(held[pair][y]));
+        } else {
+#pragma unroll 1
+            for (int n = opaque(thread); n < Pairs * Team::Pair / 16; n += Team::Threads)
+                most = max_abs(most, max_abs(((float4 *)from.tile)[n]));
+        }
+        scale = scale_of(team.largest(most, 1), kLargest);
     }
-    const float unscale = inverse_of_power(scale);
-    if (thread == 0 && unscale_to) *unscale_to = unscale;
-    if constexpr (in_place) fence_async();  // which waits for all stores, and those to global memory take long
-    sync(barrier, 32 * Warps);
-    return {unscale, least};
 }
 
 // ------------------------------------------------------------------------------ the producer
@@ -691,9 +777,7 @@ __device__ Share take_share(const Parameters &p) {
     }
 }
 
-// Waits until a work's keys and values are split, and says whether the parts carry them. Not K if units of scores are
-// 2^60 apart: floats couldn't be in both. Not V if a row's largest number is below kLeast in the scale of the largest
-// tile: what it loses counts where its Pij are large.
+// Waits until a work's keys and values are split, and says whether the parts carry them.
 template <class Tile>
 __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const Keys keys = work.band.keys;
@@ -703,26 +787,19 @@ __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     while (load_acquire(head.there) < 2 * (tiles_before<Tile>(keys.end) - keys.begin / Tile::Bc)) {
     }
     const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
-    const bool fit_K = unscaleK * __int_as_float(head.scaleK) < 0x1p60f;
-    const bool fit_V = unscaleV * __int_as_float(head.inverseV) * kLeast <= 1.f;
     work.unscaleK = unscaleK > 0.f ? unscaleK : kUnscaleOfZeros;
     work.unscaleV = unscaleV;
-    work.by_floats = !(fit_K & fit_V);  // not &&: no load waits for the other verdict
+    work.by_floats = fmaxf(unscaleK, unscaleV) == INFINITY;
 }
 
 // Where tile n of a head is among all
 __device__ int64_t place_of(const Workspace &w, int head, int n) { return (int64_t)head * 2 * w.Tc + n; }
 
 // By one thread: what is known of a tile that was split.
-__device__ void report(const Workspace &w, const Share &share, const Scales &scales) {
-    const bool is_V = share.is_V(), is_zero = scales.is_zero();
-    w.unscale[place_of(w, share.head, share.n)].x = is_zero ? 0.f : scales.unscale;
+__device__ void report(const Workspace &w, const Share &share, float unscale) {
+    w.unscale[place_of(w, share.head, share.n)].x = unscale;
     Head &head = w.heads[share.head];
-    if (!is_zero) {
-        atomicMax(is_V ? &head.unscaleV : &head.unscaleK, __float_as_int(scales.fit() ? scales.unscale : INFINITY));
-        const float inverse = is_V ? __fdividef(1.f, scales.least) : inverse_of_power(scales.unscale);
-        atomicMax(is_V ? &head.inverseV : &head.scaleK, __float_as_int(inverse));
-    }
+    atomicMax(share.is_V() ? &head.unscaleV : &head.unscaleK, __float_as_int(unscale));
     fence_async_global();  // there is one where they are read, too: the PTX manual asks for one on the way
     add_release(head.there, 1);
 }
@@ -746,10 +823,10 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
         const int j0 = share.t() * Tile::Bc;
         const float *const first = (const float *)(share.is_V() ? p.a.v : p.a.k) + share.b * stride.batch +
                                    share.h * stride.head + j0 * stride.row;
-        const Scales scales = split_tile<Tile, Tile::Bc, 4>(
-            InGlobal{first, stride.row, p.a.d}, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); },
-            shared, warpgroup, {share.keys.begin - j0, share.keys.end - j0});
-        if (threadIdx.x % 128 == 0) report(p.workspace, share, scales);
+        const float unscale = split_to_workspace(
+            Team<Tile, Tile::Bc, 4>{shared, warpgroup}, InGlobal{first, stride.row}, p.a.d,
+            [&] { return share.part<Tile>(); }, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); });
+        if (threadIdx.x % 128 == 0) report(p.workspace, share, unscale);
         __syncwarp();
     }
     return true;
@@ -773,24 +850,23 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
         return true;
     };
     if (leads()) now.head = -1, next = take_share<Tile>(p);
-    Scales scales;  // of now
+    float unscale;  // of now
     for (int parity = 0;; parity ^= 1) {
         if (leads()) {
             bool begun = begin();
-            if (now.head >= 0) report(p.workspace, now, scales);
+            if (now.head >= 0) report(p.workspace, now, unscale);
             while (!begun && !(begun = begin())) __nanosleep(100);
-            now = next;  // which nobody reads any more: split_tile ended in a barrier
+            now = next;  // which nobody reads any more: Team::any came last
             if (now.head >= 0 && ++next.n >= next.end) next = take_share<Tile>(p);
             if (next.head >= 0) prefetch<Tile>(next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b);
         }
         __syncwarp();
         sync(barrier_of(team), 32 * Warps);
         if (now.head < 0) return;
-        const int j0 = now.t() * Tile::Bc;
         wait(shared.floats_there[splitter], parity);
-        scales = split_tile<Tile, Tile::Bc, Warps>(InShared{shared.floats[splitter], p.a.d},
-                                                   [&] { return parts_of<Tile>(p.workspace, now.head, now.n); }, shared,
-                                                   team, {now.keys.begin - j0, now.keys.end - j0});
+        unscale = split_to_workspace(
+            Team<Tile, Tile::Bc, Warps>{shared, team}, InShared{shared.floats[splitter]}, p.a.d,
+            [&] { return now.part<Tile>(); }, [&] { return parts_of<Tile>(p.workspace, now.head, now.n); });
     }
 }
 
@@ -856,14 +932,14 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
     };
     const auto split_whole = [&](bool is_V, WorkOfParts &work) {
         wait(shared.floats_there[is_V], parity);
-        unsigned char *const tile = shared.tiles[is_V];
-        const Scales scales = split_tile<Tile, Tile::Bc, 4>(
-            InShared{tile, p.a.d}, [&] { return tile; }, shared, Tile::Consumers, work.band.keys);
+        const float unscale = split_in_place(Team<Tile, Tile::Bc, 4>{shared, Tile::Consumers}, shared.tiles[is_V],
+                                             {work.band.keys, is_V});
         if (threadIdx.x == 0) {
-            shared.unscale[is_V].x = scales.unscale;
-            // Of a Vj of zeros 0, so that O isn't small beside it
-            const float unscale = is_V && scales.is_zero() ? 0.f : scales.unscale;
-            (is_V ? work.unscaleV : work.unscaleK) = scales.fit() ? unscale : INFINITY;
+            shared.unscale[is_V].x = unscale;
+            if (is_V)
+                work.unscaleV = unscale;
+            else
+                work.unscaleK = unscale > 0.f ? unscale : kUnscaleOfZeros;
             arrive(shared.KV[is_V].full);
         }
     };
@@ -1822,10 +1898,10 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         bool by_floats = work.by_floats;
         if (!by_floats) {
             unsigned char *const Qi = shared.Qi[warpgroup][0];
-            const Scales scales = split_tile<Tile, 64, 4>(
-                InShared{Qi, a.d}, [&] { return Qi; }, shared, warpgroup, {0, work.i1 - work.i0 - 64 * warpgroup},
-                &shared.unscaleQ[warpgroup]);
-            by_floats = !scales.fit();
+            const float unscaleQ =
+                split_in_place(Team<Tile, 64, 4>{shared, warpgroup}, Qi,
+                               {{0, work.i1 - work.i0 - 64 * warpgroup}, false}, &shared.unscaleQ[warpgroup]);
+            by_floats = unscaleQ == INFINITY;
             if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known; inf if the parts don't carry it
             // Or m couldn't be a float in this unit, or products may lose too much of a score (kMostUnit); or NaN.
             const float scale = fabsf(a.softmax_scale);
@@ -1835,6 +1911,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         if (by_floats) {
             Q().release();
         } else {
+            const bool is_lane_0 = kept_lane_0();
             const float c = scale_of(a, unit(), kLog2eOfS<D>);
             float Oi[D / 2] = {};
             // Oi times unitO is what it stands for: unscaleV / kP of the last Vj that wasn't zeros, 0 before there was
@@ -1855,17 +1932,17 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 const bool is_last = !loops || j0 + Bc >= work.ends[warpgroup];
                 // 9. Sij = Qi Kj^T, for long rows as several sums: the tensor cores truncate less
                 KV.wait_full();
-                // A tile that isn't zeros has a unit of 2^-60 to 1 (await_parts); of zeros any does that overflows
-                // nowhere. c_tile is not 0, or else 0 times a hidden -inf.
-                const float unscaleK = by_one(shared.unscale[at(false)].x);
-                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
-                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
+                const float unscaleK = by_one(shared.unscale[at(false)].x, is_lane_0);
                 const unsigned char *const Qi = shared.Qi[warpgroup][0], *const Kj = shared.tiles[at(false)];
                 float sums[Sums][Bc / 2], (&Sij)[Bc / 2] = sums[0];
 #pragma unroll
                 for (int n = 0; n < Sums; ++n)
                     begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
                 __syncwarp();  // keeps what follows behind the products, see above
+                // In units of m. Scores of a tile with one below 2^-60 are nothing (kMostUnit), as are those of zeros;
+                // c_tile is not 0, or else 0 times a hidden -inf.
+                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
+                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
                 const bool hopes = Tile::Hopes && !a.l && __all_sync(~0u, !needs_max);
@@ -1878,8 +1955,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
 #pragma unroll
                     for (int x = 0; x < Bc / 2; ++x) Sij[x] += sums[n][x];
                 }
-                KV.release(unscaleK);
-                if (is_last) Q().release();
+                KV.release(unscaleK, is_lane_0);
+                if (is_last) Q().release(0.f, is_lane_0);
                 if (is_cut) negate_and_mask(Sij, a, work, j0);
                 // 10. - 11. Pij in two parts, times kP: the A's of Pij Vj
                 uint32_t hi[Bc / 4], lo[Bc / 4];
@@ -1920,7 +1997,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                     begin_PV_parts<Tile>(Tij, hi, lo, shared.tiles[at(true)] + 2 * x0 / kBox * (2 * Bc * 128));
                     if (x0 == 0) {
                         __syncwarp();  // likewise
-                        unscaleV = by_one(shared.unscale[at(true)].x);
+                        unscaleV = by_one(shared.unscale[at(true)].x, is_lane_0);
                         end = work.ends[warpgroup];
                         const float unitT = unscaleV > 0.f ? unscaleV / kP<Tile> : unitO;
                         const float in_unitT = unitO * inverse_of_power(unitT);
@@ -1931,7 +2008,7 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
 #pragma unroll
                     for (int x = 0; x < Columns / 2; ++x) Oi[x0 + x] = fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
                 }
-                KV.release(unscaleV);
+                KV.release(unscaleV, is_lane_0);
                 j0 += Bc;
             } while (loops && j0 < end);  // not is_last, with which Vj's place is given back later
             if constexpr (D > 128)

@@ -52,6 +52,23 @@ def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
         assert torch.equal(machine.forward(q, k, v, causal=causal), first)
 
 
+@pytest.mark.parametrize("d, N", [(40, 321), (64, 145), (64, 1042), (128, 530), (256, 270)], ids=str)
+@pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
+def test_same_bits_of_float32_whoever_splits_it(cuda_machine, zeros, d, N):
+    """On sm90 warps of three kinds split tiles of K and V, as it happens. Zeros, few rows and numbers that
+    grow in a tile are looked at more than once, and what is made of them must not depend on who looks.
+    """
+    q, k, v = cuda_machine.qkv(B=4, Hq=32, Hkv=32, Nq=N, Nk=N, d=d)
+    k[:, 8:16, 7::37] *= 8
+    v[:, 8:16, 9::29] *= 30
+    v[:, 16:, :, 3] *= 2.0**-13 * torch.rand(N, generator=cuda_machine.generator).to(v.device)
+    for t in k, v:
+        t *= torch.rand(t.shape, generator=cuda_machine.generator).to(t.device) >= zeros
+    first = cuda_machine.check(q, k, v, causal=True)
+    for _ in range(5):
+        assert torch.equal(cuda_machine.forward(q, k, v, causal=True), first)
+
+
 @pytest.mark.parametrize("Hkv", [4, 16])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_few_tiles_a_block(cuda_machine, dtype, d, Hkv):
