@@ -39,8 +39,9 @@
 //     named, one a consumer  half types: its threads have cleared the rows of Vj that no query may see
 //     floats_there           float32: what one of the producer's splitters is to split has arrived (TMA counts its
 //                            bytes); of the small tile two, Kj and Vj, before they are split in place
-//     named 1, 2, ..         float32: one a team: it has met (Team, split_K_and_V, help, attend_by_floats); and
-//                            whether to help, and whether a warp has left something
+//     named 1, 2, ..         float32: one a team: it has met (split_in_place, split_K_and_V, help, attend_by_floats);
+//                            what its warps found (Team::largest, any); whether to help, and whether a warp has left
+//                            something
 //     KV: empty, at the end  float32: all of them: no consumer needs a tile any more, so floats may take the places
 //     Head::there            float32: so many of the head's tiles are in the workspace (report, await_parts)
 //
@@ -195,7 +196,7 @@ struct WorkOfParts : Work {
 };
 
 // What of a tile counts; other rows become 0.
-struct Part {
+struct Counted {
     Keys rows;
     bool is_V;
 
@@ -212,7 +213,7 @@ struct Share {
     __device__ bool is_V() const { return n % 2; }
     __device__ int t() const { return n / 2; }
     template <class Tile>
-    __device__ Part part() const {
+    __device__ Counted counted() const {
         return {{keys.begin - t() * Tile::Bc, keys.end - t() * Tile::Bc}, is_V()};
     }
 };
@@ -245,7 +246,10 @@ struct SharedOfParts {
     float l_of_rows[Tile::Br];                  // l, set aside (set_l_aside)
     float m_of_O[Tile::Br];                     // what the sums in O are relative to (add_up)
     alignas(16) int left[4 * Tile::Consumers];  // of each warp's list (left_after) the first, or -1
-    alignas(16) int largest[Tile::Splitters + Tile::Consumers][2][4];  // of each team's warps (Team::largest)
+    // Of each team's warps, what Team::largest asks. Aligned: a 16-byte read must not take another team's words along,
+    // which racecheck reports.
+    alignas(16) int largest[Tile::Splitters + Tile::Consumers][2][4];
+    alignas(16) int least[Tile::Splitters + Tile::Consumers][4];
 };
 
 template <class Tile>
@@ -334,12 +338,12 @@ constexpr float kLeast = 1.f;
 constexpr uint32_t kTwoLeast = 0x3c003c00;  // kLeast as two float16s
 // Of columns of fewer than 16 rows, of which one in 100 is below kLeast by chance
 constexpr float kLeastOfFew = 1.f / 256;
-// Of Q and K it is harmless if units of scores, unscaleQ unscaleK, are small: then the loss is nothing beside 1, however
-// small a row or column is. The most that d softmax_scale may be in these units: beside some 2^-22 of itself a product
-// loses at most 2^-9 units, 2^-25 of each factor times up to 2^15 (2^16, if guessed) of the other. So d products lose at
-// most 2^-18 of a score, if all are at their worst; in the mean 2^-23 or less (d 64; a fuzz in NOTES.md). Beyond it are,
-// at d 64 and the usual scale, Q and K whose largest numbers, rounded down to powers of 2, are 2^16 or more multiplied,
-// or 2^13, where rows guessed by are small.
+// Of Q and K it is harmless if units of scores, unscaleQ unscaleK, are small: then the loss is nothing beside 1, how
+// small a row or column ever is. The most that d softmax_scale may be in these units: beside some 2^-22 of itself a
+// product loses at most 2^-9 units, 2^-25 of each factor times up to 2^15 of the other; half as much again if K's scale
+// was guessed, whose numbers reach 2^16. So a score loses less than 2^-17, if all products are at their worst; in the
+// mean 2^-22 or less (d 64; a fuzz in NOTES.md). Beyond it are, at d 64 and the usual scale, Q and K whose largest
+// numbers, rounded down to powers of 2 and multiplied, are 2^15 to 2^17 or more, by how the largest of K was guessed.
 constexpr float kMostUnit = 0x1p-9f;
 // Of tiles of zeros, which lose nothing, as if 2^-10 were their largest number: so units with it are small, but not
 // below what a float can be in units of.
@@ -446,14 +450,14 @@ __device__ void split(const Eight &x, float scale, unsigned char *to_hi, unsigne
 
 // The power of 2 that brings `largest`, a float's bits, to 2^exponent or above; 2^-100 to 2^100, so that 1 / scale is
 // normal. Of 0 it is 2^127, of which inverse_of_power makes 0.
-__device__ float scale_of(int largest, int exponent) {
+__device__ float power_for(int largest, int exponent) {
     return largest == 0 ? 0x1p127f : __int_as_float(clamp(127 + exponent + 127 - (largest >> 23), 27, 227) << 23);
 }
 
-// Those who split a tile of so many rows together: 4 warps, 2 or 1, each its share of the rows. Of float32s, as TMA writes
-// them, are boxes of 32 columns, 128 bytes a row, swizzled. Two neighbours, a pair, become one box of hi and one of lo
-// of the same 64 columns: a row of both is the same 256 bytes before and after. Of these a thread has 8 columns, of its
-// warp's rows each fourth (Places).
+// Those who split a tile of so many rows together: 4 warps, 2 or 1, each its share of the rows. Float32s lie, as TMA
+// writes them, in boxes of 32 columns, 128 bytes a row, swizzled. Two neighbours, a pair, become one box of hi and one
+// of lo of the same 64 columns: a row of both is the same 256 bytes before and after. Of these a thread has 8 columns,
+// of its warp's rows each fourth (Places).
 template <class Tile, int Rows, int Warps>
 struct Team {
     static constexpr int Box = Rows * 128, Pair = 2 * Box, Pairs = Tile::Boxes / 2, OfWarp = Rows / Warps;
@@ -469,7 +473,8 @@ struct Team {
 
         __device__ Places(unsigned thread)
             : warp(thread / 32), lane(thread % 8), row(warp * OfWarp + (thread % 32 / 8 ^ lane / 4)) {}
-        // Of the first row the 16 bytes called `chunk`. The swizzle takes them to chunk ^ row % 8.
+        // Of the first row the 16 bytes called `chunk`. The swizzle takes them to chunk ^ row % 8; warps begin at
+        // multiples of 8, and of one the first rows are below 4.
         __device__ unsigned at(unsigned chunk) const { return row * 128 + (chunk ^ row % 4) * 16; }
         __device__ unsigned of_hi() const { return at(lane); }
         // Of four float32s; the next four are 16 bytes away, one way or the other.
@@ -477,17 +482,29 @@ struct Team {
     };
     static __device__ unsigned thread() { return opaque(threadIdx.x) % Threads; }
     // From a thread's first row to its y-th, which is 4 y further down
-    static __device__ unsigned below(unsigned place, int y) { return (place ^ y % 2 * 64) + y * 512; }
+    template <class Place>
+    static __device__ Place below(Place place, int y) {
+        return (Place)((uintptr_t)place ^ y % 2 * 64) + y * 512;
+    }
 
     // The largest of all threads' x, which aren't negative, as an int: so the bits of inf are above all numbers, those
-    // of NaN above inf. Two such questions in a row need two places.
-    __device__ int largest(float x, int place) const {
+    // of NaN above inf. Two such questions in a row need two places. And, if asked for (of four warps), the least of
+    // another number.
+    __device__ int largest(float x, int place, float *least = nullptr) const {
         int result = __reduce_max_sync(~0u, __float_as_int(x));
         if constexpr (Warps > 1) {
-            int(&of_warps)[4] = shared.largest[number][place];
-            if (const unsigned thread = Team::thread(); thread % 32 == 0) of_warps[thread / 32] = result;
+            int(&of_warps)[4] = shared.largest[number][place], (&least_of_warps)[4] = shared.least[number];
+            int least_of_warp = least ? __reduce_min_sync(~0u, __float_as_int(*least)) : 0;
+            if (const unsigned thread = Team::thread(); thread % 32 == 0) {
+                of_warps[thread / 32] = result;
+                if (least) least_of_warps[thread / 32] = least_of_warp;
+            }
             sync(barrier_of(number), Threads);
-            for (int warp = 0; warp < Warps; ++warp) result = max(result, of_warps[warp]);
+            for (int warp = 0; warp < Warps; ++warp) {
+                result = max(result, of_warps[warp]);
+                if (least) least_of_warp = min(least_of_warp, least_of_warps[warp]);
+            }
+            if (least) *least = __int_as_float(least_of_warp);
         }
         return result;
     }
@@ -497,21 +514,22 @@ struct Team {
         __syncwarp();
         return __any_sync(~0u, x);
     }
-    __device__ void clear_others(unsigned char *tile, const Part &part) const {
-        if (part.rows.begin <= 0 && part.rows.end >= Rows) return;
+    // What doesn't count may be anything, NaN, too, which would decide the scale.
+    __device__ void clear_others(unsigned char *tile, const Counted &counted) const {
+        if (counted.rows.begin <= 0 && counted.rows.end >= Rows) return;
         const Places places(thread());
 #pragma unroll 1
         for (int y = 0; y < Count; ++y)
-            if (!part.has(places.row + 4 * y))
+            if (!counted.has(places.row + 4 * y))
                 for (int pair = 0; pair < Pairs; ++pair)
                     for (int n = 0; n < 2; ++n)
                         *(float4 *)(tile + pair * Pair + below(places.of_floats() ^ n * 16, y)) = {};
         fence_async();  // TMA writes there again
     }
-    // Whether each column's largest number is large enough, or 0. In a column of few numbers all may be small by chance.
+    // Whether each column's largest number is large enough, or 0. In a column of few all may be small by chance.
     template <class Read>
-    __device__ bool columns_fit(const Part &part, float scale, const Read &read) const {
-        const bool few = min(part.rows.end, Rows) - max(part.rows.begin, 0) < 16;
+    __device__ bool columns_fit(const Counted &counted, float scale, const Read &read) const {
+        const bool few = min(counted.rows.end, Rows) - max(counted.rows.begin, 0) < 16;
         bool fit = true;
 #pragma unroll 1
         for (int x = thread(); x < Tile::D; x += Threads) {
@@ -527,11 +545,12 @@ struct Team {
     }
 };
 
-// Splits a tile where TMA put it, by its largest number: each of 4 warps keeps in registers what it read. At the end all
-// have met, and written. Returns 1 / scale, 0 of a tile of zeros, inf if the parts don't carry it.
+// Splits a tile where TMA put it, by its largest number: each of 4 warps keeps in registers what it read. At the end
+// all have met, and written. Returns 1 / scale, 0 of a tile of zeros, inf if the parts don't carry it.
 template <class Team>
-__device__ float split_in_place(const Team &team, unsigned char *tile, const Part &part, float *unscale_to = nullptr) {
-    team.clear_others(tile, part);
+__device__ float split_in_place(const Team &team, unsigned char *tile, const Counted &counted,
+                                float *unscale_to = nullptr) {
+    team.clear_others(tile, counted);
     const typename Team::Places places(team.thread());
     Eight x[Team::Pairs][Team::Count];
     float most = 0.f, least_of_column = INFINITY;  // a thread's part of a column stands for the column
@@ -543,18 +562,18 @@ __device__ float split_in_place(const Team &team, unsigned char *tile, const Par
                 x[pair][y].four[n] = *(float4 *)(tile + pair * Team::Pair + team.below(places.of_floats() ^ n * 16, y));
             most = max_abs(most, max_abs(x[pair][y]));
         }
-        for (int c = 0; part.is_V && c < 8; ++c) {
+        for (int c = 0; counted.is_V && c < 8; ++c) {
             float column = 0.f;
 #pragma unroll
             for (int y = 0; y < Team::Count; ++y) column = max_abs(column, x[pair][y][c]);
             if (column > 0.f) least_of_column = fminf(least_of_column, column);
         }
     }
-    const int largest = team.largest(most, 0);
-    const float scale = scale_of(largest, kLargest), unscale = inverse_of_power(scale);
-    bool fit = __int_as_float(largest) < 0x1p115f;
-    if (part.is_V && team.any(least_of_column * scale < kLeast))
-        fit &= team.columns_fit(part, scale, [&](int row, int x) { return team.float_at(tile, row, x); });
+    const int largest = team.largest(most, 0, counted.is_V ? &least_of_column : nullptr);
+    const float scale = power_for(largest, kLargest), unscale = inverse_of_power(scale);
+    bool fit = __int_as_float(largest) < 0x1p115f;  // by a scale of 2^-100 it is below 2^15, as others are
+    if (counted.is_V && least_of_column * scale < kLeast)
+        fit &= team.columns_fit(counted, scale, [&](int row, int x) { return team.float_at(tile, row, x); });
 #pragma unroll
     for (int pair = 0; pair < Team::Pairs; ++pair)
 #pragma unroll
@@ -564,7 +583,7 @@ __device__ float split_in_place(const Team &team, unsigned char *tile, const Par
         }
     if (unscale_to && team.thread() == 0) *unscale_to = unscale > 0.f ? unscale : kUnscaleOfZeros;
     fence_async();
-    sync(barrier_of(team.number), 128);
+    sync(barrier_of(team.number), Team::Threads);
     return fit ? unscale : INFINITY;
 }
 
@@ -574,15 +593,15 @@ struct InShared {
     unsigned char *tile;
 };
 struct InGlobal {
-    const float *first;
+    const float *first;  // rows of the tensor; d is a multiple of 4 (consume_parts asks)
     int64_t stride;
 };
 
 // Splits a tile of K or V to the workspace; likewise. The hi's say whether the scale was guessed right; if not, all is
-// done again. The producer is short of registers: what shared memory says (part_of, parts_of) is asked late, and places
-// are computed anew where they are needed.
-template <class Team, class From, class PartOf, class PartsOf>
-__device__ float split_to_workspace(const Team &team, const From &from, int d, const PartOf &part_of,
+// done again. The producer is short of registers: what shared memory says (counted_of, parts_of) is asked late, and
+// places are computed anew where they are needed.
+template <class Team, class From, class CountedOf, class PartsOf>
+__device__ float split_to_workspace(const Team &team, const From &from, int d, const CountedOf &counted_of,
                                     const PartsOf &parts_of) {
     constexpr bool holds = std::is_same_v<From, InGlobal>;
     constexpr int Pairs = Team::Pairs, Count = Team::Count;
@@ -599,12 +618,12 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
                 const float *const first = from.first + row * from.stride + column;
                 held[pair][y] = {};
                 for (int n = 0; n < 2; ++n)
-                    if (part_of().has(row) && column + 4 * n < d)
+                    if (counted_of().has(row) && column + 4 * n < d)
                         held[pair][y].four[n] = *(const float4 *)(first + 4 * n);
             }
         for (int pair = 0; places.warp == 0 && pair < Pairs; ++pair) most = max_abs(most, max_abs(held[pair][0]));
     } else {
-        team.clear_others(from.tile, part_of());
+        team.clear_others(from.tile, counted_of());
         const typename Team::Places places(opaque(thread));
         for (int pair = 0; places.warp == 0 && pair < Pairs; ++pair) {
             const unsigned here = pair * Team::Pair + places.of_floats();
@@ -612,7 +631,7 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
             most = max_abs(most, max_abs(*(float4 *)(from.tile + (here ^ 16))));
         }
     }
-    float scale = scale_of(team.largest(most, 0), kGuessed);
+    float scale = power_for(team.largest(most, 0), kGuessed);
     for (bool is_guess = true;; is_guess = false) {
         bool overflows = is_guess && scale == 0x1p127f, small = false;
         unsigned char *const to = parts_of();
@@ -622,12 +641,11 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
             const auto note = [&](int c, uint32_t hi) { columns[c] = max_abs_of_halves(columns[c], hi); };
             const typename Team::Places places(opaque(thread));
             unsigned char *place = to + pair * Team::Pair + places.of_hi();
-            const auto odd = [](auto place) { return (decltype(place))((uintptr_t)place ^ 64) + 512; };
             if constexpr (holds) {
 #pragma unroll
                 for (int y = 0; y < Count; ++y) {
-                    unsigned char *const row = y % 2 ? odd(place) : place;
-                    split(held[pair][y], scale, row + y / 2 * 1024, row + y / 2 * 1024 + Team::Box, note);
+                    unsigned char *const row = team.below(place, y);
+                    split(held[pair][y], scale, row, row + Team::Box, note);
                 }
             } else {
                 unsigned here = pair * Team::Pair + places.of_floats();
@@ -637,10 +655,11 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
                     const float4 next = *(float4 *)(from.tile + (here ^ 16));
                     split({ahead, next}, scale, place, place + Team::Box, [&](int c, uint32_t hi) {
                         note(c, hi);
-                        if (c == 1) ahead = *(float4 *)(from.tile + odd(here));
+                        if (c == 1) ahead = *(float4 *)(from.tile + team.below(here, 1));
                     });
-                    const float4 next_of_odd = *(float4 *)(from.tile + odd(here ^ 16));
-                    split({ahead, next_of_odd}, scale, odd(place), odd(place) + Team::Box, [&](int c, uint32_t hi) {
+                    unsigned char *const odd = team.below(place, 1);
+                    const float4 next_of_odd = *(float4 *)(from.tile + team.below(here ^ 16, 1));
+                    split({ahead, next_of_odd}, scale, odd, odd + Team::Box, [&](int c, uint32_t hi) {
                         note(c, hi);
                         if (c != 1) return;
                         constexpr unsigned bytes = Team::OfWarp * 128;  // behind the last row comes the first
@@ -650,29 +669,29 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
                     place += 1024;
                 } while (here & (Team::OfWarp * 128 - 1024));
             }
-            // Of a thread that has rows, its part of a column stands for the column. One without a hi above kLeast may be
-            // too small, or 0: columns_fit knows.
+            // Of a thread that has rows, its part of a column stands for the column. One without a hi above kLeast may
+            // be too small, or 0: columns_fit knows.
             const typename Team::Places again(opaque(thread));
             const int there = d - (int)(64 * pair + 8 * again.lane);  // so many columns
-            uint32_t least = 0x7bff7bff, largest = 0;
+            uint32_t least = 0x7bff7bff, largest = 0;                 // float16's largest, twice
             for (int c = 0; c < 4; ++c) {
                 columns[c] &= 0x7fff7fff;
                 largest = __vmaxu2(largest, columns[c]);
                 if (2 * c < there) least = __vminu2(least, 2 * c + 1 < there ? columns[c] : columns[c] | 0x7bff0000);
             }
             overflows |= !are_finite(largest);
-            const Part part = part_of();
-            if (part.is_V && again.row < part.rows.end && again.row + 4 * (Count - 1) >= part.rows.begin)
+            const Counted counted = counted_of();
+            if (counted.is_V && again.row < counted.rows.end && again.row + 4 * (Count - 1) >= counted.rows.begin)
                 small |= __vcmpleu2(least, kTwoLeast) != 0;
         }
         if (!team.any(overflows || small)) return inverse_of_power(scale);
         const auto number_at = [&](int row, int x) {
             if constexpr (holds)
-                return part_of().has(row) && x < d ? from.first[row * from.stride + x] : 0.f;
+                return counted_of().has(row) && x < d ? from.first[row * from.stride + x] : 0.f;
             else
                 return team.float_at(from.tile, row, x);
         };
-        if (!team.any(overflows) && team.columns_fit(part_of(), scale, number_at)) return inverse_of_power(scale);
+        if (!team.any(overflows) && team.columns_fit(counted_of(), scale, number_at)) return inverse_of_power(scale);
         if (!is_guess) return INFINITY;
         most = 0.f;
         if constexpr (holds) {
@@ -685,7 +704,7 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
             for (int n = opaque(thread); n < Pairs * Team::Pair / 16; n += Team::Threads)
                 most = max_abs(most, max_abs(((float4 *)from.tile)[n]));
         }
-        scale = scale_of(team.largest(most, 1), kLargest);
+        scale = power_for(team.largest(most, 1), kLargest);
     }
 }
 
@@ -825,7 +844,7 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
                                    share.h * stride.head + j0 * stride.row;
         const float unscale = split_to_workspace(
             Team<Tile, Tile::Bc, 4>{shared, warpgroup}, InGlobal{first, stride.row}, p.a.d,
-            [&] { return share.part<Tile>(); }, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); });
+            [&] { return share.counted<Tile>(); }, [&] { return parts_of<Tile>(p.workspace, share.head, share.n); });
         if (threadIdx.x % 128 == 0) report(p.workspace, share, unscale);
         __syncwarp();
     }
@@ -866,7 +885,7 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
         wait(shared.floats_there[splitter], parity);
         unscale = split_to_workspace(
             Team<Tile, Tile::Bc, Warps>{shared, team}, InShared{shared.floats[splitter]}, p.a.d,
-            [&] { return now.part<Tile>(); }, [&] { return parts_of<Tile>(p.workspace, now.head, now.n); });
+            [&] { return now.counted<Tile>(); }, [&] { return parts_of<Tile>(p.workspace, now.head, now.n); });
     }
 }
 
@@ -1939,8 +1958,8 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 for (int n = 0; n < Sums; ++n)
                     begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
                 __syncwarp();  // keeps what follows behind the products, see above
-                // In units of m. Scores of a tile with one below 2^-60 are nothing (kMostUnit), as are those of zeros;
-                // c_tile is not 0, or else 0 times a hidden -inf.
+                // Kj's unit in units of m. Below 2^-60 its scores are next to 0 (kMostUnit limits units), as are those
+                // of zeros. c_tile is not 0, or else 0 times a hidden -inf.
                 const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const bool needs_max =
