@@ -265,6 +265,7 @@ struct TensorMap {
 struct Head {
     int there;               // tiles of K and of V that are in the workspace
     int unscaleK, unscaleV;  // the largest of all tiles, as bits of floats; inf if the parts don't carry one of them
+    int inverseV;            // likewise, the largest 1 / unscale of tiles that aren't zeros
 };
 
 // Division of 0 <= x < 2^31 by a number that the host knows, as a multiplication (CUTLASS has it as FastDivmod): else
@@ -796,7 +797,8 @@ __device__ Share take_share(const Parameters &p) {
     }
 }
 
-// Waits until a work's keys and values are split, and says whether the parts carry them.
+// Waits until a work's keys and values are split, and says whether the parts carry them. Not V if units of tiles are
+// 2^60 apart: Oi, kept in units of the last Vj, would overflow.
 template <class Tile>
 __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const Keys keys = work.band.keys;
@@ -808,7 +810,8 @@ __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
     work.unscaleK = unscaleK > 0.f ? unscaleK : kUnscaleOfZeros;
     work.unscaleV = unscaleV;
-    work.by_floats = fmaxf(unscaleK, unscaleV) == INFINITY;
+    // |, not ||: no load waits for another's verdict.
+    work.by_floats = (fmaxf(unscaleK, unscaleV) == INFINITY) | (unscaleV * __int_as_float(head.inverseV) >= 0x1p60f);
 }
 
 // Where tile n of a head is among all
@@ -819,6 +822,7 @@ __device__ void report(const Workspace &w, const Share &share, float unscale) {
     w.unscale[place_of(w, share.head, share.n)].x = unscale;
     Head &head = w.heads[share.head];
     atomicMax(share.is_V() ? &head.unscaleV : &head.unscaleK, __float_as_int(unscale));
+    if (share.is_V() && unscale > 0.f) atomicMax(&head.inverseV, __float_as_int(inverse_of_power(unscale)));
     fence_async_global();  // there is one where they are read, too: the PTX manual asks for one on the way
     add_release(head.there, 1);
 }
@@ -1712,7 +1716,7 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 
 // Whether rows of O are far below V, so that what the parts lose may count: of small Vj, as where the largest Pij are
 // those of rows of zeros in V, or of small Pij, as where a few small Vj have the weight. Each Pij, scaled, may lose
-// 2^-25, one way or the other (dither_of), n of them sqrt(n) times that: by the second bound 2^-21 of O's largest
+// 2^-25, one way or the other (dither_of), n of them sqrt(n) times that: by the second bound 2^-20 of O's largest
 // number, if the Vj that count are as large as the largest. Means of as many ordinary numbers are 2^5 larger than both
 // bounds. Rows with nearly all the weight on one key of small values (a sink) may be below: 13 to 17 times the time.
 // A row with l = 0 sees no key.

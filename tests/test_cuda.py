@@ -55,8 +55,8 @@ def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
 @pytest.mark.parametrize("d, N", [(40, 321), (64, 145), (64, 1042), (128, 530), (252, 270)], ids=str)
 @pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
 def test_same_bits_of_float32_whoever_splits_it(cuda_machine, zeros, d, N):
-    """On sm90 teams of one, two or four warps split tiles of K and V, as it happens. Zeros, few rows and numbers
-    that grow in a tile are looked at more than once, and what is made of them must not depend on who looks.
+    """On sm90 teams of one, two or four warps split tiles of K and V, as it happens. Zeros, few rows and
+    numbers that grow in a tile are looked at more than once; what comes of it must not depend on who looks.
     """
     q, k, v = cuda_machine.qkv(B=4, Hq=32, Hkv=32, Nq=N, Nk=N, d=d)
     k[:, 8:16] /= 8
@@ -69,8 +69,8 @@ def test_same_bits_of_float32_whoever_splits_it(cuda_machine, zeros, d, N):
     for _ in range(5):
         assert torch.equal(cuda_machine.forward(q, k, v, causal=True), first)
     if cuda_machine.name == "sm90" and d in (40, 252):
-        # With a channel more, which is 0, teams of four don't take part: they need d % 4 = 0. The state, since
-        # it is stored alike whatever d is.
+        # With a channel more, which is 0, teams of four don't take part: they need d % 4 = 0. The state,
+        # since it is stored alike whatever d is.
         options = {"causal": True, "softmax_scale": d**-0.5, "return_state": True}
         o = cuda_machine.forward(q, k, v, **options)[0]
         q, k, v = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k, v))

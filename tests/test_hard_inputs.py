@@ -379,6 +379,13 @@ def tiles_of_other_sizes(inputs, exponent):
     return scaled
 
 
+def values_that_shrink(q, k, v):
+    """What the first keys have is huge beside what comes next, and the last ones are ordinary."""
+    v[:, :, :64] *= 1e20
+    v[:, :, 64:128] *= 1e-20
+    return q, k, v
+
+
 def tiles_of_zeros(q, k, v):
     for t in q, k, v:
         t[:, :, 64:128] = t[:, 1] = 0
@@ -435,6 +442,8 @@ def subnormal(q, k, v):
         tiles_of_other_sizes("k", -4),
         tiles_of_other_sizes("v", -1),
         tiles_of_other_sizes("v", 5),
+        tiles_of_other_sizes("v", 15),
+        values_that_shrink,
         tiles_of_zeros,
         tiny_among_ordinary,
         larger_after_four,
@@ -614,9 +623,7 @@ def rows_far_apart(t):
     return t * 2.0 ** (-18 * (torch.arange(t.size(2), device=t.device) % 3 == 1))[:, None]
 
 
-@pytest.mark.parametrize(
-    "inputs", [as_drawn, after_relu, half_dropped, rows_a_hundredfold, rows_far_apart]
-)
+@pytest.mark.parametrize("inputs", [as_drawn, after_relu, half_dropped, rows_a_hundredfold, rows_far_apart])
 @pytest.mark.parametrize("d", [63, 64, 65, 128, 256])
 def test_ordinary_float32_is_split(machine, d, inputs):
     """It doesn't go the slow way, which a huge key that nobody sees forces on all: other bits."""
