@@ -171,7 +171,7 @@ __device__ T of_all(T x) {  // what the first lane has
 // release(x).
 __device__ float by_one(const float &x, bool is_lane_0) { return of_all(is_lane_0 ? x : 0.f); }
 // Whether this is a warp's first lane, out of a shuffle, so that it is kept: ptxas would ask for threadIdx.x anew in a
-// loop, where others wait for the answer (S2R; 1 to 2 % at N 2048).
+// loop, where others wait for the answer (S2R; NOTES.md).
 __device__ bool kept_lane_0() { return __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32) % 32 == 0; }
 
 // A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
