@@ -93,8 +93,8 @@ constexpr int kRounds = 4, kShort = 2048;
 constexpr int kAhead = 4;
 
 // D, Br, Bc; stages of the rings of Q tiles and of K and V tiles (of two parts: of the one ring of both); blocks on a
-// multiprocessor; 16-bit parts of a number
-template <int D_, int Br_, int Bc_, int QStages_, int Stages_, int BlocksPerSM_ = 1, int Parts_ = 1>
+// multiprocessor; 16-bit parts of a number; who split for the workspace
+template <int D_, int Br_, int Bc_, int QStages_, int Stages_, int BlocksPerSM_ = 1, int Parts_ = 1, int Splitters_ = 1>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
@@ -122,10 +122,11 @@ struct Tile {
     // Of two parts: whether exponentials may be taken by an m from before, and l is set aside when m moves. Not where m
     // is always subtracted first (D > 128; there l alone set aside costs 1 to 4 %), nor for one tile of keys.
     static constexpr bool Hopes = FromWorkspace && D <= 128;
-    // The producer's last warps split for the workspace: three, each alone (7 to 10 % faster at d 64, N 512, causal,
-    // than two together), or, where there is no room for three tiles of float32s, two together. (The small tile's split
-    // in place: all four, together.)
-    static constexpr int Splitters = FromWorkspace && D <= 64 ? 3 : 1, SplitterWarps = Splitters > 1 ? 1 : 2;
+    // The producer's last warps split for the workspace: two or three, each alone, as many as there is room for tiles
+    // of float32s; or, if that is one, two together. Alone is faster, since one loads and reports while another splits:
+    // at N 512, causal, three alone 7 to 10 % at d 64, two 4 to 5 % at d 128. (The small tile's split in place: all
+    // four, together, which is the one splitter.)
+    static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
     static_assert(Parts == 1 || (D % 64 == 0 && QStages == 1));
     static_assert(!SplitsAll || (Bc == 64 && Stages == 2));
@@ -240,15 +241,15 @@ struct SharedOfParts {
     Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], KV[Tile::Stages];
     float4 unscale[Tile::Stages];  // in x; less than 16 bytes can't be copied
     Barrier floats_there[Tile::SplitsAll ? 2 : Tile::Splitters];
-    Share now[Tile::Splitters];                     // what each splitter splits
-    Share next[Tile::Consumers + Tile::Splitters];  // what a team splits next, or did last; head -1: there is no more
+    Share now[Tile::Splitters][Tile::SplitterWarps];  // what each splitter splits; of two warps also what it did before
+    Share next[Tile::Consumers + Tile::Splitters];    // what a team splits next, or did last; head -1: there is no more
     float unscaleQ[Tile::Consumers];
     float l_of_rows[Tile::Br];                  // l, set aside (set_l_aside)
     float m_of_O[Tile::Br];                     // what the sums in O are relative to (add_up)
     alignas(16) int left[4 * Tile::Consumers];  // of each warp's list (left_after) the first, or -1
     // Of each team's warps, what Team::largest asks. Aligned: a 16-byte read must not take another team's words along,
     // which racecheck reports.
-    alignas(16) int largest[Tile::Splitters + Tile::Consumers][2][4];
+    alignas(16) int largest[Tile::Splitters + Tile::Consumers][4];
     alignas(16) int least[Tile::Splitters + Tile::Consumers][4];
 };
 
@@ -349,6 +350,7 @@ constexpr float kMostUnit = 0x1p-9f;
 // Of tiles of zeros, which lose nothing, as if 2^-10 were their largest number: so units with it are small, but not
 // below what a float can be in units of.
 constexpr float kUnscaleOfZeros = 0x1p-24f;
+__device__ float or_of_zeros(float unscale) { return unscale > 0.f ? unscale : kUnscaleOfZeros; }
 // Scale of Pij. By an m of all keys so far the largest Pij is 1, and 2^15 leaves room for its rounding. By an m from
 // before, 15.99 times 2^12 is where float16 ends. With 2^13, and 7.99, m moves in 6 % of a consumer's tiles at N 2048
 // instead of 0.4 % (random numbers, on a CPU), which is 1 to 3 % slower at d 64.
@@ -489,14 +491,14 @@ struct Team {
     }
 
     // The largest of all threads' x, which aren't negative, as an int: so the bits of inf are above all numbers, those
-    // of NaN above inf. Two such questions in a row need two places. And, if asked for (of four warps), the least of
-    // another number.
-    __device__ int largest(float x, int place, float *least = nullptr) const {
+    // of NaN above inf. And, if asked for (of four warps), the least of another number. There is one place: all must
+    // meet (any, sync) before the next such question.
+    __device__ int largest(unsigned thread, float x, float *least = nullptr) const {
         int result = __reduce_max_sync(~0u, __float_as_int(x));
         if constexpr (Warps > 1) {
-            int(&of_warps)[4] = shared.largest[number][place], (&least_of_warps)[4] = shared.least[number];
+            int(&of_warps)[4] = shared.largest[number], (&least_of_warps)[4] = shared.least[number];
             int least_of_warp = least ? __reduce_min_sync(~0u, __float_as_int(*least)) : 0;
-            if (const unsigned thread = Team::thread(); thread % 32 == 0) {
+            if (thread % 32 == 0) {
                 of_warps[thread / 32] = result;
                 if (least) least_of_warps[thread / 32] = least_of_warp;
             }
@@ -516,9 +518,9 @@ struct Team {
         return __any_sync(~0u, x);
     }
     // What doesn't count may be anything, NaN, too, which would decide the scale.
-    __device__ void clear_others(unsigned char *tile, const Counted &counted) const {
+    __device__ void clear_others(unsigned thread, unsigned char *tile, const Counted &counted) const {
         if (counted.rows.begin <= 0 && counted.rows.end >= Rows) return;
-        const Places places(thread());
+        const Places places(thread);
 #pragma unroll 1
         for (int y = 0; y < Count; ++y)
             if (!counted.has(places.row + 4 * y))
@@ -547,12 +549,13 @@ struct Team {
 };
 
 // Splits a tile where TMA put it, by its largest number: each of 4 warps keeps in registers what it read. At the end
-// all have met, and written. Returns 1 / scale, 0 of a tile of zeros, inf if the parts don't carry it.
+// all have met, and written. Returns, and writes to unscale, 1 / scale, 0 of a tile of zeros, inf if the parts don't
+// carry it.
 template <class Team>
-__device__ float split_in_place(const Team &team, unsigned char *tile, const Counted &counted,
-                                float *unscale_to = nullptr) {
-    team.clear_others(tile, counted);
-    const typename Team::Places places(team.thread());
+__device__ float split_in_place(const Team &team, unsigned char *tile, const Counted &counted, float &unscale) {
+    const unsigned thread = team.thread();
+    team.clear_others(thread, tile, counted);
+    const typename Team::Places places(thread);
     Eight x[Team::Pairs][Team::Count];
     float most = 0.f, least_of_column = INFINITY;  // a thread's part of a column stands for the column
 #pragma unroll
@@ -570,8 +573,8 @@ __device__ float split_in_place(const Team &team, unsigned char *tile, const Cou
             if (column > 0.f) least_of_column = fminf(least_of_column, column);
         }
     }
-    const int largest = team.largest(most, 0, counted.is_V ? &least_of_column : nullptr);
-    const float scale = power_for(largest, kLargest), unscale = inverse_of_power(scale);
+    const int largest = team.largest(thread, most, counted.is_V ? &least_of_column : nullptr);
+    const float scale = power_for(largest, kLargest);
     bool fit = __int_as_float(largest) < 0x1p115f;  // by a scale of 2^-100 it is below 2^15, as others are
     if (counted.is_V && least_of_column * scale < kLeast)
         fit &= team.columns_fit(counted, scale, [&](int row, int x) { return team.float_at(tile, row, x); });
@@ -582,10 +585,11 @@ __device__ float split_in_place(const Team &team, unsigned char *tile, const Cou
             unsigned char *const place = tile + pair * Team::Pair + team.below(places.of_hi(), y);
             split(x[pair][y], scale, place, place + Team::Box, [](int, uint32_t) {});
         }
-    if (unscale_to && team.thread() == 0) *unscale_to = unscale > 0.f ? unscale : kUnscaleOfZeros;
+    const float result = fit ? inverse_of_power(scale) : INFINITY;
+    if (thread == 0) unscale = result;
     fence_async();
     sync(barrier_of(team.number), Team::Threads);
-    return fit ? unscale : INFINITY;
+    return result;
 }
 
 // A tile of float32s: in shared memory, where one or two warps read it row by row; or in the tensor itself, which four
@@ -598,9 +602,9 @@ struct InGlobal {
     int64_t stride;
 };
 
-// Splits a tile of K or V to the workspace; likewise. The hi's say whether the scale was guessed right; if not, all is
-// done again. The producer is short of registers: what shared memory says (counted_of, parts_of) is asked late, and
-// places are computed anew where they are needed.
+// Splits a tile of K or V to the workspace, and returns likewise. The hi's say whether the scale was guessed right; if
+// not, all is done again. The producer is short of registers: what shared memory says (counted_of, parts_of) is asked
+// late, and places are computed anew where they are needed.
 template <class Team, class From, class CountedOf, class PartsOf>
 __device__ float split_to_workspace(const Team &team, const From &from, int d, const CountedOf &counted_of,
                                     const PartsOf &parts_of) {
@@ -624,7 +628,7 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
             }
         for (int pair = 0; places.warp == 0 && pair < Pairs; ++pair) most = max_abs(most, max_abs(held[pair][0]));
     } else {
-        team.clear_others(from.tile, counted_of());
+        team.clear_others(thread, from.tile, counted_of());
         const typename Team::Places places(opaque(thread));
         for (int pair = 0; places.warp == 0 && pair < Pairs; ++pair) {
             const unsigned here = pair * Team::Pair + places.of_floats();
@@ -632,7 +636,7 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
             most = max_abs(most, max_abs(*(float4 *)(from.tile + (here ^ 16))));
         }
     }
-    float scale = power_for(team.largest(most, 0), kGuessed);
+    float scale = power_for(team.largest(thread, most), kGuessed);
     for (bool is_guess = true;; is_guess = false) {
         bool overflows = is_guess && scale == 0x1p127f, small = false;
         unsigned char *const to = parts_of();
@@ -705,7 +709,7 @@ __device__ float split_to_workspace(const Team &team, const From &from, int d, c
             for (int n = opaque(thread); n < Pairs * Team::Pair / 16; n += Team::Threads)
                 most = max_abs(most, max_abs(((float4 *)from.tile)[n]));
         }
-        scale = power_for(team.largest(most, 1), kLargest);
+        scale = power_for(team.largest(thread, most), kLargest);
     }
 }
 
@@ -765,13 +769,6 @@ __device__ void load(unsigned char *tile, const TensorMap &tensor, int row, int 
                  b * tensor.batch, full);
 }
 
-// Likewise, to the L2 cache alone
-template <class Tile>
-__device__ void prefetch(const TensorMap &tensor, int row, int h, int b) {
-    for (int box = 0; box < Tile::Boxes; ++box)
-        prefetch_box(tensor.map, box * (kBox / Tile::Parts), row, h * tensor.head, b * tensor.batch);
-}
-
 template <class Tile>
 __host__ __device__ int tiles_before(int j) {
     return (j + Tile::Bc - 1) / Tile::Bc;
@@ -808,8 +805,7 @@ __device__ void await_parts(const Parameters &p, WorkOfParts &work) {
     while (load_acquire(head.there) < 2 * (tiles_before<Tile>(keys.end) - keys.begin / Tile::Bc)) {
     }
     const float unscaleK = __int_as_float(head.unscaleK), unscaleV = __int_as_float(head.unscaleV);
-    work.unscaleK = unscaleK > 0.f ? unscaleK : kUnscaleOfZeros;
-    work.unscaleV = unscaleV;
+    work.unscaleK = or_of_zeros(unscaleK), work.unscaleV = unscaleV;
     // |, not ||: no load waits for another's verdict.
     work.by_floats = (fmaxf(unscaleK, unscaleV) == INFINITY) | (unscaleV * __int_as_float(head.inverseV) >= 0x1p60f);
 }
@@ -856,15 +852,17 @@ __device__ bool help(const Parameters &p, Shared<Tile> &shared, int warpgroup) {
 }
 
 // One of the producer's splitters: tile after tile, but for one no further ahead of the works than is good for the L2
-// cache. There is one place: while a tile is split the next comes to the L2 cache alone, and here once all have read.
-// The first thread takes the shares, loads, and reports what is done, which waits for the stores; the next tile comes
-// meanwhile. What isn't reported works may be waiting for, so it reports before it waits for works itself.
+// cache. There is one place: the next tile comes once all have read. The first thread takes the shares and loads; the
+// last warp's first reports what is done, which waits for the stores (all's: Team::any came between). Of two warps the
+// one is beside the other. A warp alone loads first, then reports, and only then waits for works, which may be waiting
+// for what it reports.
 template <class Tile>
 __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;
     const int team = Tile::Consumers + splitter;
-    Share &now = shared.now[splitter], &next = shared.next[team];  // shared: registers are short, and all read `now`
+    Share &next = shared.next[team];
     const auto leads = [] { return opaque(threadIdx.x) % (32 * Warps) == 0; };
+    const auto reports = [] { return opaque(threadIdx.x) % (32 * Warps) == 32 * (Warps - 1); };
     const auto begin = [&] {  // next, unless it is too early, which the end of all shares never is
         if (next.begins_at > *(volatile int *)p.workspace.works_taken) return false;
         if (next.head >= 0)
@@ -872,16 +870,17 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
                                  shared.floats_there[splitter]);
         return true;
     };
-    if (leads()) now.head = -1, next = take_share<Tile>(p);
-    float unscale;  // of now
+    if (leads()) next = take_share<Tile>(p);
+    float unscale;  // of `last`
     for (int parity = 0;; parity ^= 1) {
+        // In shared memory: registers are short, and all read `now`. Of one warp both are one place, used in turn.
+        Share &now = shared.now[splitter][parity % Warps], &last = shared.now[splitter][(parity + 1) % Warps];
+        const bool begun = leads() && begin();
+        if (reports() && last.head >= 0) report(p.workspace, last, unscale);
         if (leads()) {
-            bool begun = begin();
-            if (now.head >= 0) report(p.workspace, now, unscale);
-            while (!begun && !(begun = begin())) __nanosleep(100);
-            now = next;  // which nobody reads any more: Team::any came last
+            while (!begun && !begin()) __nanosleep(100);
+            now = next;  // now's place nobody reads any more
             if (now.head >= 0 && ++next.n >= next.end) next = take_share<Tile>(p);
-            if (next.head >= 0) prefetch<Tile>(next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b);
         }
         __syncwarp();
         sync(barrier_of(team), 32 * Warps);
@@ -956,13 +955,9 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
     const auto split_whole = [&](bool is_V, WorkOfParts &work) {
         wait(shared.floats_there[is_V], parity);
         const float unscale = split_in_place(Team<Tile, Tile::Bc, 4>{shared, Tile::Consumers}, shared.tiles[is_V],
-                                             {work.band.keys, is_V});
+                                             {work.band.keys, is_V}, shared.unscale[is_V].x);
         if (threadIdx.x == 0) {
-            shared.unscale[is_V].x = unscale;
-            if (is_V)
-                work.unscaleV = unscale;
-            else
-                work.unscaleK = unscale > 0.f ? unscale : kUnscaleOfZeros;
+            (is_V ? work.unscaleV : work.unscaleK) = is_V ? unscale : or_of_zeros(unscale);
             arrive(shared.KV[is_V].full);
         }
     };
@@ -1916,19 +1911,17 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
         const auto pass_tiles = [&](int j0) {                               // that other warpgroups need
             for (; j0 < work.seen.end; j0 += Bc) KV.pass(), KV.pass();
         };
-        const auto unit = [&] { return work.unscaleK * shared.unscaleQ[warpgroup]; };  // of m
+        const auto unit = [&] { return work.unscaleK * or_of_zeros(shared.unscaleQ[warpgroup]); };  // of m
         Q().wait_full();
         bool by_floats = work.by_floats;
         if (!by_floats) {
-            unsigned char *const Qi = shared.Qi[warpgroup][0];
-            const float unscaleQ =
-                split_in_place(Team<Tile, 64, 4>{shared, warpgroup}, Qi,
-                               {{0, work.i1 - work.i0 - 64 * warpgroup}, false}, &shared.unscaleQ[warpgroup]);
-            by_floats = unscaleQ == INFINITY;
-            if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known; inf if the parts don't carry it
-            // Or m couldn't be a float in this unit, or products may lose too much of a score (kMostUnit); or NaN.
+            split_in_place(Team<Tile, 64, 4>{shared, warpgroup}, shared.Qi[warpgroup][0],
+                           {{0, work.i1 - work.i0 - 64 * warpgroup}, false}, shared.unscaleQ[warpgroup]);
+            if constexpr (Tile::SplitsAll) KV.wait_full();  // Kj's unscale is known
+            // If the parts don't carry Qi or, of the small tile, Kj (inf), or m couldn't be a float in this unit, or
+            // products may lose too much of a score (kMostUnit); or softmax_scale is NaN.
             const float scale = fabsf(a.softmax_scale);
-            by_floats |= !(unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMostUnit);
+            by_floats = !(unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMostUnit);
             if (by_floats) pass_tiles(work.seen.begin);
         }
         if (by_floats) {
@@ -1962,9 +1955,9 @@ __device__ void consume_parts(const Parameters &p, Shared<Tile> &shared) {
                 for (int n = 0; n < Sums; ++n)
                     begin_QK<__half, Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
                 __syncwarp();  // keeps what follows behind the products, see above
-                // Kj's unit in units of m. Below 2^-60 its scores are next to 0 (kMostUnit limits units), as are those
-                // of zeros. c_tile is not 0, or else 0 times a hidden -inf.
-                const float tile_unit = fminf(fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f), 1.f);
+                // Kj's unit in units of m, the head's largest. Below 2^-60 its scores are next to 0 (kMostUnit limits
+                // units), as are those of zeros. c_tile is not 0, or else 0 times a hidden -inf.
+                const float tile_unit = fmaxf(unscaleK * inverse_of_power(work.unscaleK), 0x1p-60f);
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const bool needs_max =
                     subtracts_m<kAlwaysSubtracts<D>>(rows.cm[0]) || subtracts_m<kAlwaysSubtracts<D>>(rows.cm[1]);
@@ -2073,6 +2066,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if constexpr (Tile::Parts == 2) {
             init_ring(shared.KV, warps);
             for (Barrier &there : shared.floats_there) init(there, 1);
+            for (auto &places : shared.now)
+                for (Share &now : places) now.head = -1;
             for (Share &next : shared.next) next.head = 0;
             for (int &left : shared.left) left = -1;
         } else {
@@ -2222,21 +2217,26 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// 48, 208, 208 and three of 224 KB, of which `floats` are 0, 48, 48 and 32. Other d go to the next of 64, 128 and 256.
-// The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split them in
-// place, and two blocks share a multiprocessor. d 64 has four consumers, unless rows are few, or works: 132 is what a
-// H100 has multiprocessors; it isn't asked, so that workspace_sm90 finds the same tile. Three were only measured in the
-// loop before (NOTES.md). Seven places for four consumers: the same within 3 %. d 128 has three, unless tiles of 128
-// rows are much fuller: N 128 is 5 % faster with them, N 256 5 to 7 %, 16 heads of N 256 14 to 21 % (but N 200 7 to 9 %
-// slower).
+// 48, 208, 208 and three of 224 KB, of which `floats` are 0, 48, 48, 64, 32 and 32. Other d go to the next of 64, 128
+// and 256. The first is for at most 64 queries and keys: nobody else reads their K and V, so the producer's warps split
+// them in place, and two blocks share a multiprocessor. 132 is what a H100 has multiprocessors; it isn't asked, so that
+// workspace_sm90 finds the same tile. d 64 has four consumers, unless rows are few, or works. Three were only measured
+// in the loop before (NOTES.md). Seven places for four consumers: the same within 3 %. d 128 has three, and one
+// splitter, of two warps. It has two, and two splitters, where those have a tenth fewer rows to go through: a head's
+// last tile of 192 would be emptier, up to N 640 (N 512 causal 4 %, full 2 to 3 %, 256 4 to 5 %; at N 1024 they are 1 %
+// slower, at 2048 4 %), or a multiprocessor has one or two works ((1, 32, 1024) 33 %, causal 12 %).
+// test_float32_of_many_heads and test_same_bits_of_float32_whoever_splits_it rely on these bounds.
 template <class Use>
 auto with_tile_of_float32(Attention a, const Use &use) {
     if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
     if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(a, Tile<64, 64, 64, 1, 2, 2, 2>());
-    const bool few = a.Nq <= 192 || a.B * a.Hq * ((a.Nq + 255) / 256) < 132;
-    if (a.d <= 64 && few) return use(a, Tile<64, 192, 64, 1, 7, 1, 2>());
-    if (a.d <= 64) return use(a, Tile<64, 256, 64, 1, 6, 1, 2>());
-    if (a.d <= 128 && (a.Nq <= 128 || (a.Nq > 192 && a.Nq <= 256))) return use(a, Tile<128, 128, 64, 1, 4, 1, 2>());
+    const auto works = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
+    const auto rows_each = [&](int rows) { return (works(rows) + 131) / 132 * rows; };  // of a multiprocessor
+    const bool few = a.Nq <= 192 || works(256) < 132;
+    if (a.d <= 64 && few) return use(a, Tile<64, 192, 64, 1, 7, 1, 2, 3>());
+    if (a.d <= 64) return use(a, Tile<64, 256, 64, 1, 6, 1, 2, 3>());
+    if (a.d <= 128 && (a.Nq <= 640 || works(192) <= 264) && 10 * rows_each(128) <= 9 * rows_each(192))
+        return use(a, Tile<128, 128, 64, 1, 3, 1, 2, 2>());
     if (a.d <= 128) return use(a, Tile<128, 192, 64, 1, 3, 1, 2>());
     return use(a, Tile<256, 128, 32, 1, 2, 1, 2>());
 }

@@ -52,11 +52,12 @@ def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
         assert torch.equal(machine.forward(q, k, v, causal=causal), first)
 
 
-@pytest.mark.parametrize("d, N", [(40, 321), (64, 145), (64, 1042), (128, 530), (252, 270)], ids=str)
+@pytest.mark.parametrize("d, N", [(40, 321), (64, 145), (64, 1042), (124, 500), (128, 700), (252, 270)])
 @pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
 def test_same_bits_of_float32_whoever_splits_it(cuda_machine, zeros, d, N):
-    """On sm90 teams of one, two or four warps split tiles of K and V, as it happens. Zeros, few rows and
-    numbers that grow in a tile are looked at more than once; what comes of it must not depend on who looks.
+    """On sm90 teams of one, two or four warps split tiles of K and V, as it happens; above d 64 of one or
+    four if N is 500 here, of two or four if it is 700. Zeros, few rows and numbers that grow in a tile are
+    looked at more than once; what comes of it must not depend on who looks.
     """
     q, k, v = cuda_machine.qkv(B=4, Hq=32, Hkv=32, Nq=N, Nk=N, d=d)
     k[:, 8:16] /= 8
@@ -68,7 +69,7 @@ def test_same_bits_of_float32_whoever_splits_it(cuda_machine, zeros, d, N):
     first = cuda_machine.check(q, k, v, causal=True)
     for _ in range(5):
         assert torch.equal(cuda_machine.forward(q, k, v, causal=True), first)
-    if cuda_machine.name == "sm90" and d in (40, 252):
+    if cuda_machine.name == "sm90" and d in (40, 124, 252):
         # With a channel more, which is 0, teams of four don't take part: they need d % 4 = 0. The state,
         # since it is stored alike whatever d is.
         options = {"causal": True, "softmax_scale": d**-0.5, "return_state": True}

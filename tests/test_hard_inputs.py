@@ -464,20 +464,27 @@ def test_float32_of_mixed_sizes(machine, inputs, d, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (150, 20)}], ids=str)
-@pytest.mark.parametrize("d", [40, 63, 64])
-def test_float32_of_many_heads(machine, d, options):
+@pytest.mark.parametrize("d, Nq", [(40, 200), (63, 200), (64, 200), (100, 180), (128, 180)])
+def test_float32_of_many_heads(machine, d, Nq, options):
     """With more heads a machine may take more rows at a time: each batch is another of the inputs above."""
-    N = 330  # 144 heads of more than 192 rows: sm90 takes 256 at a time from 132 on
-    q, k, v = machine.qkv(B=4, Hq=36, Hkv=12, Nq=200, Nk=N, d=d)
+    N = 330  # on sm90: 256 of d 64 if 132 heads have more than 192, 192 of d 128 if 67 heads have 129 to 192
+    q, k, v = machine.qkv(B=6, Hq=24, Hkv=8, Nq=Nq, Nk=N, d=d)
     k[0, ..., 3] += torch.linspace(0, 20, N, device=machine.device)
-    for b, inputs in (1, some_larger("k")), (2, tiles_of_zeros), (3, tiny_among_ordinary):
+    others = some_larger("k"), tiles_of_zeros, tiny_among_ordinary, larger_after_four, values_far_apart
+    for b, inputs in enumerate(others, 1):
         q[b : b + 1], k[b : b + 1], v[b : b + 1] = inputs(q[b : b + 1], k[b : b + 1], v[b : b + 1])
     machine.check(q, k, v, **options)
     machine.check(
-        q, k, v, **options, seqlens_k=machine.ints(N, 290, 0, 65), leftpad_k=machine.ints(0, 70, 0, 64)
+        q,
+        k,
+        v,
+        **options,
+        seqlens_k=machine.ints(N, 290, 0, 65, N, 200),
+        leftpad_k=machine.ints(0, 70, 0, 64, 10, 0),
     )
-    first = machine.forward(q, k[:, :, :130], v[:, :, :130], **options, offset=130, return_state=True)
-    o, l, m = machine.forward(q, k[:, :, 130:], v[:, :, 130:], **options, offset=0, state=first)
+    offset = N - Nq
+    first = machine.forward(q, k[:, :, :130], v[:, :, :130], **options, offset=offset, return_state=True)
+    o, l, m = machine.forward(q, k[:, :, 130:], v[:, :, 130:], **options, offset=offset - 130, state=first)
     expected = attention(q, k, v, **options)
     check_o(o, expected, q.dtype)
     check_l_m(l, m, expected)

@@ -1,5 +1,6 @@
 """Tiny cases that reach every code path of the kernels but sm90's add_up, which takes thousands of keys, for
-compute-sanitizer (`pytest -m sanitizer`). Of 150 and 200 queries sm90 takes 192 and 128 at a time.
+compute-sanitizer (`pytest -m sanitizer`). sm90 takes 128 queries of float32 at a time, for d 64 192, or 64 if
+Nk is no more either; of many heads others, see test_many_heads_of_float32.
 
 The reference runs on the CPU, so that a GPU sees little but the kernels themselves.
 """
@@ -98,9 +99,13 @@ def test_several_works_beyond_float16(machine, d):
     check(machine, beyond_float16(machine.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
 
 
-def test_many_heads_of_float32(machine):
-    """From 132 heads of more than 192 rows on, sm90 takes 256 rows at a time."""
-    check(machine, machine.qkv(B=1, Hq=132, Hkv=2, Nq=200, Nk=140, d=64), causal=True)
+@pytest.mark.parametrize("d, Hq, Nq", [(64, 132, 200), (128, 70, 150)])
+def test_many_heads_of_float32(machine, d, Hq, Nq):
+    """sm90 takes 256 rows of d 64 at a time if 132 heads have more than 192, and 192 of d 128 if 67 heads
+    have 129 to 192."""
+    tensors = machine.qkv(B=1, Hq=Hq, Hkv=2, Nq=Nq, Nk=140, d=d)
+    check(machine, tensors, causal=True)
+    check(machine, beyond_float16(tensors), causal=True)
 
 
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
