@@ -99,9 +99,9 @@ struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
     // What a thread gets at launch; then the producer's warpgroup gives its own to the consumers. Of float32 it keeps
-    // what these can spare, to have more under way when it splits (56: with 32, 3 % slower at d 128, N 512, three
-    // consumers); of the small tile it splits by all warps, as they do. A float division calls a subroutine that
-    // doesn't know of this, so there is none in the producer.
+    // what these can spare, to have more under way when it splits (56: with 32, 3 % slower at d 128, N 512, then with
+    // three consumers; with two 96 is the same); of the small tile it splits by all warps, as they do. A float division
+    // calls a subroutine that doesn't know of this, so there is none in the producer.
     static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
     static constexpr int ProducerRegisters = Parts_ == 1      ? 32
                                              : Consumers == 1 ? 96
@@ -241,8 +241,9 @@ struct SharedOfParts {
     Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], KV[Tile::Stages];
     float4 unscale[Tile::Stages];  // in x; less than 16 bytes can't be copied
     Barrier floats_there[Tile::SplitsAll ? 2 : Tile::Splitters];
-    Share now[Tile::Splitters][Tile::SplitterWarps];  // what each splitter splits; of two warps also what it did before
-    Share next[Tile::Consumers + Tile::Splitters];    // what a team splits next, or did last; head -1: there is no more
+    // What each splitter splits; of two warps also what it did before, which the second reports meanwhile.
+    Share now[Tile::Splitters][Tile::SplitterWarps];
+    Share next[Tile::Consumers + Tile::Splitters];  // what a team splits next, or did last; head -1: there is no more
     float unscaleQ[Tile::Consumers];
     float l_of_rows[Tile::Br];                  // l, set aside (set_l_aside)
     float m_of_O[Tile::Br];                     // what the sums in O are relative to (add_up)
@@ -483,6 +484,7 @@ struct Team {
         // Of four float32s; the next four are 16 bytes away, one way or the other.
         __device__ unsigned of_floats() const { return lane / 4 * Box + at(lane % 4 * 2); }
     };
+    // Asked for anew each time (opaque), which takes a while (S2R): who can keeps it.
     static __device__ unsigned thread() { return opaque(threadIdx.x) % Threads; }
     // From a thread's first row to its y-th, which is 4 y further down
     template <class Place>
@@ -879,7 +881,7 @@ __device__ void split_K_and_V(const Parameters &p, Shared<Tile> &shared, int spl
         if (reports() && last.head >= 0) report(p.workspace, last, unscale);
         if (leads()) {
             while (!begun && !begin()) __nanosleep(100);
-            now = next;  // now's place nobody reads any more
+            now = next;  // now's place nobody reads any more: all have met since
             if (now.head >= 0 && ++next.n >= next.end) next = take_share<Tile>(p);
         }
         __syncwarp();
