@@ -124,7 +124,7 @@ struct Tile {
     static constexpr bool Hopes = FromWorkspace && D <= 128;
     // The producer's last warps split for the workspace: two or three, each alone, as many as there is room for tiles
     // of float32s; or, if that is one, two together. Alone is faster, since one loads and reports while another splits:
-    // at N 512, causal, three alone 7 to 10 % at d 64, two 4 to 5 % at d 128. (The small tile's split in place: all
+    // at N 512, causal, three alone 7 to 10 % at d 64, two 3 to 5 % at d 128. (The small tile's split in place: all
     // four, together, which is the one splitter.)
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     static_assert(Bc % 16 == 0 && D % 32 == 0 && QStages <= 2);
@@ -959,7 +959,10 @@ __device__ void produce_and_split(const Parameters &p, Shared<Tile> &shared) {
         const float unscale = split_in_place(Team<Tile, Tile::Bc, 4>{shared, Tile::Consumers}, shared.tiles[is_V],
                                              {work.band.keys, is_V}, shared.unscale[is_V].x);
         if (threadIdx.x == 0) {
-            (is_V ? work.unscaleV : work.unscaleK) = is_V ? unscale : or_of_zeros(unscale);
+            if (is_V)
+                work.unscaleV = unscale;
+            else
+                work.unscaleK = or_of_zeros(unscale);
             arrive(shared.KV[is_V].full);
         }
     };
@@ -2225,7 +2228,7 @@ const char *launch(const Attention &a, CUstream_st *stream) {
 // workspace_sm90 finds the same tile. d 64 has four consumers, unless rows are few, or works. Three were only measured
 // in the loop before (NOTES.md). Seven places for four consumers: the same within 3 %. d 128 has three, and one
 // splitter, of two warps. It has two, and two splitters, where those have a tenth fewer rows to go through: a head's
-// last tile of 192 would be emptier, up to N 640 (N 512 causal 4 %, full 2 to 3 %, 256 4 to 5 %; at N 1024 they are 1 %
+// last tile of 192 would be emptier, up to N 640 (N 512 causal 3 to 5 %, full 3 %; at N 1024 they are up to 1 %
 // slower, at 2048 4 %), or a multiprocessor has one or two works ((1, 32, 1024) 33 %, causal 12 %).
 // test_float32_of_many_heads and test_same_bits_of_float32_whoever_splits_it rely on these bounds.
 template <class Use>
@@ -2233,11 +2236,12 @@ auto with_tile_of_float32(Attention a, const Use &use) {
     if (a.k_stride.head == 0 && a.v_stride.head == 0) a.Hkv = 1;  // heads that are one and the same: split once
     if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return use(a, Tile<64, 64, 64, 1, 2, 2, 2>());
     const auto works = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
-    const auto rows_each = [&](int rows) { return (works(rows) + 131) / 132 * rows; };  // of a multiprocessor
-    const bool few = a.Nq <= 192 || works(256) < 132;
+    constexpr int multiprocessors = 132;
+    const auto rows_each = [&](int rows) { return (works(rows) + multiprocessors - 1) / multiprocessors * rows; };
+    const bool few = a.Nq <= 192 || works(256) < multiprocessors;
     if (a.d <= 64 && few) return use(a, Tile<64, 192, 64, 1, 7, 1, 2, 3>());
     if (a.d <= 64) return use(a, Tile<64, 256, 64, 1, 6, 1, 2, 3>());
-    if (a.d <= 128 && (a.Nq <= 640 || works(192) <= 264) && 10 * rows_each(128) <= 9 * rows_each(192))
+    if (a.d <= 128 && (a.Nq <= 640 || works(192) <= 2 * multiprocessors) && 10 * rows_each(128) <= 9 * rows_each(192))
         return use(a, Tile<128, 128, 64, 1, 3, 1, 2, 2>());
     if (a.d <= 128) return use(a, Tile<128, 192, 64, 1, 3, 1, 2>());
     return use(a, Tile<256, 128, 32, 1, 2, 1, 2>());
