@@ -10,7 +10,8 @@
 
 PYTHONS := python3 python3.12 python3.11 python3.10 python3.13 python3.14 python
 BOOTSTRAP := $(or $(PYTHON),$(firstword $(foreach name,$(PYTHONS),$(shell command -v $(name) 2>/dev/null))))
-SOURCES := $(wildcard *.cpp *.cu *.h) setup.py bootstrap.py
+FOLDERS := ./ cpu/ portable/ hopper/ hopper/float32/
+SOURCES := $(foreach folder,$(FOLDERS),$(wildcard $(addprefix $(folder)*.,cpp cu cuh h))) setup.py bootstrap.py
 
 .PHONY: build bench test lint clean FORCE
 .NOTPARALLEL:
@@ -36,7 +37,7 @@ lint:
 	@$(BOOTSTRAP) bootstrap.py lint
 	build/python -m ruff check
 	build/python -m ruff format --check
-	if command -v clang-format; then clang-format --dry-run -Werror *.h *.cpp *.cu; fi
+	if command -v clang-format; then clang-format --dry-run -Werror $(filter %.cpp %.cu %.cuh %.h,$(SOURCES)); fi
 
 clean:
 	rm -rf build *.egg-info minimal_attn/_C*.so

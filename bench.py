@@ -9,11 +9,11 @@
 How --sweep measures: inputs are drawn anew in every run. For each workload all peers take turns, six rounds
 of about 7 ms of calls each, every round beginning with another peer; the time is the median of the rounds.
 On a GPU the L2 cache is cleared before each call; with --graph calls are replayed as a CUDA graph instead,
-without clearing. Columns read "ms / TFLOP/s / error", those of minimal_attn's machines also "/ ratio":
+without clearing. Columns read "ms / TFLOP/s / error", those of minimal_attn's backends also "/ ratio":
   TFLOP/s  4 B H N^2 d floating point operations, half of it for causal
   error    relative Frobenius error against float64, over 3 random (batch, head) pairs, all their rows
   ratio    time of the fastest peer / time of minimal_attn: above 1 we are faster. Only peers count whose
-           error is within 10 times the smallest ("manual TF32" never is); a machine of ours beyond that is
+           error is within 10 times the smallest ("manual TF32" never is); a backend of ours beyond that is
            "wrong", and the exit code 1
 A peer that fails (out of memory, not supported) shows as "-", with the reason below the table.
 """
@@ -95,16 +95,16 @@ def tf32():
         torch.set_float32_matmul_precision("highest")
 
 
-def serves(machine: str, device: str, dtype: str) -> bool:
+def serves(backend: str, device: str, dtype: str) -> bool:
     q = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, dtype), device=device)
     try:
-        minimal_attn.forward(q, q, q, machine=machine)
+        minimal_attn.forward(q, q, q, backend=backend)
     except ValueError:
         return False
     return True
 
 
-def peers_for(device: str, dtype: str, machines: list[str]) -> dict[str, tuple]:
+def peers_for(device: str, dtype: str, backends: list[str]) -> dict[str, tuple]:
     """By name: a function of (q, k, v, causal), and the context to call it in, entered once a turn."""
     peers = {"manual": (manual, nullcontext)}
     if device == "cpu":
@@ -117,8 +117,8 @@ def peers_for(device: str, dtype: str, machines: list[str]) -> dict[str, tuple]:
         peers["SDPA cuDNN"] = sdpa, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
         if dtype == "bfloat16" and find_spec("fa3_fwd_interface"):
             peers["FlashAttention-3"] = flash_attention_3, nullcontext
-    ours = [name for name in machines if serves(name, device, dtype)]
-    return peers | {name: (partial(minimal_attn.forward, machine=name), nullcontext) for name in ours}
+    ours = [name for name in backends if serves(name, device, dtype)]
+    return peers | {name: (partial(minimal_attn.forward, backend=name), nullcontext) for name in ours}
 
 
 def judge(q, k, v, causal):
@@ -200,19 +200,19 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
                     times[name].append(watches[name]())
         except Exception as problem:
             found[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
-    rate(cell, {name: r for name, r in found.items() if "failed" not in r}, times, args.machine)
+    rate(cell, {name: r for name, r in found.items() if "failed" not in r}, times, args.backend)
     return [cell._asdict() | {"peer": name} | found[name] for name in peers]
 
 
-def rate(cell: Cell, found: dict, times: dict, machines: list[str]) -> None:
+def rate(cell: Cell, found: dict, times: dict, backends: list[str]) -> None:
     """Adds ms, TFLOP/s, and for ours the ratio: 0 where it is wrong, None where there is no peer."""
     flop = 4 * cell.B * cell.H * cell.N**2 * cell.d / (2 if cell.mask == "causal" else 1)
     for name, r in found.items():
         r["ms"] = statistics.median(times[name]) * 1e3
         r["tflops"] = flop / r["ms"] / 1e9
     bound = 10 * min((r["error"] for r in found.values() if math.isfinite(r["error"])), default=0)
-    theirs = [r["ms"] for name, r in found.items() if name not in machines and r["error"] <= bound]
-    for r in (r for name, r in found.items() if name in machines):
+    theirs = [r["ms"] for name, r in found.items() if name not in backends and r["error"] <= bound]
+    for r in (r for name, r in found.items() if name in backends):
         r["ratio"] = 0 if not r["error"] <= bound else min(theirs) / r["ms"] if theirs else None  # or NaN
 
 
@@ -232,7 +232,7 @@ def sweep(args) -> list[dict]:
     records, dtype = [], None
     for i, cell in enumerate(args.cells):
         if cell.dtype != dtype:
-            dtype, peers = cell.dtype, peers_for(args.device, cell.dtype, args.machine)
+            dtype, peers = cell.dtype, peers_for(args.device, cell.dtype, args.backend)
             print(f"\n{dtype}: ms / TFLOP/s / error (/ ratio)\n")
             print_line("(B, H, N, d) mask", peers)
             print_line("---", ["---"] * len(peers))
@@ -319,7 +319,7 @@ def selected(args) -> list[Cell]:
     return [cell for cell in cells if not args.quick or cell.N <= 2048 and cell.d <= 128]
 
 
-def parse(machines: list[str], has_cuda: bool) -> Namespace:
+def parse(backends: list[str], has_cuda: bool) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sweep", action="store_true", help="compare with the peers")
@@ -333,11 +333,11 @@ def parse(machines: list[str], has_cuda: bool) -> Namespace:
     add("--n", nargs="+", type=int, help="--sweep: only these sequence lengths")
     add("--causal", action="store_true", help="--sweep: only causal")
     add("--full", action="store_true", help="--sweep: only without a mask")
-    add("--machine", nargs="+", choices=machines, default=machines, help="--sweep: only these of ours")
+    add("--backend", nargs="+", choices=backends, default=backends, help="--sweep: only these of ours")
     add("--json", metavar="FILE", help="write the numbers of --sweep there too")
     add("--plot", metavar="FILE.png", help="draw the TFLOP/s of --sweep over N there (needs matplotlib)")
     args = parser.parse_args()
-    args.machine = [name for name in args.machine if (name == "cpu") == (args.device == "cpu")]
+    args.backend = [name for name in args.backend if (name == "cpu") == (args.device == "cpu")]
     args.cells = selected(args)
     for wrong, message in (
         (args.device == "cuda" and not has_cuda, "--device cuda: no GPU here, or no CUDA code in this build"),
@@ -353,7 +353,7 @@ def parse(machines: list[str], has_cuda: bool) -> Namespace:
 
 def main() -> int:
     has_cuda = torch.cuda.is_available() and minimal_attn._C.cuda_architectures() != ""
-    args = parse(minimal_attn._C.machines(), has_cuda)
+    args = parse(minimal_attn._C.backends(), has_cuda)
     torch.set_num_threads(args.threads)
     torch.seed()  # PyTorch starts with the same seed in every process
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"the CPU, {args.threads} threads"

@@ -1,4 +1,4 @@
-// device.h: what flash.cu and flash_sm90.cu both do, on the GPU and at the launch.
+// device.h: what the GPU backends share, in kernels and at the launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,11 +37,15 @@ inline bool is_aligned(const void *tensor, const Strides &stride, int64_t elemen
     return (uintptr_t)tensor % 16 == 0 && bytes(stride.batch) && bytes(stride.head) && bytes(stride.row) && bytes(d);
 }
 
-// An attribute of the current device.
-inline cudaError_t get_attribute(int &value, cudaDeviceAttr attribute) {
-    int device = 0;
-    const cudaError_t error = cudaGetDevice(&device);
-    return error == cudaSuccess ? cudaDeviceGetAttribute(&value, attribute, device) : error;
+template <class... Tiles>
+struct TileList {};
+
+// use(Tile()) of the index-th tile of a list.
+template <class Use, class Tile, class... More>
+auto with_tile(int index, TileList<Tile, More...>, const Use &use) {
+    if constexpr (sizeof...(More) > 0)
+        if (index > 0) return with_tile(index - 1, TileList<More...>(), use);
+    return use(Tile());
 }
 
 // Null, or why nothing was launched.

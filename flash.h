@@ -1,10 +1,10 @@
 // flash.h: the contract. What attention is computed, as one plain struct: main.cpp checks and fills it,
-// the machines (flash.cu, flash_sm90.cu, flash_cpu.cpp) compute it. No torch.
+// the backends compute it. No torch.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
 // Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc is the size of a tile of scores. In Qi, Kj, Sij the letters
-// name tiles; alone, i is a query and j a key, and i0 and j0 begin a tile. What every machine needs to know about the
+// name tiles; alone, i is a query and j a key, and i0 and j0 begin a tile. What every backend needs to know about the
 // mask stands here once.
 #pragma once
 
@@ -24,6 +24,8 @@ namespace minimal_attn {
 
 enum class Dtype { float32, float16, bfloat16 };
 
+constexpr int64_t kNoBound = int64_t(1) << 40;  // further than any key from any query
+
 // Of a (B, H, N, d) tensor, in elements; the last dimension is contiguous.
 struct Strides {
     int64_t batch, head, row;
@@ -40,8 +42,8 @@ struct Attention {
 
     // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and Nk.
     // Query i sees of them i + p + first <= j <= i + p + last, where p = offset[b], or without it n - Nq if
-    // offset_from_end, else 0: an int offset is already in first and last. Where there is no bound these are -+2^40,
-    // beyond every key, so that sums can't overflow. The arrays are (B,) on the device of q, or null.
+    // offset_from_end, else 0: an int offset is already in first and last. Where there is no bound these are
+    // -+kNoBound, so that sums can't overflow. The arrays are (B,) on the device of q, or null.
     const int *seqlens_k, *leftpad_k, *offset;
     bool offset_from_end;
     int64_t first, last;
@@ -55,10 +57,12 @@ struct Attention {
     float *l, *m;  // (B, Hq, Nq), contiguous
     Strides o_stride;
 
-    int shared_memory_limit;  // bytes a block of flash.cu may use at most, whatever the device has; a test lowers it
-    void *workspace;          // of workspace_sm90() bytes, at a multiple of 16, or null where that is 0
-    int *scratch;             // an int in the GPU's memory, for a machine that counts and under a mask; else null
 };
+
+// Whether anything but the number of keys bounds what a query sees.
+inline bool is_masked(const Attention &a) {
+    return a.first > -kNoBound || a.last < kNoBound || a.seqlens_k || a.leftpad_k;
+}
 
 // Keys begin <= j < end.
 struct Keys {
@@ -88,7 +92,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of(const Attention &a, int64_t b) {
     return {{begin, end}, position + a.first, position + a.last};
 }
 
-// The same for a machine that is short of registers: i and j are below 2^28, so 2^29 is beyond all keys.
+// The same for a backend that is short of registers: i and j are below 2^28, so 2^29 is beyond all keys.
 MINIMAL_ATTN_HOST_DEVICE inline BandOf<int> narrow(const Band &band) {
     const int64_t beyond = 1 << 29;
     return {band.keys, (int)clamp(band.first, -beyond, beyond), (int)clamp(band.last, -beyond, beyond)};
@@ -133,11 +137,35 @@ MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float
     return {l, m, beta / l, alpha / l, true, true};
 }
 
-// The machines, which main.cpp lists. Each computes the whole contract on its device; those of the GPU return null, or
-// why nothing was launched.
+// The GPU, as far as a plan depends on it.
+struct Device {
+    int multiprocessors;
+    int shared_memory;  // bytes that a block may have
+};
+
+// How a backend computes one call. Made once a call, on the host, before anything is allocated or launched.
+struct Plan {
+    const char *kernel;        // as minimal_attn.explain names it
+    int tile;                  // which of the kernel's tiles, in an order of its own
+    int Br, Bc, D;             // that tile: queries, keys, columns; d is rounded up to D
+    int64_t grid;              // blocks, or on the CPU tiles of queries
+    int threads;               // of a block
+    int shared_memory;         // bytes of a block
+    int64_t workspace;         // bytes in the device's memory
+    int multiprocessors;       // the device's
+    const char *error = nullptr;  // why this device can't run it
+};
+
+// The backends, which main.cpp lists. Each computes the whole contract on its device. A launch gets the plan's
+// workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
 void forward_cpu(const Attention &attention);
-const char *forward_portable(const Attention &attention, CUstream_st *stream);
-const char *forward_sm90(const Attention &attention, CUstream_st *stream);
-int64_t workspace_sm90(const Attention &attention);  // bytes
+Plan plan_portable(const Attention &attention, const Device &device);
+const char *launch_portable(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
+namespace hopper {
+Plan plan_half(const Attention &attention, const Device &device);
+const char *launch_half(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
+Plan plan_float32(const Attention &attention, const Device &device);
+const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
+}  // namespace hopper
 
 }  // namespace minimal_attn

@@ -1,7 +1,7 @@
-// main.cpp: from Python's arguments to a machine's launch, and the result back.
+// main.cpp: from Python's arguments to a backend's launch, and the result back.
 //
 // minimal_attn.forward (minimal_attn/__init__.py) -> pybind11 below -> PyTorch's dispatcher, operator
-// minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a machine.
+// minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a backend.
 // The dispatcher chooses between Autograd (refuses gradients), Meta (shapes only), CPU and CUDA.
 
 #include <torch/csrc/Exceptions.h>
@@ -36,7 +36,6 @@ using at::Tensor;
 using c10::SymInt;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t kFar = int64_t(1) << 40;  // further than any key from any query
 // i and j are ints; and float32 sums of more equal terms than this (l, Oi) begin to stand still.
 constexpr int64_t kMaxTokens = int64_t(1) << 28;
 std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
@@ -50,7 +49,7 @@ struct Arguments {
     const MaybeTensor &seqlens_k, &leftpad_k;
     const std::optional<SymInt> &offset;
     const MaybeTensor &offsets;
-    std::string_view machine;
+    std::string_view backend;
 };
 
 // The earlier state, as forward.state gets it: all three or none.
@@ -58,7 +57,7 @@ struct State {
     const MaybeTensor &o, &l, &m;
 };
 
-// ---------------------------------------------------------------------------------------------- machines
+// ---------------------------------------------------------------------------------------------- backends
 
 const char *cuda_architectures() {
 #ifdef WITH_CUDA
@@ -68,7 +67,7 @@ const char *cuda_architectures() {
 #endif
 }
 
-// The machines read rows of d neighbours; any other last stride costs a copy.
+// The backends read rows of d neighbours; any other last stride costs a copy.
 Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
 #ifdef WITH_CUDA
@@ -88,7 +87,7 @@ Tensor with_aligned_rows(const Tensor &t) {
     return copy.copy_(once).expand(t.sizes());
 }
 
-std::string why_not_sm90(const Tensor &q) {
+std::string why_not_hopper(const Tensor &q) {
     const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
     if (gpu->major != 9 || gpu->minor != 0)
         return c10::str("compute capability 9.0, but q is on ", q.device(), ", a ", gpu->name,
@@ -102,41 +101,47 @@ std::string why_not_sm90(const Tensor &q) {
 }
 #endif
 
-// The machines of this build, the fastest of each device first: "auto" takes the first that serves q.
-struct Machine {
+// The backends of this build, the fastest of each device first: "auto" takes the first that serves q.
+struct Backend {
     std::string name;
     at::DeviceType device;
-    std::string (*why_not)(const Tensor &q);                   // what it serves, and why that isn't q; empty if it is
-    bool counts;                                               // it uses Attention::scratch, under a mask
-    Tensor (*readable)(const Tensor &);                        // q, k or v as it can read it, copied if need be
-    const char *(*forward)(const Attention &, CUstream_st *);  // null, or why nothing was launched
-    int64_t (*workspace)(const Attention &) = nullptr;         // bytes of Attention::workspace; null: none
+    std::string (*why_not)(const Tensor &q);     // what it serves, and why that isn't q; empty if it is
+    Tensor (*readable)(const Tensor &);          // q, k or v as it can read it, copied if need be
+    Plan (*plan)(const Attention &, const Device &);
+    const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
 };
 
-const std::vector<Machine> &machines() {
+const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
-    static const std::vector<Machine> list = {
+    static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"sm90", at::kCUDA, why_not_sm90, true, with_aligned_rows, forward_sm90, workspace_sm90},
-        {"portable", at::kCUDA, serves_all, false, with_contiguous_rows, forward_portable},
+        {"hopper", at::kCUDA, why_not_hopper, with_aligned_rows,
+         [](const Attention &a, const Device &device) {
+             return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
+         },
+         [](const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+             return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
+                                              : hopper::launch_half(a, plan, workspace, stream);
+         }},
+        {"portable", at::kCUDA, serves_all, with_contiguous_rows, plan_portable, launch_portable},
 #endif
-        {"cpu", at::kCPU, serves_all, false, with_contiguous_rows,
-         [](const Attention &attention, CUstream_st *) -> const char * {
-             forward_cpu(attention);
+        {"cpu", at::kCPU, serves_all, with_contiguous_rows, [](const Attention &, const Device &) { return Plan{"cpu"}; },
+         [](const Attention &a, const Plan &, void *, CUstream_st *) -> const char * {
+             forward_cpu(a);
              return nullptr;
          }},
     };
     return list;
 }
 
-std::vector<std::string> machine_names() {
+std::vector<std::string> backend_names() {
     std::vector<std::string> names;
-    for (const Machine &machine : machines()) names.push_back(machine.name);
+    for (const Backend &backend : backends()) names.push_back(backend.name);
     return names;
 }
 
 // ---------------------------------------------------------------------------------------------- checks
-// All of them work on symbolic sizes, so that Meta refuses what the machines refuse.
+// All of them work on symbolic sizes, so that Meta refuses what the backends refuse.
 
 std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
@@ -187,24 +192,24 @@ void check_options(const Arguments &a) {
     check_per_batch(a.q, a.offsets, "offset");
 }
 
-// The machine that "auto" or the name means; null for meta tensors, which need none.
-const Machine *check_machine(const Arguments &a) {
+// The backend that "auto" or the name means; null for meta tensors, which need none.
+const Backend *check_backend(const Arguments &a) {
     const auto device = a.q.device().type();
-    const bool is_auto = a.machine == "auto";
+    const bool is_auto = a.backend == "auto";
     bool is_known = is_auto;
-    for (const Machine &machine : machines()) {
-        if (!is_auto && machine.name != a.machine) continue;
+    for (const Backend &backend : backends()) {
+        if (!is_auto && backend.name != a.backend) continue;
         is_known = true;
-        if (machine.device != device) continue;
-        const std::string why_not = machine.why_not(a.q);
-        if (why_not.empty()) return &machine;
-        TORCH_CHECK_VALUE(is_auto, "machine \"", machine.name, "\" serves ", why_not);
+        if (backend.device != device) continue;
+        const std::string why_not = backend.why_not(a.q);
+        if (why_not.empty()) return &backend;
+        TORCH_CHECK_VALUE(is_auto, "backend \"", backend.name, "\" serves ", why_not);
     }
-    const auto name = std::string(a.machine.substr(0, 40));
-    TORCH_CHECK_VALUE(is_known, "machine must be \"auto\" or one of this build's machines ", machine_names(),
+    const auto name = std::string(a.backend.substr(0, 40));
+    TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
-    TORCH_CHECK_VALUE(is_auto, "machine must serve q's device ", a.q.device(), ", but was \"", name, "\"");
+    TORCH_CHECK_VALUE(is_auto, "backend must serve q's device ", a.q.device(), ", but was \"", name, "\"");
     TORCH_CHECK_VALUE(false, "q must be on the cpu, but is on ", a.q.device(),
                       ": this build of minimal_attn has no CUDA code; rebuild it where the GPU is, by make build");
 }
@@ -272,26 +277,30 @@ Dtype dtype_of(const Tensor &t) {
 
 Strides strides_of(const Tensor &t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
-int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kFar
+int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kNoBound
     const __int128 sum = (__int128)x + y;
-    return sum < -kFar ? -kFar : sum > kFar ? kFar : (int64_t)sum;
+    return sum < -kNoBound ? -kNoBound : sum > kNoBound ? kNoBound : (int64_t)sum;
 }
 
 void set_mask(Attention &attention, const Arguments &a) {
     const int64_t left = a.window_size[0].expect_int(), right = a.causal ? 0 : a.window_size[1].expect_int();
     const int64_t offset = a.offset ? a.offset->expect_int() : 0;
-    attention.first = left < 0 ? -kFar : sum_within(offset, -left);
-    attention.last = right < 0 ? kFar : sum_within(offset, right);
+    attention.first = left < 0 ? -kNoBound : sum_within(offset, -left);
+    attention.last = right < 0 ? kNoBound : sum_within(offset, right);
     attention.offset_from_end = !a.offset && !a.offsets;
 }
 
-void launch(const Attention &attention, const Machine &machine, const Tensor &q) {
-    if (attention.B * attention.Hq * attention.Nq == 0) return;
-    CUstream_st *stream = nullptr;
+Device gpu_of(const Tensor &q) {
 #ifdef WITH_CUDA
-    if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
+    if (q.is_cuda()) {
+        const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
+        return {gpu->multiProcessorCount, std::min((int)gpu->sharedMemPerBlockOptin, shared_memory_limit.load())};
+    }
 #endif
-    const char *error = machine.forward(attention, stream);
+    return {};
+}
+
+void check_launch(const char *error, const Tensor &q) {
     if (!error) return;
 #ifdef WITH_CUDA
     const auto *gpu = at::cuda::getCurrentDeviceProperties();
@@ -302,27 +311,39 @@ void launch(const Attention &attention, const Machine &machine, const Tensor &q)
 #endif
 }
 
+void plan_and_launch(const Attention &attention, const Backend &backend, const Tensor &q) {
+    if (q.numel() == 0) return;
+    const Plan plan = backend.plan(attention, gpu_of(q));
+    check_launch(plan.error, q);
+    const Tensor workspace =
+        plan.workspace > 0 ? at::empty({plan.workspace}, q.options().dtype(at::kByte)) : Tensor();
+    CUstream_st *stream = nullptr;
+#ifdef WITH_CUDA
+    if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
+#endif
+    void *const memory = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
+    check_launch(backend.launch(attention, plan, memory, stream), q);
+}
+
 // state: null for the operator `forward`, which returns o alone; forward.state always passes one, with tensors if there
 // is an earlier state.
 Results run(const Arguments &a, const State *state) {
     check_q_k_v(a);
     check_options(a);
-    const Machine *machine = check_machine(a);
+    const Backend *backend = check_backend(a);
     if (state) check_state(a.q, *state);
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
 #endif
     Results results = allocate(a, state);
-    if (!machine) return results;
+    if (!backend) return results;
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
-    const Tensor q = machine->readable(a.q), k = machine->readable(a.k), v = machine->readable(a.v);
+    const Tensor q = backend->readable(a.q), k = backend->readable(a.k), v = backend->readable(a.v);
     const auto dense = [](const MaybeTensor &t) { return t ? t->contiguous() : Tensor(); };
     const Tensor seqlens_k = dense(a.seqlens_k), leftpad_k = dense(a.leftpad_k), offset = dense(a.offsets);
     Tensor o_in, l_in, m_in;
     if (state && state->o) o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
-    const bool is_masked = a.causal || a.window_size[0] >= 0 || a.window_size[1] >= 0 || a.seqlens_k || a.leftpad_k;
-    const Tensor scratch = machine->counts && is_masked ? at::empty({1}, q.options().dtype(at::kInt)) : Tensor();
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
@@ -340,12 +361,7 @@ Results run(const Arguments &a, const State *state) {
     if (o_in.defined()) attention.o_in_stride = strides_of(o_in);
     attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
     attention.l = out(results.l), attention.m = out(results.m);
-    attention.shared_memory_limit = shared_memory_limit;
-    attention.scratch = scratch.defined() ? scratch.mutable_data_ptr<int>() : nullptr;
-    const int64_t bytes = machine->workspace && q.numel() > 0 ? machine->workspace(attention) : 0;
-    const Tensor workspace = bytes > 0 ? at::empty({bytes}, q.options().dtype(at::kByte)) : Tensor();
-    attention.workspace = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
-    launch(attention, *machine, q);
+    plan_and_launch(attention, *backend, q);
     return results;
 }
 
@@ -354,9 +370,9 @@ Results run(const Arguments &a, const State *state) {
 
 Tensor forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
                std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view machine) {
+               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend) {
     const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
-                              seqlens_k, leftpad_k, offset, offsets, machine};
+                              seqlens_k, leftpad_k, offset, offsets, backend};
     return run(arguments, nullptr).o;
 }
 
@@ -364,10 +380,10 @@ std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &
                                                  c10::SymIntArrayRef window_size, std::optional<double> softmax_scale,
                                                  const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                                                  std::optional<SymInt> offset, const MaybeTensor &offsets,
-                                                 std::string_view machine, const MaybeTensor &o, const MaybeTensor &l,
+                                                 std::string_view backend, const MaybeTensor &o, const MaybeTensor &l,
                                                  const MaybeTensor &m) {
     const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
-                              seqlens_k, leftpad_k, offset, offsets, machine};
+                              seqlens_k, leftpad_k, offset, offsets, backend};
     const State state{o, l, m};
     Results results = run(arguments, &state);
     return {std::move(results.o), std::move(results.l), std::move(results.m)};
@@ -376,7 +392,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &
 // The arguments in forward_state's order, as errors call them: Python's one `offset` is two here.
 constexpr std::array<const char *, 14> kNames = {
     "q",         "k",      "v",      "causal",  "window_size", "softmax_scale", "seqlens_k",
-    "leftpad_k", "offset", "offset", "machine", "state's o",   "state's l",     "state's m"};
+    "leftpad_k", "offset", "offset", "backend", "state's o",   "state's l",     "state's m"};
 
 template <class Signature>
 const c10::TypedOperatorHandle<Signature> &handle(const char *overload) {
@@ -420,17 +436,17 @@ auto autograd_of(R (*)(Args...)) {
 std::variant<Tensor, std::tuple<Tensor, Tensor, Tensor>> eager(
     const Tensor &q, const Tensor &k, const Tensor &v, bool causal, std::pair<int64_t, int64_t> window_size,
     std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-    std::optional<int64_t> offset, const MaybeTensor &offsets, const std::string &machine,
+    std::optional<int64_t> offset, const MaybeTensor &offsets, const std::string &backend,
     const std::optional<std::tuple<Tensor, Tensor, Tensor>> &state, bool return_state) {
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     if (!state && !return_state)
         return forward_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets,
-                                     machine);
+                                     backend);
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;
     return forward_state_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets,
-                                       machine, o, l, m);
+                                       backend, o, l, m);
 }
 
 }  // namespace
@@ -439,17 +455,17 @@ TORCH_LIBRARY(minimal_attn, m) {
     m.def(
         "forward(Tensor q, Tensor k, Tensor v, *, bool causal=False, SymInt[2] window_size=-1, "
         "float? softmax_scale=None, Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, "
-        "Tensor? offsets=None, str machine=\"auto\") -> Tensor",
+        "Tensor? offsets=None, str backend=\"auto\") -> Tensor",
         {at::Tag::pt2_compliant_tag});
     m.def(
         "forward.state(Tensor q, Tensor k, Tensor v, *, bool causal=False, SymInt[2] window_size=-1, "
         "float? softmax_scale=None, Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, "
-        "Tensor? offsets=None, str machine=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None) "
+        "Tensor? offsets=None, str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None) "
         "-> (Tensor o, Tensor l, Tensor m)",
         {at::Tag::pt2_compliant_tag});
 }
 
-// CUDA is there without CUDA code, too: check_machine then says what to do about it.
+// CUDA is there without CUDA code, too: check_backend then says what to do about it.
 TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
 TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
 TORCH_LIBRARY_IMPL(minimal_attn, Meta, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
@@ -461,7 +477,7 @@ TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(eager));
-    m.def("machines", &machine_names, "The machines that this build can run on, by name");
+    m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def(
         "shared_memory_limit", [](int bytes) { return shared_memory_limit.exchange(bytes); },

@@ -31,6 +31,7 @@ import bootstrap  # noqa: E402
 from bootstrap import die, say  # noqa: E402
 
 OLDEST_GPU = (7, 5)
+FOLDERS = ["", "cpu/", "portable/", "hopper/", "hopper/float32/"]  # of the sources
 
 HERE = bootstrap.describe()  # the Python that runs this, and its torch
 if "torch" not in HERE["has"]:
@@ -85,13 +86,14 @@ def cpp(cxx, cuda, targets):
         defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
         includes += [*cuda_includes(cuda), *package_includes()]
     flags = ["-O3", f"-std={standard}", "-Wall", "-fPIC", "-fvisibility=hidden", *openmp(cxx)]
+    flags += ["-I."]  # where setup.py is
     flags += [f"-isystem{folder}" for folder in includes]  # not -I: warnings in there aren't ours
     return [*cxx, *flags, *defines, *COMPILE]
 
 
 def cu(cxx, cuda, targets):
     codes = [code for codes in targets.values() for code in codes]
-    flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
+    flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-I."]
     flags += ["-Xcompiler=-Wall,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
     flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
     if not any(os.path.isfile(f"{folder}/cuda_runtime.h") for folder in cuda_includes(cuda)):
@@ -168,7 +170,8 @@ class Build(build_ext):
         # A folder for each torch, whose headers are too many to watch one by one.
         folder = os.path.join(self.build_temp, "torch-" + HERE["torch"])
         output = self.get_ext_fullpath(extension.name)
-        for needed in folder, os.path.dirname(output):
+        objects = {os.path.dirname(os.path.join(folder, source)) for source in extension.sources}
+        for needed in *objects, os.path.dirname(output):
             os.makedirs(needed, exist_ok=True)
         file = os.path.join(folder, "build.ninja")
         with open(file, "w") as stream:
@@ -197,7 +200,8 @@ def ninja_file(folder, output, sources, rules):
 
 if __name__ == "__main__":
     Build.targets = cuda_targets()
-    sources = sorted(glob("*.cpp") + (glob("*.cu") if Build.targets else []))
+    suffixes = ["cpp"] + ["cu"] * bool(Build.targets)
+    sources = sorted(sum((glob(f"{folder}*.{s}") for folder in FOLDERS for s in suffixes), []))
     setup(
         packages=["minimal_attn"],
         ext_modules=[Extension("minimal_attn._C", sources)],

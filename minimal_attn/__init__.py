@@ -20,7 +20,7 @@ def forward(
     offset=None,
     state=None,
     return_state=False,
-    machine="auto",
+    backend="auto",
 ):
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
 
@@ -44,9 +44,9 @@ def forward(
         state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape,
             l and m (B, Hq, Nq): the result covers the keys of both calls. It isn't changed.
         return_state: return the state (implied by `state`).
-        machine: "auto", the fastest that serves the inputs, or by name "cpu" (flash_cpu.cpp), "portable"
-            (flash.cu) or "sm90" (flash_sm90.cu: GPUs of compute capability 9.0, Hopper; at most 2^30 tiles
-            of 64 queries): for tests, benchmarks and readers. For float32 "sm90" takes workspace as large as
+        backend: "auto", the fastest that serves the inputs, or by name "cpu" (flash_cpu.cpp), "portable"
+            (flash.cu) or "hopper" (flash_hopper.cu: GPUs of compute capability 9.0, Hopper; at most 2^30 tiles
+            of 64 queries): for tests, benchmarks and readers. For float32 "hopper" takes workspace as large as
             k and v, d rounded up to 64, 128 or 256, of every batch if seqlens_k or leftpad_k is given, and is
             slow where a row or a channel of 64 tokens is all but 0 beside their largest number (README).
 
@@ -74,7 +74,7 @@ def forward(
             leftpad_k=leftpad_k,
             offset=offset,
             offsets=offsets,
-            machine=machine,
+            backend=backend,
         )
         if state is None and not return_state:
             return torch.ops.minimal_attn.forward.default(q, k, v, **options)
@@ -92,7 +92,7 @@ def forward(
             leftpad_k,
             offset,
             offsets,
-            machine,
+            backend,
             state,
             return_state,
         )
@@ -130,7 +130,7 @@ _MUST_BE = {
     "offsets": (lambda x: x is None or _is_tensor(x), "an int of 64 bits, a dense tensor or None"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
-    "machine": (lambda x: isinstance(x, str) and x.isascii(), "an ASCII string"),
+    "backend": (lambda x: isinstance(x, str) and x.isascii(), "an ASCII string"),
 }
 
 

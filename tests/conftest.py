@@ -1,4 +1,4 @@
-"""The machines that tests run on, and what a test does with one: draw inputs, call it, compare.
+"""The backends that tests run on, and what a test does with one: draw inputs, call it, compare.
 
 pytest --seed 123                     the inputs of an earlier failure (each test prints its seed)
 pytest --shared-memory-limit 65536    as on a GPU with 64 KB of shared memory a block
@@ -34,8 +34,8 @@ def pytest_configure(config):
         minimal_attn._C.shared_memory_limit(limit)
 
 
-class Machine:
-    """One of this build's machines, by name, with inputs drawn for it at random."""
+class Backend:
+    """One of this build's backends, by name, with inputs drawn for it at random."""
 
     def __init__(self, name, seed):
         self.name = name
@@ -57,7 +57,7 @@ class Machine:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def forward(self, q, k, v, **options):
-        return minimal_attn.forward(q, k, v, machine=self.name, **options)
+        return minimal_attn.forward(q, k, v, backend=self.name, **options)
 
     def check(self, q, k, v, **options):
         """The contract on these inputs: o, with and without the state, l and m against float64."""
@@ -103,28 +103,28 @@ def check_l_m(l, m, expected):
     torch.testing.assert_close(m + l.log(), expected_m + expected_l.log(), rtol=2e-6, atol=2e-6)
 
 
-def cuda_machines():
+def cuda_backends():
     """Those that the GPU here can run on."""
     if not torch.cuda.is_available():
         return []
     is_hopper = (
         torch.cuda.get_device_capability() == (9, 0) and "9.0a" in minimal_attn._C.cuda_architectures()
     )
-    return [name for name in minimal_attn._C.machines() if name != "cpu" and (name != "sm90" or is_hopper)]
+    return [name for name in minimal_attn._C.backends() if name != "cpu" and (name != "hopper" or is_hopper)]
 
 
 def why_no_cuda():
     return "this build has no CUDA code" if torch.cuda.is_available() else "there is no GPU"
 
 
-@pytest.fixture(params=["cpu", *cuda_machines()])
-def machine(request, seed):
-    return Machine(request.param, seed)
+@pytest.fixture(params=["cpu", *cuda_backends()])
+def backend(request, seed):
+    return Backend(request.param, seed)
 
 
-@pytest.fixture(params=cuda_machines() or [pytest.param(None, marks=pytest.mark.skip(reason=why_no_cuda()))])
-def cuda_machine(request, seed):
-    return Machine(request.param, seed)
+@pytest.fixture(params=cuda_backends() or [pytest.param(None, marks=pytest.mark.skip(reason=why_no_cuda()))])
+def cuda_backend(request, seed):
+    return Backend(request.param, seed)
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -141,10 +141,10 @@ def seed(request):
 
 
 @pytest.fixture
-def shared_memory_limit(cuda_machine):
+def shared_memory_limit(cuda_backend):
     """Sets the bytes of shared memory that a block of flash.cu may use, until the test ends."""
-    if cuda_machine.name == "sm90":
-        pytest.skip("sm90 runs on Hopper alone")
+    if cuda_backend.name == "hopper":
+        pytest.skip("hopper runs on Hopper alone")
     set_limit = minimal_attn._C.shared_memory_limit
     before = set_limit(0)
     set_limit(before)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Machine
+from conftest import Backend
 
 import minimal_attn
 
 
 @pytest.fixture
 def cpu(seed):
-    return Machine("cpu", seed)
+    return Backend("cpu", seed)
 
 
 @pytest.fixture

@@ -8,153 +8,153 @@ from reference import attention
 
 @pytest.mark.parametrize("kilobytes", [1, 64, 99, 163])
 @pytest.mark.parametrize("d", [32, 64, 80, 128, 192, 256])
-def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, kilobytes):
+def test_smaller_shared_memory(cuda_backend, shared_memory_limit, dtype, d, kilobytes):
     """The tiles that smaller GPUs get: Turing has 64 KB, Ada 99, Ampere 163. 1 KB: the smallest there are."""
     shared_memory_limit(1024 * kilobytes)
-    machine = cuda_machine
-    machine.check(*machine.qkv(d=d, dtype=dtype, Nq=200, Nk=300), causal=True)
-    machine.check(*machine.qkv(B=1, d=d, dtype=dtype, Nq=1, Nk=1000), window_size=(700, -1))
-    tensors = machine.qkv(d=d + 1, dtype=dtype)
-    machine.check(
-        *(t[..., 1:] for t in tensors), seqlens_k=machine.ints(50, 90), leftpad_k=machine.ints(0, 33)
+    backend = cuda_backend
+    backend.check(*backend.qkv(d=d, dtype=dtype, Nq=200, Nk=300), causal=True)
+    backend.check(*backend.qkv(B=1, d=d, dtype=dtype, Nq=1, Nk=1000), window_size=(700, -1))
+    tensors = backend.qkv(d=d + 1, dtype=dtype)
+    backend.check(
+        *(t[..., 1:] for t in tensors), seqlens_k=backend.ints(50, 90), leftpad_k=backend.ints(0, 33)
     )
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
-def test_more_tiles_than_multiprocessors(cuda_machine, dtype, d, options):
+def test_more_tiles_than_multiprocessors(cuda_backend, dtype, d, options):
     """A block that stays takes several tiles, of different lengths, some without a key."""
-    machine = cuda_machine
+    backend = cuda_backend
     B, Hq, Nq = 6, 20, 400
-    tensors = machine.qkv(B=B, Hq=Hq, Hkv=10, Nq=Nq, Nk=300, d=d, dtype=dtype)
-    machine.check(*tensors, **options)
+    tensors = backend.qkv(B=B, Hq=Hq, Hkv=10, Nq=Nq, Nk=300, d=d, dtype=dtype)
+    backend.check(*tensors, **options)
     limits = {
-        "seqlens_k": machine.ints(300, 0, 17, 128, 299, 1),
-        "leftpad_k": machine.ints(0, 3, 16, 0, 250, 1),
+        "seqlens_k": backend.ints(300, 0, 17, 128, 299, 1),
+        "leftpad_k": backend.ints(0, 3, 16, 0, 250, 1),
     }
     for name in "kv":  # what nobody may see
         for b in range(B):
             t = tensors["qkv".index(name)][b]
             t[:, limits["seqlens_k"][b] :] = t[:, : limits["leftpad_k"][b]] = torch.nan
-    machine.check(*tensors, **options, **limits)
+    backend.check(*tensors, **options, **limits)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_some_tiles_with_scores_far_from_zero(cuda_machine, dtype, d, causal):
+def test_some_tiles_with_scores_far_from_zero(cuda_backend, dtype, d, causal):
     """Of the several tiles of a block, in no order: a tile's bits are its own affair."""
-    machine = cuda_machine
-    q, k, v = machine.qkv(B=6, Hq=30, Hkv=10, Nq=500, Nk=500, d=d, dtype=dtype)
+    backend = cuda_backend
+    q, k, v = backend.qkv(B=6, Hq=30, Hkv=10, Nq=500, Nk=500, d=d, dtype=dtype)
     k[1::3, ::4, 290] = 0
     k[1::3, ::4, 290, 0] = 1e4
-    first = machine.check(q, k, v, causal=causal)
+    first = backend.check(q, k, v, causal=causal)
     for _ in range(3):
-        assert torch.equal(machine.forward(q, k, v, causal=causal), first)
+        assert torch.equal(backend.forward(q, k, v, causal=causal), first)
 
 
 @pytest.mark.parametrize("d, N", [(40, 321), (64, 145), (64, 1042), (124, 500), (128, 700), (252, 270)])
 @pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
-def test_same_bits_of_float32_whoever_splits_it(cuda_machine, zeros, d, N):
-    """On sm90 teams of one, two or four warps split tiles of K and V, as it happens; above d 64 of one or
+def test_same_bits_of_float32_whoever_splits_it(cuda_backend, zeros, d, N):
+    """On hopper teams of one, two or four warps split tiles of K and V, as it happens; above d 64 of one or
     four if N is 500 here, of two or four if it is 700. Zeros, few rows and numbers that grow in a tile are
     looked at more than once; what comes of it must not depend on who looks.
     """
-    q, k, v = cuda_machine.qkv(B=4, Hq=32, Hkv=32, Nq=N, Nk=N, d=d)
+    q, k, v = cuda_backend.qkv(B=4, Hq=32, Hkv=32, Nq=N, Nk=N, d=d)
     k[:, 8:16] /= 8
     k[:, 8:16, 7::37] *= 8
     v[:, 8:16, 9::29] *= 30
-    v[:, 16:, :, 3] *= 2.0**-13 * torch.rand(N, generator=cuda_machine.generator).to(v.device)
+    v[:, 16:, :, 3] *= 2.0**-13 * torch.rand(N, generator=cuda_backend.generator).to(v.device)
     for t in k, v:
-        t *= torch.rand(t.shape, generator=cuda_machine.generator).to(t.device) >= zeros
-    first = cuda_machine.check(q, k, v, causal=True)
+        t *= torch.rand(t.shape, generator=cuda_backend.generator).to(t.device) >= zeros
+    first = cuda_backend.check(q, k, v, causal=True)
     for _ in range(5):
-        assert torch.equal(cuda_machine.forward(q, k, v, causal=True), first)
-    if cuda_machine.name == "sm90" and d in (40, 124, 252):
+        assert torch.equal(cuda_backend.forward(q, k, v, causal=True), first)
+    if cuda_backend.name == "hopper" and d in (40, 124, 252):
         # With a channel more, which is 0, teams of four don't take part: they need d % 4 = 0. The state,
         # since it is stored alike whatever d is.
         options = {"causal": True, "softmax_scale": d**-0.5, "return_state": True}
-        o = cuda_machine.forward(q, k, v, **options)[0]
+        o = cuda_backend.forward(q, k, v, **options)[0]
         q, k, v = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k, v))
-        assert torch.equal(cuda_machine.forward(q, k, v, **options)[0][..., :d], o)
+        assert torch.equal(cuda_backend.forward(q, k, v, **options)[0][..., :d], o)
 
 
 @pytest.mark.parametrize("Hkv", [4, 16])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_few_tiles_a_block(cuda_machine, dtype, d, Hkv):
+def test_few_tiles_a_block(cuda_backend, dtype, d, Hkv):
     """Two to four, the longest first, in a fixed order if K and V are small, call after call."""
-    machine = cuda_machine
-    tensors = machine.qkv(B=4, Hq=16, Hkv=Hkv, Nq=900, Nk=900, d=d, dtype=dtype)
-    first = machine.check(*tensors, causal=True)
-    results = [machine.forward(*tensors, causal=True) for _ in range(5)]
+    backend = cuda_backend
+    tensors = backend.qkv(B=4, Hq=16, Hkv=Hkv, Nq=900, Nk=900, d=d, dtype=dtype)
+    first = backend.check(*tensors, causal=True)
+    results = [backend.forward(*tensors, causal=True) for _ in range(5)]
     assert all(torch.equal(result, first) for result in results)
-    machine.check(*tensors, causal=True, seqlens_k=machine.ints(900, 100, 0, 500))
+    backend.check(*tensors, causal=True, seqlens_k=backend.ints(900, 100, 0, 500))
 
 
-def test_many_small_works(cuda_machine, dtype):
+def test_many_small_works(cuda_backend, dtype):
     """More than two a multiprocessor of one tile each, every second without a key; and none with a key."""
-    machine = cuda_machine
+    backend = cuda_backend
     B = 700
-    tensors = machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64, dtype=dtype)
-    machine.check(*tensors, seqlens_k=machine.ints(*(b % 2 * (1 + b % 64) for b in range(B))))
-    machine.check(*machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=0, d=64, dtype=dtype))
+    tensors = backend.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64, dtype=dtype)
+    backend.check(*tensors, seqlens_k=backend.ints(*(b % 2 * (1 + b % 64) for b in range(B))))
+    backend.check(*backend.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=0, d=64, dtype=dtype))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("Nq, Nk", [(128, 30), (192, 30), (256, 160), (330, 330)])
-def test_works_in_quick_succession(cuda_machine, dtype, d, Nq, Nk, causal):
+def test_works_in_quick_succession(cuda_backend, dtype, d, Nq, Nk, causal):
     """O leaves from where the next Qi but one, or next Vj, comes, unless others' rows are among its 64."""
-    machine = cuda_machine
-    tensors = machine.qkv(B=10, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
-    first = machine.check(*tensors, causal=causal)
+    backend = cuda_backend
+    tensors = backend.qkv(B=10, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
+    first = backend.check(*tensors, causal=causal)
     for _ in range(5):
-        assert torch.equal(machine.forward(*tensors, causal=causal), first)
+        assert torch.equal(backend.forward(*tensors, causal=causal), first)
 
 
 @pytest.mark.parametrize("of", ["keys", "values", "both"])
-def test_many_small_works_of_mixed_sizes(cuda_machine, of):
+def test_many_small_works_of_mixed_sizes(cuda_backend, of):
     """A row of keys, or of values, is too small beside the others for two float16s."""
-    machine = cuda_machine
+    backend = cuda_backend
     B = 900
-    q, k, v = machine.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64)
+    q, k, v = backend.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64)
     every = 3 if of == "both" else 1
     if of != "values":
         k[::every, :, 5] *= 1e-7
     if of != "keys":
         v[1 % every :: every, :, 7] *= 1e-7
-    machine.check(q, k, v)
-    machine.check(q, k, v, causal=True, seqlens_k=machine.ints(*(b % 5 * 16 for b in range(B))))
+    backend.check(q, k, v)
+    backend.check(q, k, v, causal=True, seqlens_k=backend.ints(*(b % 5 * 16 for b in range(B))))
 
 
 @pytest.mark.parametrize("d", [64, 256])
-def test_tiles_of_queries_that_see_no_key(cuda_machine, dtype, d):
+def test_tiles_of_queries_that_see_no_key(cuda_backend, dtype, d):
     """Whatever the memory is filled with that nobody writes: a NaN hides what -0 shows."""
-    machine = cuda_machine
-    tensors = machine.qkv(B=8, Hq=32, Hkv=32, Nq=600, Nk=600, d=d, dtype=dtype)
+    backend = cuda_backend
+    tensors = backend.qkv(B=8, Hq=32, Hkv=32, Nq=600, Nk=600, d=d, dtype=dtype)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.full((1 << 27,), -0.0, device=machine.device)
-    machine.check(*tensors, causal=True, leftpad_k=machine.ints(*[500] * 8))
+    torch.full((1 << 27,), -0.0, device=backend.device)
+    backend.check(*tensors, causal=True, leftpad_k=backend.ints(*[500] * 8))
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_same_bits_of_long_queries_and_few_keys(cuda_machine, dtype, d):
+def test_same_bits_of_long_queries_and_few_keys(cuda_backend, dtype, d):
     """Much is multiplied beside what little is prepared of k and v, and that by tiles of different sizes."""
-    machine = cuda_machine
-    q, k, v = machine.qkv(B=2, Hq=16, Hkv=4, Nq=2048, Nk=130, d=d, dtype=dtype)
+    backend = cuda_backend
+    q, k, v = backend.qkv(B=2, Hq=16, Hkv=4, Nq=2048, Nk=130, d=d, dtype=dtype)
     k[:, :, ::97] *= 30
     v[:, :, :64] *= 2**11
     v[:, :, 64:80, 5] *= 1e-5
-    first = machine.forward(q, k, v)
+    first = backend.forward(q, k, v)
     for _ in range(60):
-        assert torch.equal(machine.forward(q, k, v), first)
+        assert torch.equal(backend.forward(q, k, v), first)
 
 
-def test_current_stream(cuda_machine, dtype):
+def test_current_stream(cuda_backend, dtype):
     """Work queued before on the same stream is seen, however long it takes; two streams don't interfere."""
-    machine = cuda_machine
-    inputs = [machine.qkv(dtype=dtype, Nq=300, Nk=500) for _ in range(2)]
+    backend = cuda_backend
+    inputs = [backend.qkv(dtype=dtype, Nq=300, Nk=500) for _ in range(2)]
     empty = [[torch.zeros_like(t) for t in tensors] for tensors in inputs]
-    seqlens = [machine.ints(0, 0), machine.ints(0, 0)]
+    seqlens = [backend.ints(0, 0), backend.ints(0, 0)]
     results = [None, None]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -164,7 +164,7 @@ def test_current_stream(cuda_machine, dtype):
             for late, t in zip(empty[n], inputs[n], strict=True):
                 late.copy_(t)
             seqlens[n].fill_(450 + n)
-            results[n] = machine.forward(*empty[n], causal=True, seqlens_k=seqlens[n], return_state=True)
+            results[n] = backend.forward(*empty[n], causal=True, seqlens_k=seqlens[n], return_state=True)
     torch.cuda.synchronize()
     for n, (o, l, m) in enumerate(results):
         expected = attention(*inputs[n], causal=True, seqlens_k=[450 + n] * 2)
@@ -172,13 +172,13 @@ def test_current_stream(cuda_machine, dtype):
         check_l_m(l, m, expected)
 
 
-def test_other_gpu(cuda_machine, dtype):
+def test_other_gpu(cuda_backend, dtype):
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU only")
-    machine = cuda_machine
-    tensors = [t.to("cuda:1") for t in machine.qkv(dtype=dtype)]
+    backend = cuda_backend
+    tensors = [t.to("cuda:1") for t in backend.qkv(dtype=dtype)]
     assert torch.cuda.current_device() == 0
-    o, l, m = machine.forward(*tensors, causal=True, return_state=True)
+    o, l, m = backend.forward(*tensors, causal=True, return_state=True)
     assert o.device == l.device == m.device == torch.device("cuda:1")
     assert torch.cuda.current_device() == 0
     expected = attention(*tensors, causal=True)
@@ -186,53 +186,53 @@ def test_other_gpu(cuda_machine, dtype):
     check_l_m(l, m, expected)
 
 
-def test_does_not_synchronize(cuda_machine, dtype):
-    machine = cuda_machine
-    q, k, v = machine.qkv(dtype=dtype)
-    counts, padding = machine.ints(50, 90), machine.ints(0, 20)
+def test_does_not_synchronize(cuda_backend, dtype):
+    backend = cuda_backend
+    q, k, v = backend.qkv(dtype=dtype)
+    counts, padding = backend.ints(50, 90), backend.ints(0, 20)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        state = machine.forward(q, k, v, causal=True, seqlens_k=counts, leftpad_k=padding, return_state=True)
-        machine.forward(q.mT.contiguous().mT, k, v, offset=counts, state=state)
+        state = backend.forward(q, k, v, causal=True, seqlens_k=counts, leftpad_k=padding, return_state=True)
+        backend.forward(q.mT.contiguous().mT, k, v, offset=counts, state=state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_graph(cuda_machine, dtype):
+def test_graph(cuda_backend, dtype):
     """Captured once, replayed on new contents, lengths and positions included."""
-    machine = cuda_machine
-    tensors = machine.qkv(dtype=dtype, Nq=65, Nk=300)
-    state = machine.forward(*machine.qkv(dtype=dtype, Nq=65, Nk=20), return_state=True)
-    limits = {name: machine.ints(0, 0) for name in ("seqlens_k", "leftpad_k", "offset")}
+    backend = cuda_backend
+    tensors = backend.qkv(dtype=dtype, Nq=65, Nk=300)
+    state = backend.forward(*backend.qkv(dtype=dtype, Nq=65, Nk=20), return_state=True)
+    limits = {name: backend.ints(0, 0) for name in ("seqlens_k", "leftpad_k", "offset")}
     for warm_up in {}, {"state": state}:
-        machine.forward(*tensors, causal=True, **limits, **warm_up)
+        backend.forward(*tensors, causal=True, **limits, **warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = machine.forward(*tensors, causal=True, **limits)
-        with_state = machine.forward(*tensors, causal=True, **limits, state=state)
+        o = backend.forward(*tensors, causal=True, **limits)
+        with_state = backend.forward(*tensors, causal=True, **limits, state=state)
     for counts in ((300, 70), (5, 17), (70, 300)), ((0, 0), (0, 0), (0, 0)), ((299, 128), (0, 0), (100, 200)):
-        for t, new in zip(tensors, machine.qkv(dtype=dtype, Nq=65, Nk=300), strict=True):
+        for t, new in zip(tensors, backend.qkv(dtype=dtype, Nq=65, Nk=300), strict=True):
             t.copy_(new)
         for limit, new in zip(limits.values(), counts, strict=True):
-            limit.copy_(machine.ints(*new))
+            limit.copy_(backend.ints(*new))
         graph.replay()
         check_o(o, attention(*tensors, causal=True, **limits), dtype)
-        eager = machine.forward(*tensors, causal=True, **limits, state=state)
+        eager = backend.forward(*tensors, causal=True, **limits, state=state)
         assert all(map(torch.equal, with_state, eager))
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_neighbours(cuda_machine, dtype, captured):
+def test_neighbours(cuda_backend, dtype, captured):
     """A kernel may begin before the last one ends, but sees all it wrote, and nothing of what comes after."""
-    machine = cuda_machine
+    backend = cuda_backend
     small = {"B": 4, "Hq": 12, "Hkv": 12, "Nq": 64, "Nk": 64, "dtype": dtype}
     large = {"B": 4, "Hq": 12, "Hkv": 12, "Nq": 1000, "Nk": 1000, "dtype": dtype}
-    sources, larger = machine.qkv(**small), machine.qkv(**large)
+    sources, larger = backend.qkv(**small), backend.qkv(**large)
     q, k, v = (torch.zeros_like(t) for t in sources)
     unused, other = torch.zeros_like(q), torch.cuda.Stream()
 
     def neighbours():
-        results = [machine.forward(*sources)]
+        results = [backend.forward(*sources)]
         stream = torch.cuda.current_stream()
         other.wait_stream(stream)
         with torch.cuda.stream(other):
@@ -240,12 +240,12 @@ def test_neighbours(cuda_machine, dtype, captured):
             v.copy_(sources[2])
         q.copy_(sources[0])
         stream.wait_stream(other)
-        results.append(machine.forward(q, k, v))
+        results.append(backend.forward(q, k, v))
         unused.zero_()
-        results.append(machine.forward(results[-1], k, v))
-        after_larger = machine.forward(*larger, causal=True)
-        results.append(machine.forward(results[-1], k, v))
-        results.append(machine.forward(results[-1], k, v))
+        results.append(backend.forward(results[-1], k, v))
+        after_larger = backend.forward(*larger, causal=True)
+        results.append(backend.forward(results[-1], k, v))
+        results.append(backend.forward(results[-1], k, v))
         for t in (q, k, v):
             t.fill_(torch.nan)
         return after_larger, results
@@ -259,7 +259,7 @@ def test_neighbours(cuda_machine, dtype, captured):
             found = neighbours()
         run = graph.replay
     for _ in range(3):
-        for old, new in zip((*sources, *larger), (*machine.qkv(**small), *machine.qkv(**large)), strict=True):
+        for old, new in zip((*sources, *larger), (*backend.qkv(**small), *backend.qkv(**large)), strict=True):
             old.copy_(new)
         after_larger, results = found = run() or found
         check_o(after_larger, attention(*larger, causal=True), dtype)
@@ -268,15 +268,15 @@ def test_neighbours(cuda_machine, dtype, captured):
 
 
 @pytest.mark.parametrize("misaligned", [False, True])
-def test_extra_memory(cuda_machine, dtype, misaligned):
+def test_extra_memory(cuda_backend, dtype, misaligned):
     """At most a few times the inputs, where the scores would be hundreds of times as large."""
-    machine, N = cuda_machine, 16384
-    tensors = machine.qkv(B=1, Hq=2, Hkv=2, Nq=N, Nk=N, d=65, dtype=dtype)
+    backend, N = cuda_backend, 16384
+    tensors = backend.qkv(B=1, Hq=2, Hkv=2, Nq=N, Nk=N, d=65, dtype=dtype)
     tensors = [t[..., 1:] if misaligned else t[..., :64].contiguous() for t in tensors]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    machine.forward(*tensors, causal=True, return_state=True)
+    backend.forward(*tensors, causal=True, return_state=True)
     extra = torch.cuda.max_memory_allocated() - before
     results = 4 * 2 * N * (64 + 2)
     assert extra <= results + 3 * sum(t.numel() * t.element_size() for t in tensors)

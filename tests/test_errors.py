@@ -10,42 +10,42 @@ import minimal_attn
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own
 
 
-def refuses(machine, error, /, *patterns, **changes):
+def refuses(backend, error, /, *patterns, **changes):
     """A good call but for `changes` raises `error`, in one line with all of `patterns`; the next is right."""
-    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=5, Nk=7, d=8)
-    call = {"q": q, "k": k, "v": v, "machine": machine.name, **changes}
+    q, k, v = backend.qkv(B=2, Hq=4, Hkv=2, Nq=5, Nk=7, d=8)
+    call = {"q": q, "k": k, "v": v, "backend": backend.name, **changes}
     with pytest.raises(error) as caught:
         minimal_attn.forward(**call)
     message = str(caught.value)
     assert "\n" not in message.strip() and len(message) < 400, message
     for pattern in patterns:
         assert re.search(pattern, message), f"no {pattern!r} in {message!r}"
-    machine.check(q, k, v)
+    backend.check(q, k, v)
 
 
-def zeros(machine, *shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=machine.device)
+def zeros(backend, *shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=backend.device)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_rank(machine, name):
+def test_rank(backend, name):
     for shape in (), (8,), (7, 8), (2, 7, 8), (2, 2, 1, 7, 8):
         refuses(
-            machine,
+            backend,
             ValueError,
             rf"^{name} ",
             r"\(B, H, N, d\)",
             re.escape(str(list(shape))),
-            **{name: zeros(machine, *shape)},
+            **{name: zeros(backend, *shape)},
         )
 
 
 @pytest.mark.parametrize(
     "wrong", [torch.float64, torch.int32, torch.complex64, torch.bool, torch.float8_e4m3fn]
 )
-def test_dtype(machine, wrong):
-    tensors = {name: zeros(machine, 2, 2, 7, 8).to(wrong) for name in "qkv"}
-    refuses(machine, ValueError, r"^q ", "float32, float16 or bfloat16", dtype_name(wrong), **tensors)
+def test_dtype(backend, wrong):
+    tensors = {name: zeros(backend, 2, 2, 7, 8).to(wrong) for name in "qkv"}
+    refuses(backend, ValueError, r"^q ", "float32, float16 or bfloat16", dtype_name(wrong), **tensors)
 
 
 def dtype_name(dtype):
@@ -66,84 +66,84 @@ def dtype_name(dtype):
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("wrong", [torch.float16, torch.bfloat16, torch.float64])
-def test_mixed_dtypes(machine, name, wrong):
-    t = zeros(machine, 2, 2, 7, 8, dtype=wrong)
-    refuses(machine, ValueError, rf"^{name} ", dtype_name(torch.float32), dtype_name(wrong), **{name: t})
+def test_mixed_dtypes(backend, name, wrong):
+    t = zeros(backend, 2, 2, 7, 8, dtype=wrong)
+    refuses(backend, ValueError, rf"^{name} ", dtype_name(torch.float32), dtype_name(wrong), **{name: t})
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 7, 8), (1, 2, 7, 8), (2, 2, 7, 9), (2, 2, 7, 1)])
-def test_k_that_does_not_fit_q(machine, shape):
-    k = zeros(machine, *shape)
-    refuses(machine, ValueError, "^k must", r"\(2, Hkv, Nk, 8\)", re.escape(str(list(shape))), k=k, v=k)
+def test_k_that_does_not_fit_q(backend, shape):
+    k = zeros(backend, *shape)
+    refuses(backend, ValueError, "^k must", r"\(2, Hkv, Nk, 8\)", re.escape(str(list(shape))), k=k, v=k)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 7, 8), (2, 1, 7, 8), (2, 4, 7, 8), (2, 2, 6, 8), (2, 2, 7, 16)])
-def test_v_that_does_not_fit_k(machine, shape):
+def test_v_that_does_not_fit_k(backend, shape):
     shapes = re.escape("[2, 2, 7, 8]"), re.escape(str(list(shape)))
-    refuses(machine, ValueError, "^v must", *shapes, v=zeros(machine, *shape))
+    refuses(backend, ValueError, "^v must", *shapes, v=zeros(backend, *shape))
 
 
 @pytest.mark.parametrize("Hq, Hkv", [(3, 2), (4, 3), (2, 4), (1, 2), (4, 0)])
-def test_heads(machine, Hq, Hkv):
-    q, k = zeros(machine, 2, Hq, 5, 8), zeros(machine, 2, Hkv, 7, 8)
-    refuses(machine, ValueError, r"^q ", "multiple", rf"\b{Hq}\b", rf"\b{Hkv}\b", q=q, k=k, v=k)
+def test_heads(backend, Hq, Hkv):
+    q, k = zeros(backend, 2, Hq, 5, 8), zeros(backend, 2, Hkv, 7, 8)
+    refuses(backend, ValueError, r"^q ", "multiple", rf"\b{Hq}\b", rf"\b{Hkv}\b", q=q, k=k, v=k)
 
 
 @pytest.mark.parametrize("d", [0, 257, 320, 512])
-def test_head_dimension(machine, d):
-    q, k = zeros(machine, 2, 4, 5, d), zeros(machine, 2, 2, 7, d)
-    refuses(machine, ValueError, r"^q ", "1 to 256", rf"\b{d}\b", q=q, k=k, v=k)
+def test_head_dimension(backend, d):
+    q, k = zeros(backend, 2, 4, 5, d), zeros(backend, 2, 2, 7, d)
+    refuses(backend, ValueError, r"^q ", "1 to 256", rf"\b{d}\b", q=q, k=k, v=k)
 
 
-def test_device(machine):
+def test_device(backend):
     """Tensors of two devices, "meta" for one that is always there."""
     for name in "k", "v":
         refuses(
-            machine,
+            backend,
             ValueError,
             rf"^{name} ",
             "device",
             "meta",
-            **{name: zeros(machine, 2, 2, 7, 8).to("meta")},
+            **{name: zeros(backend, 2, 2, 7, 8).to("meta")},
         )
     for name in "seqlens_k", "leftpad_k", "offset":
-        refuses(machine, ValueError, rf"^{name} ", "device", "meta", **{name: machine.ints(1, 2).to("meta")})
+        refuses(backend, ValueError, rf"^{name} ", "device", "meta", **{name: backend.ints(1, 2).to("meta")})
 
 
-def test_cpu_and_cuda(cuda_machine):
-    machine = cuda_machine
+def test_cpu_and_cuda(cuda_backend):
+    backend = cuda_backend
     for name in "k", "v":
         refuses(
-            machine, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: torch.zeros(2, 2, 7, 8)}
+            backend, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: torch.zeros(2, 2, 7, 8)}
         )
     for name in "seqlens_k", "leftpad_k", "offset":
         wrong = torch.zeros(2, dtype=torch.int32)
-        refuses(machine, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: wrong})
-    refuses(machine, ValueError, "^k ", "device", r"\bcpu\b", "cuda", q=torch.zeros(2, 4, 5, 8))
+        refuses(backend, ValueError, rf"^{name} ", "device", r"\bcpu\b", "cuda", **{name: wrong})
+    refuses(backend, ValueError, "^k ", "device", r"\bcpu\b", "cuda", q=torch.zeros(2, 4, 5, 8))
 
 
 @pytest.mark.parametrize("name", ["seqlens_k", "leftpad_k", "offset"])
-def test_one_int_a_batch(machine, name):
+def test_one_int_a_batch(backend, name):
     for wrong in torch.int64, torch.float32, torch.bool, torch.uint8, torch.int16:
-        t = zeros(machine, 2, dtype=wrong)
-        refuses(machine, ValueError, rf"^{name} ", dtype_name(torch.int32), **{name: t})
+        t = zeros(backend, 2, dtype=wrong)
+        refuses(backend, ValueError, rf"^{name} ", dtype_name(torch.int32), **{name: t})
     for shape in (), (1,), (3,), (0,), (2, 1), (1, 2):
-        t = zeros(machine, *shape, dtype=torch.int32)
-        refuses(machine, ValueError, rf"^{name} ", r"\(B,\)", re.escape(str(list(shape))), **{name: t})
+        t = zeros(backend, *shape, dtype=torch.int32)
+        refuses(backend, ValueError, rf"^{name} ", r"\(B,\)", re.escape(str(list(shape))), **{name: t})
     for wrong in [3, 4], "3", 3.5, (1, 2), object():
         must_be = "int.*tensor" if name == "offset" else "tensor"
-        refuses(machine, TypeError, rf"^{name} ", must_be, re.escape(str(wrong)), **{name: wrong})
+        refuses(backend, TypeError, rf"^{name} ", must_be, re.escape(str(wrong)), **{name: wrong})
 
 
-def test_offset_beyond_64_bits(machine):
+def test_offset_beyond_64_bits(backend):
     for wrong in 2**63, -(2**63) - 1, 10**30:
-        refuses(machine, TypeError, r"^offset ", "int of 64 bits", str(wrong), offset=wrong)
+        refuses(backend, TypeError, r"^offset ", "int of 64 bits", str(wrong), offset=wrong)
 
 
 @pytest.mark.parametrize("wrong", [(-2, 0), (0, -2), (-3, -3), (5, -(2**62))])
-def test_window_size(machine, wrong):
+def test_window_size(backend, wrong):
     refuses(
-        machine,
+        backend,
         ValueError,
         r"^window_size ",
         "left, right",
@@ -155,92 +155,92 @@ def test_window_size(machine, wrong):
 
 
 @pytest.mark.parametrize("wrong", [(), (1,), (1, 2, 3), 5, None, (1.5, 2), ("a", "b"), "ab", (2**63, 0)])
-def test_window_size_of_another_type(machine, wrong):
-    refuses(machine, TypeError, r"^window_size ", "left, right", re.escape(str(wrong)), window_size=wrong)
+def test_window_size_of_another_type(backend, wrong):
+    refuses(backend, TypeError, r"^window_size ", "left, right", re.escape(str(wrong)), window_size=wrong)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_softmax_scale(machine, wrong):
-    refuses(machine, ValueError, r"^softmax_scale ", "finite", str(wrong), softmax_scale=wrong)
+def test_softmax_scale(backend, wrong):
+    refuses(backend, ValueError, r"^softmax_scale ", "finite", str(wrong), softmax_scale=wrong)
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax_scale", "causal", "return_state", "machine", "state", "q", "k", "v"]
+    "name", ["softmax_scale", "causal", "return_state", "backend", "state", "q", "k", "v"]
 )
 @pytest.mark.parametrize("wrong", ["wrong", [1, 2], {3: 4}, object()], ids=str)
-def test_other_types(machine, name, wrong):
-    if name == "machine" and isinstance(wrong, str):
+def test_other_types(backend, name, wrong):
+    if name == "backend" and isinstance(wrong, str):
         pytest.skip("a string is right")
-    refuses(machine, TypeError, rf"^{name} must be ", re.escape(str(wrong)), **{name: wrong})
+    refuses(backend, TypeError, rf"^{name} must be ", re.escape(str(wrong)), **{name: wrong})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_lists_and_arrays(machine, name):
-    numbers = zeros(machine, 2, 2, 7, 8).cpu()
-    refuses(machine, TypeError, rf"^{name} must be a dense tensor", "list", **{name: numbers.tolist()})
-    refuses(machine, TypeError, rf"^{name} must be a dense tensor", "None", **{name: None})
+def test_lists_and_arrays(backend, name):
+    numbers = zeros(backend, 2, 2, 7, 8).cpu()
+    refuses(backend, TypeError, rf"^{name} must be a dense tensor", "list", **{name: numbers.tolist()})
+    refuses(backend, TypeError, rf"^{name} must be a dense tensor", "None", **{name: None})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_sparse_and_quantized(machine, name):
-    tensor = zeros(machine, 2, 2, 7, 8)
+def test_sparse_and_quantized(backend, name):
+    tensor = zeros(backend, 2, 2, 7, 8)
     refuses(
-        machine, TypeError, rf"^{name} must be a dense tensor", "sparse_coo", **{name: tensor.to_sparse()}
+        backend, TypeError, rf"^{name} must be a dense tensor", "sparse_coo", **{name: tensor.to_sparse()}
     )
-    if machine.device.type == "cpu":
+    if backend.device.type == "cpu":
         quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
-        refuses(machine, TypeError, rf"^{name} must be a dense tensor", **{name: quantized})
+        refuses(backend, TypeError, rf"^{name} must be a dense tensor", **{name: quantized})
 
 
-def test_long_values(machine):
-    refuses(machine, ValueError, "^machine must be", machine="a" * 10000)
-    refuses(machine, TypeError, "^softmax_scale must be a number", softmax_scale=10**400)
+def test_long_values(backend):
+    refuses(backend, ValueError, "^backend must be", backend="a" * 10000)
+    refuses(backend, TypeError, "^softmax_scale must be a number", softmax_scale=10**400)
 
 
-def test_misspelt_keyword(machine):
-    refuses(machine, TypeError, "is_causal", is_causal=True)
-    refuses(machine, TypeError, "scale", scale=1.0)
+def test_misspelt_keyword(backend):
+    refuses(backend, TypeError, "is_causal", is_causal=True)
+    refuses(backend, TypeError, "scale", scale=1.0)
 
 
-def test_missing_and_surplus_arguments(machine):
-    q, k, v = machine.qkv()
+def test_missing_and_surplus_arguments(backend):
+    q, k, v = backend.qkv()
     with pytest.raises(TypeError, match="'v'"):
         minimal_attn.forward(q, k)
     with pytest.raises(TypeError, match="positional"):
         minimal_attn.forward(q, k, v, True)
 
 
-def test_machine(machine):
+def test_backend(backend):
     for wrong in "gpu", "", "CPU", "sm70":
-        refuses(machine, ValueError, r"^machine ", f'"{wrong}"|{wrong!r}', "auto", "cpu", machine=wrong)
-    unfit = [name for name in minimal_attn._C.machines() if (name == "cpu") != (machine.name == "cpu")]
+        refuses(backend, ValueError, r"^backend ", f'"{wrong}"|{wrong!r}', "auto", "cpu", backend=wrong)
+    unfit = [name for name in minimal_attn._C.backends() if (name == "cpu") != (backend.name == "cpu")]
     for name in unfit:
-        refuses(machine, ValueError, r"^machine ", name, machine.device.type, machine=name)
+        refuses(backend, ValueError, r"^backend ", name, backend.device.type, backend=name)
 
 
-def state_of(machine, o=(2, 4, 5, 8), l=(2, 4, 5), m=(2, 4, 5), **dtypes):
+def state_of(backend, o=(2, 4, 5, 8), l=(2, 4, 5), m=(2, 4, 5), **dtypes):
     shapes = {"o": o, "l": l, "m": m}
     return tuple(
-        zeros(machine, *shapes[name], dtype=dtypes.get(f"{name}_dtype", torch.float32)) for name in "olm"
+        zeros(backend, *shapes[name], dtype=dtypes.get(f"{name}_dtype", torch.float32)) for name in "olm"
     )
 
 
 @pytest.mark.parametrize("name", ["o", "l", "m"])
-def test_state(machine, name):
+def test_state(backend, name):
     right = (2, 4, 5, 8) if name == "o" else (2, 4, 5)
     for shape in (*right[:2], 6, *right[3:]), right[1:], (1, *right), (*right, 1), ():
         refuses(
-            machine,
+            backend,
             ValueError,
             "state",
             rf"\b{name}\b",
             re.escape(str(list(shape))),
-            state=state_of(machine, **{name: shape}),
+            state=state_of(backend, **{name: shape}),
         )
     for wrong in torch.float64, torch.float16, torch.bfloat16, torch.int32:
-        state = state_of(machine, **{f"{name}_dtype": wrong})
+        state = state_of(backend, **{f"{name}_dtype": wrong})
         refuses(
-            machine,
+            backend,
             ValueError,
             "state",
             rf"\b{name}\b",
@@ -248,12 +248,12 @@ def test_state(machine, name):
             dtype_name(torch.float32),
             state=state,
         )
-    state = [t.to("meta") if n == name else t for n, t in zip("olm", state_of(machine), strict=True)]
-    refuses(machine, ValueError, "state", rf"\b{name}\b", "device", "meta", state=tuple(state))
+    state = [t.to("meta") if n == name else t for n, t in zip("olm", state_of(backend), strict=True)]
+    refuses(backend, ValueError, "state", rf"\b{name}\b", "device", "meta", state=tuple(state))
 
 
-def test_state_of_another_type(machine):
-    o, l, m = state_of(machine)
+def test_state_of_another_type(backend):
+    o, l, m = state_of(backend)
     for wrong in (
         (o,),
         (o, l),
@@ -264,27 +264,27 @@ def test_state_of_another_type(machine):
         (o, l, 3.0),
         ("o", "l", "m"),
     ):
-        refuses(machine, TypeError, r"^state ", r"\(o, l, m\)", state=wrong)
+        refuses(backend, TypeError, r"^state ", r"\(o, l, m\)", state=wrong)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "state"])
-def test_requires_grad(machine, name):
+def test_requires_grad(backend, name):
     """Refused while gradients are recorded, never detached in silence."""
-    q, k, v = tensors = machine.qkv(Nq=5, Nk=7, d=8)
-    state = machine.forward(q, k, v, return_state=True)
+    q, k, v = tensors = backend.qkv(Nq=5, Nk=7, d=8)
+    state = backend.forward(q, k, v, return_state=True)
     wants = state[0] if name == "state" else dict(zip("qkv", tensors, strict=True))[name]
     options = {"state": state} if name == "state" else {}
-    expected = machine.forward(q, k, v, **options)
+    expected = backend.forward(q, k, v, **options)
     wants.requires_grad_()
     with pytest.raises(RuntimeError, match=rf"^{name}.* must not require grad.*no_grad") as error:
-        machine.forward(q, k, v, **options)
+        backend.forward(q, k, v, **options)
     assert "\n" not in str(error.value)
     with torch.no_grad():
-        first = machine.forward(q, k, v, **options)
+        first = backend.forward(q, k, v, **options)
     with torch.inference_mode():
-        second = machine.forward(q, k, v, **options)
+        second = backend.forward(q, k, v, **options)
     wants.requires_grad_(False)
-    third = machine.forward(q, k, v, **options)
+    third = backend.forward(q, k, v, **options)
     for results in first, second, third:
         if name == "state":
             assert all(map(torch.equal, results, expected))
@@ -292,31 +292,31 @@ def test_requires_grad(machine, name):
             assert torch.equal(results, expected)
 
 
-def test_activations_that_require_grad(machine):
+def test_activations_that_require_grad(backend):
     """What a layer with parameters puts out requires grad without being a leaf."""
-    x = machine.randn(2, 4, 5, 8)
-    weight = machine.randn(8, 8).requires_grad_()
+    x = backend.randn(2, 4, 5, 8)
+    weight = backend.randn(8, 8).requires_grad_()
     with pytest.raises(RuntimeError, match="^k must not require grad"):
-        machine.forward(x, x @ weight, x)
-    assert machine.forward(x, (x @ weight).detach(), x).isfinite().all()
+        backend.forward(x, x @ weight, x)
+    assert backend.forward(x, (x @ weight).detach(), x).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_forward_mode_gradients(machine, name):
+def test_forward_mode_gradients(backend, name):
     from torch.autograd import forward_ad
 
-    tensors = dict(zip("qkv", machine.qkv(Nq=5, Nk=7, d=8), strict=True))
+    tensors = dict(zip("qkv", backend.qkv(Nq=5, Nk=7, d=8), strict=True))
     with forward_ad.dual_level():
         tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
         for grad_mode in torch.enable_grad, torch.no_grad:  # no_grad doesn't switch forward mode off
             with grad_mode(), pytest.raises(RuntimeError, match=rf"^{name} must not be a dual tensor"):
-                machine.forward(**tensors)
+                backend.forward(**tensors)
 
 
-def test_functional_gradients(machine):
-    q, k, v = machine.qkv(Nq=5, Nk=7, d=8)
+def test_functional_gradients(backend):
+    q, k, v = backend.qkv(Nq=5, Nk=7, d=8)
     with pytest.raises(RuntimeError, match="must not require grad"):
-        torch.func.grad(lambda q: machine.forward(q, k, v).sum())(q)
+        torch.func.grad(lambda q: backend.forward(q, k, v).sum())(q)
 
 
 @pytest.mark.skipif(
@@ -332,8 +332,8 @@ def test_gpu_and_a_build_without_cuda():
     assert not minimal_attn.forward(q, q, q).any()
 
 
-def test_nothing_is_printed(machine, capfd):
-    machine.forward(*machine.qkv(), causal=True, return_state=True)
-    if machine.device.type == "cuda":
+def test_nothing_is_printed(backend, capfd):
+    backend.forward(*backend.qkv(), causal=True, return_state=True)
+    if backend.device.type == "cuda":
         torch.cuda.synchronize()  # a kernel's printf shows only then
     assert capfd.readouterr() == ("", "")

@@ -14,27 +14,27 @@ from reference import attention, relative_error, worst_error
 N, d = 300, 64
 
 
-def qkv(machine):
-    return machine.qkv(B=1, Hq=2, Hkv=2, Nq=N, Nk=N, d=d)
+def qkv(backend):
+    return backend.qkv(B=1, Hq=2, Hkv=2, Nq=N, Nk=N, d=d)
 
 
-def powers_of_ten(machine, low, high, n):
-    return 10 ** torch.linspace(low, high, n)[torch.randperm(n, generator=machine.generator)].to(
-        machine.device
+def powers_of_ten(backend, low, high, n):
+    return 10 ** torch.linspace(low, high, n)[torch.randperm(n, generator=backend.generator)].to(
+        backend.device
     )
 
 
-def ordinary(machine):
-    return qkv(machine)
+def ordinary(backend):
+    return qkv(backend)
 
 
-def scores_of_30(machine):
-    q, k, v = qkv(machine)
+def scores_of_30(backend):
+    q, k, v = qkv(backend)
     return 30 * q, k, v
 
 
-def scores_of_1e8(machine):
-    q, k, v = qkv(machine)
+def scores_of_1e8(backend):
+    q, k, v = qkv(backend)
     q, k = 1e4 * q, 1e4 * k
     # A near tie of such scores is decided by rounding, in manual attention too.
     best, second = (q.double() @ k.double().mT * d**-0.5).topk(2).values.unbind(-1)
@@ -42,77 +42,77 @@ def scores_of_1e8(machine):
     return q, k, v
 
 
-def one_key_far_above_the_rest(machine):
-    q, k, v = qkv(machine)
+def one_key_far_above_the_rest(backend):
+    q, k, v = qkv(backend)
     k[:, :, 170] = 20 * q.mean(dim=2)
     q += 5 * k[:, :, 170:171]
     return q, k, v
 
 
-def channels_larger_in_k(machine):
-    q, k, v = qkv(machine)
+def channels_larger_in_k(backend):
+    q, k, v = qkv(backend)
     k[..., ::7] *= 50
     return q, k, v
 
 
-def channels_larger_in_q(machine):
-    k, q, v = channels_larger_in_k(machine)
+def channels_larger_in_q(backend):
+    k, q, v = channels_larger_in_k(backend)
     return q, k, v
 
 
-def v_magnitudes_across_keys(machine):
-    q, k, v = qkv(machine)
-    return q, k, v * powers_of_ten(machine, -4, 3, N)[:, None]
+def v_magnitudes_across_keys(backend):
+    q, k, v = qkv(backend)
+    return q, k, v * powers_of_ten(backend, -4, 3, N)[:, None]
 
 
-def v_magnitudes_across_channels(machine):
-    q, k, v = qkv(machine)
-    return q, k, v * powers_of_ten(machine, -4, 3, d)
+def v_magnitudes_across_channels(backend):
+    q, k, v = qkv(backend)
+    return q, k, v * powers_of_ten(backend, -4, 3, d)
 
 
-def one_row_of_v_1e12(machine):
-    q, k, v = qkv(machine)
+def one_row_of_v_1e12(backend):
+    q, k, v = qkv(backend)
     v[:, :, 140] *= 1e12
     return q, k, v
 
 
-def one_row_of_k_1e12(machine):
-    q, k, v = qkv(machine)
+def one_row_of_k_1e12(backend):
+    q, k, v = qkv(backend)
     k[:, :, 140] *= 1e12
     return q, k, v
 
 
-def v_tiny(machine):
-    q, k, v = qkv(machine)
+def v_tiny(backend):
+    q, k, v = qkv(backend)
     return q, k, 1e-20 * v
 
 
-def v_huge(machine):
-    q, k, v = qkv(machine)
+def v_huge(backend):
+    q, k, v = qkv(backend)
     return q, k, 1e20 * v
 
 
-def q_huge_k_tiny(machine):
-    q, k, v = qkv(machine)
+def q_huge_k_tiny(backend):
+    q, k, v = qkv(backend)
     return 1e15 * q, 1e-15 * k, v
 
 
-def constant_rows(machine):
-    q, k, v = qkv(machine)
+def constant_rows(backend):
+    q, k, v = qkv(backend)
     return q[..., :1].expand_as(q), k[..., :1].expand_as(k), v
 
 
-def the_same_everywhere(machine):
-    return tuple(torch.full_like(t, 1.7) for t in qkv(machine))
+def the_same_everywhere(backend):
+    return tuple(torch.full_like(t, 1.7) for t in qkv(backend))
 
 
-def negative_scores(machine):
-    q, k, v = qkv(machine)
+def negative_scores(backend):
+    q, k, v = qkv(backend)
     return 3 * q.abs(), -3 * k.abs(), v
 
 
-def means_far_from_zero(machine):
-    q, k, v = qkv(machine)
+def means_far_from_zero(backend):
+    q, k, v = qkv(backend)
     return q + 3, k - 4, v + 100
 
 
@@ -140,16 +140,16 @@ BEYOND_FLOAT16 = [  # it reaches from 6e-5, with fewer bits from 6e-8, to 65504
 HARD_INPUTS = WITHIN_FLOAT16 + BEYOND_FLOAT16
 
 
-def errors(machine, inputs, dtype, causal):
-    """Of the machine and of manual float32 attention. One draw's worst row is chance, so is one order of sums
+def errors(backend, inputs, dtype, causal):
+    """Of the backend and of manual float32 attention. One draw's worst row is chance, so is one order of sums
     over d: the mean over a few draws, and of manual attention the worst of a few orders.
     """
     ours = manual = 0
     for _ in range(4):
-        q, k, v = (t.to(dtype) for t in inputs(machine))
+        q, k, v = (t.to(dtype) for t in inputs(backend))
         expected = attention(q, k, v, causal=causal).o
-        ours += worst_error(machine.forward(q, k, v, causal=causal), expected) / 4
-        orders = [torch.randperm(d, generator=machine.generator) for _ in range(4)]
+        ours += worst_error(backend.forward(q, k, v, causal=causal), expected) / 4
+        orders = [torch.randperm(d, generator=backend.generator) for _ in range(4)]
         by_order = [attention(q[..., c], k[..., c], v, causal=causal, dtype=torch.float32).o for c in orders]
         manual += max(worst_error(o, expected) for o in by_order) / 4
     return ours, manual
@@ -157,11 +157,11 @@ def errors(machine, inputs, dtype, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("inputs", HARD_INPUTS)
-def test_float32(machine, inputs, causal):
-    ours, manual = errors(machine, inputs, torch.float32, causal)
+def test_float32(backend, inputs, causal):
+    ours, manual = errors(backend, inputs, torch.float32, causal)
     # Where manual attention happens to be exact, a few roundings are as good. Tensor cores truncate: with
-    # means far from zero sm90 has 8e-7, and PyTorch's own kernel 9e-7, where manual attention has 4e-7.
-    assert ours <= max(1.5 * manual, 9e-7 if machine.name == "sm90" else 5e-7)
+    # means far from zero hopper has 8e-7, and PyTorch's own kernel 9e-7, where manual attention has 4e-7.
+    assert ours <= max(1.5 * manual, 9e-7 if backend.name == "hopper" else 5e-7)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -170,79 +170,79 @@ def test_float32(machine, inputs, causal):
     [(torch.bfloat16, inputs) for inputs in HARD_INPUTS]
     + [(torch.float16, inputs) for inputs in WITHIN_FLOAT16],
 )
-def test_half(machine, inputs, half, causal):
+def test_half(backend, inputs, half, causal):
     """As exact as float32 arithmetic on the half inputs, but for the rounding of P and of o."""
-    ours, manual = errors(machine, inputs, half, causal)
+    ours, manual = errors(backend, inputs, half, causal)
     assert ours <= 1.5 * manual + 2 * torch.finfo(half).eps
 
 
-def test_one_key_above_many_equal(machine, dtype):
+def test_one_key_above_many_equal(backend, dtype):
     """Terms of l that are small beside it, and all round the same way."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=3, Nk=1 << 15, dtype=dtype)
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=3, Nk=1 << 15, dtype=dtype)
     k = torch.full_like(k, 0.5)
     k[:, :, 5] = 1
-    machine.check(torch.ones_like(q) + 0.01 * machine.ints(1, 2, 3)[:, None].to(dtype), k, v)
+    backend.check(torch.ones_like(q) + 0.01 * backend.ints(1, 2, 3)[:, None].to(dtype), k, v)
 
 
 @pytest.mark.parametrize("d, bound", [(64, 2.1e-7), (128, 2.6e-7), (256, 2.6e-7)])
-def test_sums_are_not_short(cuda_machine, d, bound):
+def test_sums_are_not_short(cuda_backend, d, bound):
     """Tensor cores truncate: without corrections for that errors are 2.7e-7, 3.5e-7 and 3.4e-7."""
-    q, k, v = cuda_machine.qkv(B=1, Hq=8, Hkv=8, Nq=512, Nk=512, d=d)
+    q, k, v = cuda_backend.qkv(B=1, Hq=8, Hkv=8, Nq=512, Nk=512, d=d)
     expected = attention(q, k, v).o
-    error = (cuda_machine.forward(q, k, v) - expected).norm() / expected.norm()
-    assert error < (bound if cuda_machine.name == "sm90" else 1e-6)
+    error = (cuda_backend.forward(q, k, v) - expected).norm() / expected.norm()
+    assert error < (bound if cuda_backend.name == "hopper" else 1e-6)
 
 
-def test_join_with_a_far_larger_maximum(machine):
+def test_join_with_a_far_larger_maximum(backend):
     """What little is added to zeros is a float like others."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=200)
-    o, m = torch.zeros_like(q), machine.randn(1, 2, 100) + 80
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=200)
+    o, m = torch.zeros_like(q), backend.randn(1, 2, 100) + 80
     state = (o, torch.ones_like(m), m)
-    joined = machine.forward(q, k, v, state=state)
-    _, l, m_here = machine.forward(q, k, v, return_state=True)
+    joined = backend.forward(q, k, v, state=state)
+    _, l, m_here = backend.forward(q, k, v, return_state=True)
     expected = attention(q, k, v).o * (l * torch.exp(m_here.double() - m.double()))[..., None]
     assert ((joined[0] - expected).norm(dim=-1) < 1e-4 * expected.norm(dim=-1)).all()
 
 
-def test_very_many_keys(cuda_machine):
+def test_very_many_keys(cuda_backend):
     """Each addition to Oi is rounded: thousands of them need sums in between."""
-    q, k, v = cuda_machine.qkv(B=1, Hq=2, Hkv=1, Nq=100, Nk=1 << 16, d=256)
+    q, k, v = cuda_backend.qkv(B=1, Hq=2, Hkv=1, Nq=100, Nk=1 << 16, d=256)
     expected = attention(q, k, v).o
-    error = (cuda_machine.forward(q, k, v) - expected).norm() / expected.norm()
-    assert error < (7e-7 if cuda_machine.name == "sm90" else 3e-6)
+    error = (cuda_backend.forward(q, k, v) - expected).norm() / expected.norm()
+    assert error < (7e-7 if cuda_backend.name == "hopper" else 3e-6)
 
 
 @pytest.mark.parametrize("inputs", ["q", "k", "v"])
 @pytest.mark.parametrize("d", [12, 33, 70])
 @pytest.mark.parametrize("N", [60, 200])
-def test_zeros_but_in_the_last_columns(machine, N, d, inputs):
+def test_zeros_but_in_the_last_columns(backend, N, d, inputs):
     """Columns that don't fill eight are looked at by themselves."""
-    tensors = dict(zip("qkv", machine.qkv(Nq=N, Nk=N, d=d), strict=True))
+    tensors = dict(zip("qkv", backend.qkv(Nq=N, Nk=N, d=d), strict=True))
     tensors[inputs][..., : d // 8 * 8] = 0
-    machine.check(*tensors.values())
+    backend.check(*tensors.values())
     tensors[inputs][:, :, ::3] *= 1e-7
-    machine.check(*tensors.values())
+    backend.check(*tensors.values())
 
 
 @pytest.mark.parametrize("d", [64, 200])
-def test_many_keys_and_maxima_that_move(machine, d):
+def test_many_keys_and_maxima_that_move(backend, d):
     """Sums set aside in O (d 200) are relative to earlier maxima, and may be of zeros alone."""
-    q, k, v = machine.qkv(B=2, Hq=2, Hkv=1, Nq=150, Nk=20000, d=d)
-    k *= torch.linspace(0.1, 1.5, 20000, device=machine.device)[:, None]
+    q, k, v = backend.qkv(B=2, Hq=2, Hkv=1, Nq=150, Nk=20000, d=d)
+    k *= torch.linspace(0.1, 1.5, 20000, device=backend.device)[:, None]
     v[1, :, :9000] = 0
-    machine.check(q, k, v)
-    machine.check(q, k, v, causal=True, offset=machine.ints(19900, 18000), leftpad_k=machine.ints(0, 300))
+    backend.check(q, k, v)
+    backend.check(q, k, v, causal=True, offset=backend.ints(19900, 18000), leftpad_k=backend.ints(0, 300))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("at", [0, 500, 899])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
-    """Wherever it turns up, a machine that subtracts m only from such scores must see it."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
+def test_one_key_with_scores_far_from_zero(backend, dtype, d, at, causal):
+    """Wherever it turns up, a backend that subtracts m only from such scores must see it."""
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
     k[:, :, at] = 0
     k[:, :, at, 0] = 1e4  # one product, for which float32 is exact enough
-    machine.check(q, k, v, causal=causal)
+    backend.check(q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -253,43 +253,43 @@ def test_one_key_with_scores_far_from_zero(machine, dtype, d, at, causal):
     ids=str,
 )
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_scores_that_climb(machine, dtype, d, step, causal):
-    """A machine that goes on with an earlier maximum must see that some rows' has moved, others' hasn't."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
+def test_scores_that_climb(backend, dtype, d, step, causal):
+    """A backend that goes on with an earlier maximum must see that some rows' has moved, others' hasn't."""
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
     # The last channel: what is added to it later would be rounded.
     q[..., -1] = 0
     q[:, :, 5::48, -1], q[:, :, 20::48, -1] = d**0.5, -(d**0.5)
-    k[..., -1] = step * (torch.arange(900, device=machine.device) // 70)
+    k[..., -1] = step * (torch.arange(900, device=backend.device) // 70)
     if dtype == torch.float32:
         # A score of 60 is 680 before softmax_scale, if d is 128: rounding may be 2.7e-6, the bound 3e-6.
         k[..., -1].clamp_(max=30)
-    machine.check(q, k, v, causal=causal)
+    backend.check(q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_little_weight_on_large_values(cuda_machine, d):
+def test_little_weight_on_large_values(cuda_backend, d):
     """What 16383 keys with weights of e^-20 lose of them counts beside a single small value."""
-    q, k, v = cuda_machine.qkv(B=1, Hq=2, Hkv=1, Nq=40, Nk=16384, d=d)
+    q, k, v = cuda_backend.qkv(B=1, Hq=2, Hkv=1, Nq=40, Nk=16384, d=d)
     q[..., 0], k[..., 0], k[:, :, 5] = d**0.5, 0, 0
     k[:, :, 5, 0] = 20
     v[:, :, :5] *= 2**12
     v[:, :, 6:] *= 2**12
-    error = worst_error(cuda_machine.forward(q, k, v), attention(q, k, v).o)
-    assert error < (1.5e-6 if cuda_machine.name == "sm90" else 1e-5)
+    error = worst_error(cuda_backend.forward(q, k, v), attention(q, k, v).o)
+    assert error < (1.5e-6 if cuda_backend.name == "hopper" else 1e-5)
 
 
 @pytest.mark.parametrize("d, Nk, bound", [(64, 2048, 6e-6), (128, 2048, 6e-6), (256, 16384, 9e-6)], ids=str)
 @pytest.mark.parametrize("which", ["all", "alternating", "each second", "each eighth"])
-def test_equal_weights_beside_a_larger_one_on_zeros(cuda_machine, which, d, Nk, bound):
+def test_equal_weights_beside_a_larger_one_on_zeros(cuda_backend, which, d, Nk, bound):
     """What each key loses of a tiny weight must not add up: nothing else is in O. Each head has another.
 
     In float32 alone (SDPA's efficient kernel) errors are 8e-6 for 2048 keys, 3.5e-5 for 16384.
     """
     H = 24
-    q, k, v = (torch.zeros_like(t) for t in cuda_machine.qkv(B=1, Hq=H, Hkv=H, Nq=70, Nk=Nk, d=d))
-    score = torch.linspace(8, 16 if d < 256 else 19, H, device=q.device) + 0.1 * cuda_machine.randn(H)
+    q, k, v = (torch.zeros_like(t) for t in cuda_backend.qkv(B=1, Hq=H, Hkv=H, Nq=70, Nk=Nk, d=d))
+    score = torch.linspace(8, 16 if d < 256 else 19, H, device=q.device) + 0.1 * cuda_backend.randn(H)
     q[..., 0], k[:, :, 0, 0] = d**0.5, score
-    V = 1.9 + 0.05 * cuda_machine.randn(H)[:, None, None]
+    V = 1.9 + 0.05 * cuda_backend.randn(H)[:, None, None]
     if which == "alternating":
         v[..., : d // 2] = V
         v[:, :, 1::2] *= -1
@@ -298,8 +298,8 @@ def test_equal_weights_beside_a_larger_one_on_zeros(cuda_machine, which, d, Nk, 
     else:
         step = {"all": 1, "each second": 2, "each eighth": 8}[which]
         v[:, :, step::step] = V
-    o, expected = cuda_machine.forward(q, k, v), attention(q, k, v).o
-    assert relative_error(o, expected, -1).max() < (bound if cuda_machine.name == "sm90" else 5e-4)
+    o, expected = cuda_backend.forward(q, k, v), attention(q, k, v).o
+    assert relative_error(o, expected, -1).max() < (bound if cuda_backend.name == "hopper" else 5e-4)
 
 
 @pytest.mark.parametrize(
@@ -316,40 +316,40 @@ def test_equal_weights_beside_a_larger_one_on_zeros(cuda_machine, which, d, Nk, 
         (8, 100, 1300, 250),
     ],
 )
-def test_some_rows_have_their_weight_on_zeros(cuda_machine, H, Nq, Nk, d):
-    """What sm90 leaves to FMAs until all else is done: a few rows each, of many heads, or of many keys."""
-    q, k, v = cuda_machine.qkv(B=2, Hq=H, Hkv=H // 2, Nq=Nq, Nk=Nk, d=d)
+def test_some_rows_have_their_weight_on_zeros(cuda_backend, H, Nq, Nk, d):
+    """What hopper leaves to FMAs until all else is done: a few rows each, of many heads, or of many keys."""
+    q, k, v = cuda_backend.qkv(B=2, Hq=H, Hkv=H // 2, Nq=Nq, Nk=Nk, d=d)
     q[..., 0], k[..., 0], k[:, :, 7], v[:, :, 7] = 0, 0, 0, 0
-    q[..., 0][torch.rand(2, H, Nq, generator=cuda_machine.generator).to(q.device) < 0.02] = 20 * d**0.5
+    q[..., 0][torch.rand(2, H, Nq, generator=cuda_backend.generator).to(q.device) < 0.02] = 20 * d**0.5
     k[:, :, 7, 0] = 1
-    cuda_machine.check(q, k, v)
-    cuda_machine.check(q, k, v, causal=True)
-    leftpad_k = cuda_machine.ints(3, 0)
-    cuda_machine.check(q, k, v, window_size=(90, 30), leftpad_k=leftpad_k)
+    cuda_backend.check(q, k, v)
+    cuda_backend.check(q, k, v, causal=True)
+    leftpad_k = cuda_backend.ints(3, 0)
+    cuda_backend.check(q, k, v, window_size=(90, 30), leftpad_k=leftpad_k)
 
 
 @pytest.mark.parametrize("factor", [-1e3, -torch.inf])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_scores_far_below_zero_at_first(machine, dtype, d, factor):
+def test_scores_far_below_zero_at_first(backend, dtype, d, factor):
     """Terms that l and O must forget, and scores of -inf, which come to nothing."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=900, d=d, dtype=dtype)
     k[:, :, :400] = factor * (0.1 + k[:, :, :400].abs())
-    machine.check(0.1 + q.abs(), k, v)
+    backend.check(0.1 + q.abs(), k, v)
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, 1e-38, -1e-38])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scores_whose_difference_overflows(machine, dtype, d, softmax_scale):
+def test_scores_whose_difference_overflows(backend, dtype, d, softmax_scale):
     """Scores of +-2e38 before they are scaled: a key's weight, and whether what came before is forgotten."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=70, Nk=300, d=d)
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=70, Nk=300, d=d)
     q, k = torch.zeros_like(q), torch.zeros_like(k)
     q[..., 0], k[..., 0] = 1e19, 2e19
     k[:, :, :150] *= -1
     k[:, :, 150::2] *= -1
     q, k, v = (t.to(dtype) for t in (q, k, v))
-    machine.check(q, k, v, softmax_scale=softmax_scale)
-    machine.check(q, k, v, softmax_scale=softmax_scale, causal=True)
+    backend.check(q, k, v, softmax_scale=softmax_scale)
+    backend.check(q, k, v, softmax_scale=softmax_scale, causal=True)
 
 
 def some_larger(inputs):
@@ -453,38 +453,38 @@ def subnormal(q, k, v):
     ],
     ids=lambda inputs: inputs.__name__,
 )
-def test_float32_of_mixed_sizes(machine, inputs, d, options):
+def test_float32_of_mixed_sizes(backend, inputs, d, options):
     """Where two float16s can't carry a tile's numbers, and its neighbours' they can."""
-    q, k, v = inputs(*machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d))
+    q, k, v = inputs(*backend.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d))
     if inputs is subnormal:  # a subnormal has fewer bits, and may count as 0
-        o, expected = machine.forward(q, k, v, **options), attention(q, k, v, **options)
+        o, expected = backend.forward(q, k, v, **options), attention(q, k, v, **options)
         assert (o - expected.o).abs().max() <= 1e-5 * expected.size.max() + 2e-38
     else:
-        machine.check(q, k, v, **options)
+        backend.check(q, k, v, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (150, 20)}], ids=str)
 @pytest.mark.parametrize("d, Nq", [(40, 200), (63, 200), (64, 200), (100, 180), (128, 180)])
-def test_float32_of_many_heads(machine, d, Nq, options):
-    """With more heads a machine may take more rows at a time: each batch is another of the inputs above."""
-    N = 330  # on sm90: 256 of d 64 if 132 heads have more than 192, 192 of d 128 if 67 heads have 129 to 192
-    q, k, v = machine.qkv(B=6, Hq=24, Hkv=8, Nq=Nq, Nk=N, d=d)
-    k[0, ..., 3] += torch.linspace(0, 20, N, device=machine.device)
+def test_float32_of_many_heads(backend, d, Nq, options):
+    """With more heads a backend may take more rows at a time: each batch is another of the inputs above."""
+    N = 330  # on hopper: 256 of d 64 if 132 heads have more than 192, 192 of d 128 if 67 heads have 129 to 192
+    q, k, v = backend.qkv(B=6, Hq=24, Hkv=8, Nq=Nq, Nk=N, d=d)
+    k[0, ..., 3] += torch.linspace(0, 20, N, device=backend.device)
     others = some_larger("k"), tiles_of_zeros, tiny_among_ordinary, larger_after_four, values_far_apart
     for b, inputs in enumerate(others, 1):
         q[b : b + 1], k[b : b + 1], v[b : b + 1] = inputs(q[b : b + 1], k[b : b + 1], v[b : b + 1])
-    machine.check(q, k, v, **options)
-    machine.check(
+    backend.check(q, k, v, **options)
+    backend.check(
         q,
         k,
         v,
         **options,
-        seqlens_k=machine.ints(N, 290, 0, 65, N, 200),
-        leftpad_k=machine.ints(0, 70, 0, 64, 10, 0),
+        seqlens_k=backend.ints(N, 290, 0, 65, N, 200),
+        leftpad_k=backend.ints(0, 70, 0, 64, 10, 0),
     )
     offset = N - Nq
-    first = machine.forward(q, k[:, :, :130], v[:, :, :130], **options, offset=offset, return_state=True)
-    o, l, m = machine.forward(q, k[:, :, 130:], v[:, :, 130:], **options, offset=offset - 130, state=first)
+    first = backend.forward(q, k[:, :, :130], v[:, :, :130], **options, offset=offset, return_state=True)
+    o, l, m = backend.forward(q, k[:, :, 130:], v[:, :, 130:], **options, offset=offset - 130, state=first)
     expected = attention(q, k, v, **options)
     check_o(o, expected, q.dtype)
     check_l_m(l, m, expected)
@@ -492,87 +492,87 @@ def test_float32_of_many_heads(machine, d, Nq, options):
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_float32_that_are_not_finite(machine, d, value):
+def test_float32_that_are_not_finite(backend, d, value):
     """Who sees them gets what manual attention gives; seen of k: scores of +-inf or NaN."""
-    # 257 is one of the first rows of a tile, by which sm90 guesses a scale.
+    # 257 is one of the first rows of a tile, by which hopper guesses a scale.
     for name, at in ("q", 150), ("k", 250), ("k", 257), ("v", 250), ("v", 257):
-        tensors = dict(zip("qkv", machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=300, d=d), strict=True))
+        tensors = dict(zip("qkv", backend.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=300, d=d), strict=True))
         tensors[name][:, :, at, 1] = value
         expected = attention(**tensors).o
-        o = machine.forward(**tensors)
+        o = backend.forward(**tensors)
         assert torch.equal(o.isfinite(), expected.isfinite())
         finite = expected.isfinite()
         torch.testing.assert_close(o[finite].double(), expected[finite], rtol=1e-4, atol=1e-5)
         if name != "q":  # hidden by seqlens_k they are nobody's
-            machine.check(**tensors, seqlens_k=machine.ints(250))
+            backend.check(**tensors, seqlens_k=backend.ints(250))
 
 
 @pytest.mark.parametrize("options", [{"softmax_scale": -0.05}, {"window_size": (90, 40)}], ids=str)
 @pytest.mark.parametrize("d", [33, 64, 128, 256])
-def test_float32_of_mixed_sizes_in_chunks(machine, d, options):
+def test_float32_of_mixed_sizes_in_chunks(backend, d, options):
     """Inputs that two float16s can't carry, with a state, and keys that are expanded or not aligned."""
-    q, k, v = some_larger("v")(*machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d + 1))
+    q, k, v = some_larger("v")(*backend.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d + 1))
     q, k, v = q[..., 1:], k[..., 1:], v[..., 1:]
     k = k[:, :1].expand(-1, 2, -1, -1)
-    machine.check(q, k, v, **options)
+    backend.check(q, k, v, **options)
     expected = attention(q, k, v, causal=True)
-    first = machine.forward(q, k[:, :, :333], v[:, :, :333], causal=True, offset=400, return_state=True)
-    o, l, m = machine.forward(q, k[:, :, 333:], v[:, :, 333:], causal=True, offset=67, state=first)
+    first = backend.forward(q, k[:, :, :333], v[:, :, :333], causal=True, offset=400, return_state=True)
+    o, l, m = backend.forward(q, k[:, :, 333:], v[:, :, 333:], causal=True, offset=67, state=first)
     check_o(o, expected, q.dtype)
     check_l_m(l, m, expected)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_float32_of_one_prefix(machine, d):
+def test_float32_of_one_prefix(backend, d):
     """Keys that all batches have in common, of which each has another part; and heads that are one."""
-    q, k, v = machine.qkv(B=3, Hq=4, Hkv=4, Nq=200, Nk=300, d=d)
+    q, k, v = backend.qkv(B=3, Hq=4, Hkv=4, Nq=200, Nk=300, d=d)
     for heads in k[:1], k[:1, :1]:
         both = heads.expand_as(k), v[: heads.size(0), : heads.size(1)].expand_as(v)
-        machine.check(q, *both, causal=True)
-        machine.check(q, *both, seqlens_k=machine.ints(300, 0, 70), leftpad_k=machine.ints(5, 0, 64))
+        backend.check(q, *both, causal=True)
+        backend.check(q, *both, seqlens_k=backend.ints(300, 0, 70), leftpad_k=backend.ints(5, 0, 64))
 
 
 @pytest.mark.parametrize(("d", "softmax_scale"), [(64, 1e38), (64, -1e38), (256, 1e37), (256, -1e37)])
-def test_scores_of_a_huge_scale(machine, d, softmax_scale):
+def test_scores_of_a_huge_scale(backend, d, softmax_scale):
     """Tiny numbers, whose ordinary scores come from the scale. Some products are subnormal."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=100, Nk=300, d=d)
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=100, Nk=300, d=d)
     size = 3e19 if d == 64 else 1.5e19  # by 3e19 manual float32 attention on a GPU is wrong by 4e-6 at d 256
-    machine.check(size / abs(softmax_scale) / d**0.5 * q, 1e-19 * k, v, softmax_scale=softmax_scale)
+    backend.check(size / abs(softmax_scale) / d**0.5 * q, 1e-19 * k, v, softmax_scale=softmax_scale)
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, 1e-44])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_no_scale_for_keys_of_mixed_sizes(machine, d, softmax_scale):
+def test_no_scale_for_keys_of_mixed_sizes(backend, d, softmax_scale):
     """All seen keys count alike, also those of tiles with other magnitudes, some of zeros alone."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=300, Nk=300, d=d)
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=300, Nk=300, d=d)
     k[:, :, 64:128] *= 2.0**-20
     k[:, :, 128:192] = 0
-    machine.check(q, k, v, causal=True, softmax_scale=softmax_scale)
+    backend.check(q, k, v, causal=True, softmax_scale=softmax_scale)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_keys_of_zeros_among_huge_ones(machine, d):
+def test_keys_of_zeros_among_huge_ones(backend, d):
     """The zeros have no magnitude of their own, and their scores are as good as the others'."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=300, Nk=300, d=d)
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=300, Nk=300, d=d)
     k[:, :, 64:192] = 0
-    machine.check(2.0**-46 * q, 2.0**112 * k, v, softmax_scale=2.0**-69)
+    backend.check(2.0**-46 * q, 2.0**112 * k, v, softmax_scale=2.0**-69)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_a_small_query(machine, d):
+def test_a_small_query(backend, d):
     """Its scores are ordinary, by channels that are large in k; those of the other queries are far apart."""
-    q, k, v = machine.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
+    q, k, v = backend.qkv(B=2, Hq=4, Hkv=2, Nq=300, Nk=700, d=d)
     q[:, :, 77] *= 2.0**-13
     k[..., d // 2 :] *= 2.0**10
-    o, expected = machine.forward(q, k, v)[:, :, 77], attention(q, k, v).o[:, :, 77]
+    o, expected = backend.forward(q, k, v)[:, :, 77], attention(q, k, v).o[:, :, 77]
     assert (o - expected).norm() <= 1.5e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("N", [64, 300])
-def test_large_keys_that_count_for_nothing(machine, N, d):
+def test_large_keys_that_count_for_nothing(backend, N, d):
     """A channel in which queries are 0, keys that the first 63 don't see: what they see is small."""
-    q, k, v = machine.qkv(B=1, Hq=4, Hkv=2, Nq=N, Nk=N, d=d)
+    q, k, v = backend.qkv(B=1, Hq=4, Hkv=2, Nq=N, Nk=N, d=d)
     large = [*range(63, N, 64), N - 1]  # one in each tile
     q, k = 2.0**12 * q, 2.0**-12 * k
     q[..., 0], k[..., 0] = 0, 2.0**14 * (1 + k[..., 0].abs().clamp(max=2.9))
@@ -583,13 +583,13 @@ def test_large_keys_that_count_for_nothing(machine, N, d):
     few_k[:, :, large, 1] = 1
     for qk in (q, k), (few_q, few_k):
         expected = attention(*(x[:, :, :63] for x in (*qk, v)), causal=True)
-        check_o(machine.forward(*qk, v, causal=True)[:, :, :63], expected, q.dtype)
+        check_o(backend.forward(*qk, v, causal=True)[:, :, :63], expected, q.dtype)
 
 
-def test_the_state_of_scores_that_overflow_without_their_scale(machine):
+def test_the_state_of_scores_that_overflow_without_their_scale(backend):
     """Where O is finite, and not what an overflow makes of it, m is right."""
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=300, d=64)
-    o, _, m = machine.forward(
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=300, d=64)
+    o, _, m = backend.forward(
         2.0**62 * q.sign(),
         2.0**62 * q[:, :, :1].sign().expand_as(k),
         v,
@@ -601,12 +601,12 @@ def test_the_state_of_scores_that_overflow_without_their_scale(machine):
     torch.testing.assert_close(m[is_finite], expected[is_finite])
 
 
-def test_many_keys_of_mixed_sizes(machine):
+def test_many_keys_of_mixed_sizes(backend):
     """Equal terms, of which a running sum would lose part."""
-    q, k, v = (torch.zeros(1, 1, N, 16, device=machine.device) for N in (16, 16384, 16384))
+    q, k, v = (torch.zeros(1, 1, N, 16, device=backend.device) for N in (16, 16384, 16384))
     v[:] = 0.1
     v[..., 3] = 1e-9
-    machine.check(q, k, v)
+    backend.check(q, k, v)
 
 
 def as_drawn(t):
@@ -632,42 +632,42 @@ def rows_far_apart(t):
 
 @pytest.mark.parametrize("inputs", [as_drawn, after_relu, half_dropped, rows_a_hundredfold, rows_far_apart])
 @pytest.mark.parametrize("d", [63, 64, 65, 128, 256])
-def test_ordinary_float32_is_split(machine, d, inputs):
+def test_ordinary_float32_is_split(backend, d, inputs):
     """It doesn't go the slow way, which a huge key that nobody sees forces on all: other bits."""
-    if machine.name != "sm90":
+    if backend.name != "hopper":
         pytest.skip("the others have one way")
-    q, k, v = map(inputs, machine.qkv(B=4, Hq=4, Hkv=4, Nq=600, Nk=700, d=d))
+    q, k, v = map(inputs, backend.qkv(B=4, Hq=4, Hkv=4, Nq=600, Nk=700, d=d))
     if inputs is rows_a_hundredfold:
         k = k / 30  # scores of 10: those of 30 lose 3e-6 by their own rounding
-    o = machine.check(q, k, v, causal=True)
+    o = backend.check(q, k, v, causal=True)
     with_huge = (torch.cat([t, torch.full_like(t[:, :, :1], 1e30)], dim=2) for t in (k, v))
-    slow = machine.check(q, *with_huge, causal=True, offset=100)
+    slow = backend.check(q, *with_huge, causal=True, offset=100)
     assert ((o == slow).flatten(2).float().mean(-1) < 0.7).all()  # a tenth to a third is equal by chance
 
 
 @pytest.mark.parametrize("Nq, Nk, leftpad_k", [(600, 700, 104), (600, 596, 0), (64, 60, 0)])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_float32_beside_rows_without_keys_is_split(machine, d, Nq, Nk, leftpad_k):
+def test_float32_beside_rows_without_keys_is_split(backend, d, Nq, Nk, leftpad_k):
     """Likewise of rows 8 to 15, which a warp has together with four that see no key."""
-    if machine.name != "sm90":
+    if backend.name != "hopper":
         pytest.skip("the others have one way")
-    q, k, v = machine.qkv(B=4, Hq=4, Hkv=4, Nq=Nq, Nk=Nk, d=d)
-    options = {"causal": True, "offset": Nk - Nq, "leftpad_k": machine.ints(*[leftpad_k] * 4)}
-    o = machine.check(q, k, v, **options)
+    q, k, v = backend.qkv(B=4, Hq=4, Hkv=4, Nq=Nq, Nk=Nk, d=d)
+    options = {"causal": True, "offset": Nk - Nq, "leftpad_k": backend.ints(*[leftpad_k] * 4)}
+    o = backend.check(q, k, v, **options)
     with_huge = (torch.cat([t, torch.full_like(t[:, :, :1], 1e30)], dim=2) for t in (k, v))
-    slow = machine.check(q, *with_huge, **options)
+    slow = backend.check(q, *with_huge, **options)
     assert not o[:, :, :4].any() and o[:, :, 4:].any(-1).all()
     assert (o == slow)[:, :, 8:16].float().mean() < 0.8
 
 
 @pytest.mark.parametrize("Nq, Nk", [(1, 640), (1, 641), (193, 300)])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_few_rows_of_float32_are_split(machine, d, Nq, Nk):
+def test_few_rows_of_float32_are_split(backend, d, Nq, Nk):
     """Likewise where a tile has a single row, whose columns are single numbers, some tiny by chance."""
-    if machine.name != "sm90":
+    if backend.name != "hopper":
         pytest.skip("the others have one way")
-    q, k, v = machine.qkv(B=8, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d)
-    o = machine.check(q, k, v)
+    q, k, v = backend.qkv(B=8, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d)
+    o = backend.check(q, k, v)
     with_huge = (torch.cat([t, torch.full_like(t[:, :, :1], 1e30)], dim=2) for t in (k, v))
-    slow = machine.forward(q, *with_huge, causal=True, offset=Nk - 1)[:, :, :1]
+    slow = backend.forward(q, *with_huge, causal=True, offset=Nk - 1)[:, :, :1]
     assert ((o[:, :, :1] == slow).flatten(2).float().mean(-1) < 0.7).float().mean() > 0.99

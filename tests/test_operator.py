@@ -10,7 +10,7 @@ import minimal_attn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def keywords(machine):
+def keywords(backend):
     """Each keyword alone, given in one way or another."""
     return {
         "nothing": {},
@@ -18,24 +18,24 @@ def keywords(machine):
         "window_size": {"window_size": (20, 3)},
         "softmax_scale": {"softmax_scale": 0.3},
         "softmax_scale as int": {"softmax_scale": 1},
-        "seqlens_k": {"seqlens_k": machine.ints(33, 90)},
-        "leftpad_k": {"leftpad_k": machine.ints(0, 12)},
+        "seqlens_k": {"seqlens_k": backend.ints(33, 90)},
+        "leftpad_k": {"leftpad_k": backend.ints(0, 12)},
         "offset": {"causal": True, "offset": 7},
         "negative offset": {"causal": True, "offset": -7},
-        "offset tensor": {"causal": True, "offset": machine.ints(5, 50)},
-        "machine": {"machine": machine.name},
+        "offset tensor": {"causal": True, "offset": backend.ints(5, 50)},
+        "backend": {"backend": backend.name},
         "return_state": {"return_state": True},
-        "state": {"state": minimal_attn.forward(*machine.qkv(), return_state=True)},
+        "state": {"state": minimal_attn.forward(*backend.qkv(), return_state=True)},
         "all": {
             "causal": True,
             "window_size": (20, 3),
             "softmax_scale": -0.1,
-            "seqlens_k": machine.ints(33, 90),
-            "leftpad_k": machine.ints(0, 12),
-            "offset": machine.ints(5, 50),
-            "state": minimal_attn.forward(*machine.qkv(), return_state=True),
+            "seqlens_k": backend.ints(33, 90),
+            "leftpad_k": backend.ints(0, 12),
+            "offset": backend.ints(5, 50),
+            "state": minimal_attn.forward(*backend.qkv(), return_state=True),
             "return_state": True,
-            "machine": machine.name,
+            "backend": backend.name,
         },
     }
 
@@ -51,7 +51,7 @@ KEYWORDS = [
     "offset",
     "negative offset",
     "offset tensor",
-    "machine",
+    "backend",
     "return_state",
     "state",
     "all",
@@ -87,16 +87,16 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_opcheck(machine, name):
-    op, options = for_operator(keywords(machine)[name])
-    tensors = machine.qkv()
+def test_opcheck(backend, name):
+    op, options = for_operator(keywords(backend)[name])
+    tensors = backend.qkv()
     library.opcheck(op, tensors, options)
     library.opcheck(op, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors], options)
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_operator_equals_function(machine, name):
-    options, tensors = keywords(machine)[name], machine.qkv()
+def test_operator_equals_function(backend, name):
+    options, tensors = keywords(backend)[name], backend.qkv()
     op, op_options = for_operator(options)
     assert same_bits(op(*tensors, **op_options), minimal_attn.forward(*tensors, **options))
 
@@ -107,9 +107,9 @@ def layout(t):
 
 @pytest.mark.parametrize("without_data", ["meta", "fake"])
 @pytest.mark.parametrize("return_state", [False, True])
-def test_results_without_data(machine, dtype, return_state, without_data):
+def test_results_without_data(backend, dtype, return_state, without_data):
     """Same shapes, strides and dtypes, whatever q's strides."""
-    q, k, v = machine.qkv(B=3, Nq=50, dtype=dtype)
+    q, k, v = backend.qkv(B=3, Nq=50, dtype=dtype)
     tokens_first = q.transpose(1, 2).contiguous().transpose(1, 2)
     queries = [
         q,
@@ -123,7 +123,7 @@ def test_results_without_data(machine, dtype, return_state, without_data):
     ]
     for q in queries:
         keys = k[: q.shape[0]], v[: q.shape[0]]
-        expected = map(layout, flat(machine.forward(q, *keys, return_state=return_state)))
+        expected = map(layout, flat(backend.forward(q, *keys, return_state=return_state)))
         if without_data == "meta":
             q_meta = torch.empty_strided(q.shape, q.stride(), dtype=dtype, device="meta")
             actual = minimal_attn.forward(q_meta, *(t.to("meta") for t in keys), return_state=return_state)
@@ -131,7 +131,7 @@ def test_results_without_data(machine, dtype, return_state, without_data):
         else:
             with FakeTensorMode() as mode:
                 fakes = [mode.from_tensor(t) for t in (q, *keys)]
-                actual = machine.forward(*fakes, return_state=return_state)
+                actual = backend.forward(*fakes, return_state=return_state)
         assert list(map(layout, flat(actual))) == list(expected)
 
 
@@ -142,44 +142,44 @@ def test_bad_input_without_data():
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_compile(machine, dtype, name):
+def test_compile(backend, dtype, name):
     """The default backend, one graph, other operations before and after: eager's values."""
-    options = keywords(machine)[name]
+    options = keywords(backend)[name]
 
     def block(x, k, v):
         results = minimal_attn.forward(x.transpose(1, 2), k, v, **options)
         return results if isinstance(results, tuple) else results.transpose(1, 2).flatten(2)
 
-    q, k, v = machine.qkv(dtype=dtype)
+    q, k, v = backend.qkv(dtype=dtype)
     x = q.transpose(1, 2).contiguous()
     assert same_bits(torch.compile(block, fullgraph=True)(x, k, v), block(x, k, v))
 
 
-def test_compile_bad_input(machine):
+def test_compile_bad_input(backend):
     forward = torch.compile(minimal_attn.forward, fullgraph=True)
-    q, k, v = machine.qkv()
+    q, k, v = backend.qkv()
     with pytest.raises(Exception, match="window_size must be"):
         forward(q, k, v, window_size=(-2, 0))
     assert same_bits(forward(q, k, v), minimal_attn.forward(q, k, v))
 
 
 @pytest.mark.parametrize("return_state", [False, True])
-def test_compiled_once_for_all_lengths(machine, return_state):
+def test_compiled_once_for_all_lengths(backend, return_state):
     """Neither a new length nor a new offset recompiles, once sizes are dynamic."""
 
     @torch.compile(fullgraph=True, dynamic=True)
     def forward(q, k, v, offset):
         return minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
 
-    forward(*machine.qkv(Nq=70, Nk=90), 20)
+    forward(*backend.qkv(Nq=70, Nk=90), 20)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for Nq, Nk, offset in (70, 91, 21), (65, 128, 3), (300, 33, -40), (2, 1000, 998), (512, 512, 5):
-            q, k, v = machine.qkv(Nq=Nq, Nk=Nk)
+            q, k, v = backend.qkv(Nq=Nq, Nk=Nk)
             expected = minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
             assert same_bits(forward(q, k, v, offset), expected)
 
 
-def test_compiled_lengths_become_dynamic(machine):
+def test_compiled_lengths_become_dynamic(backend):
     """Without being told: a second length makes the length dynamic, a third compiles nothing."""
 
     @torch.compile(fullgraph=True)
@@ -187,9 +187,9 @@ def test_compiled_lengths_become_dynamic(machine):
         return minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
 
     def run(Nk):
-        q, k, v = machine.qkv(Nq=1, Nk=Nk)
-        state = minimal_attn.forward(*machine.qkv(Nq=1), return_state=True)
-        seqlens_k = machine.ints(Nk // 2, Nk)
+        q, k, v = backend.qkv(Nq=1, Nk=Nk)
+        state = minimal_attn.forward(*backend.qkv(Nq=1), return_state=True)
+        seqlens_k = backend.ints(Nk // 2, Nk)
         expected = minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
         assert same_bits(decode(q, k, v, seqlens_k, state), expected)
 
@@ -201,10 +201,10 @@ def test_compiled_lengths_become_dynamic(machine):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_gradients_are_refused(machine, dynamic):
+def test_compiled_gradients_are_refused(backend, dynamic):
     """As in eager mode: an error, never zero or missing gradients."""
-    q, k, v = machine.qkv()
-    weight = machine.randn(64, 64).requires_grad_()
+    q, k, v = backend.qkv()
+    weight = backend.randn(64, 64).requires_grad_()
     forward = torch.compile(lambda q: minimal_attn.forward(q @ weight, k, v), fullgraph=True, dynamic=dynamic)
     with pytest.raises(Exception, match="q must not require grad"):
         forward(q)
@@ -212,36 +212,36 @@ def test_compiled_gradients_are_refused(machine, dynamic):
         torch.testing.assert_close(forward(q), minimal_attn.forward(q @ weight, k, v))
 
 
-def test_export(machine):
+def test_export(backend):
     class Block(torch.nn.Module):
         def forward(self, q, k, v):
             return minimal_attn.forward(q, k, v, causal=True)
 
-    q, k, v = machine.qkv()
+    q, k, v = backend.qkv()
     program = torch.export.export(Block(), (q, k, v))
     assert same_bits(program.module()(q, k, v), minimal_attn.forward(q, k, v, causal=True))
 
 
-def test_autocast_is_not_consulted(machine, dtype):
-    q, k, v = machine.qkv(dtype=dtype)
-    expected = machine.forward(q, k, v)
-    with torch.autocast(machine.device.type, dtype=torch.bfloat16):
-        assert same_bits(machine.forward(q, k, v), expected)
+def test_autocast_is_not_consulted(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    expected = backend.forward(q, k, v)
+    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+        assert same_bits(backend.forward(q, k, v), expected)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("return_state", [False, True])
-def test_vmap(machine, return_state):
+def test_vmap(backend, return_state):
     """The same as one call for each element."""
     options = {"causal": True, "return_state": return_state}
-    q, k, v = machine.qkv(B=6)
+    q, k, v = backend.qkv(B=6)
     stacked = [t.unflatten(0, (2, 3)) for t in (q, k, v)]
-    actual = torch.vmap(lambda q, k, v: machine.forward(q, k, v, **options))(*stacked)
-    assert same_bits(tuple(t.flatten(0, 1) for t in flat(actual)), flat(machine.forward(q, k, v, **options)))
+    actual = torch.vmap(lambda q, k, v: backend.forward(q, k, v, **options))(*stacked)
+    assert same_bits(tuple(t.flatten(0, 1) for t in flat(actual)), flat(backend.forward(q, k, v, **options)))
 
 
-def test_profiler_sees_it(machine):
-    q, k, v = machine.qkv()
+def test_profiler_sees_it(backend):
+    q, k, v = backend.qkv()
     with torch.profiler.profile(acc_events=True) as profile:
-        machine.forward(q, k, v)
+        backend.forward(q, k, v)
     assert "minimal_attn::forward" in {event.key for event in profile.key_averages()}

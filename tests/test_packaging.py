@@ -26,7 +26,7 @@ def run(*command, **options):
 
 @pytest.fixture
 def bootstrap(tmp_path):
-    """Runs a copy of bootstrap.py as on a machine whose only Python is the one described."""
+    """Runs a copy of bootstrap.py as on a backend whose only Python is the one described."""
     shutil.copy(ROOT / "bootstrap.py", tmp_path)
     fake = {"python": "/fake/python", "version": [3, 12], "has": [], "headers": True, "venv": True}
 
@@ -41,7 +41,7 @@ def bootstrap(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "machine, named",
+    "backend, named",
     [
         ({"PATH": "/nowhere"}, "g++"),
         ({"version": [3, 8]}, "Python 3.10"),
@@ -49,8 +49,8 @@ def bootstrap(tmp_path):
         ({"venv": False}, "python3.12-venv"),
     ],
 )
-def test_what_is_missing_is_said_in_a_line(bootstrap, machine, named):
-    done = bootstrap(**machine)
+def test_what_is_missing_is_said_in_a_line(bootstrap, backend, named):
+    done = bootstrap(**backend)
     assert done.returncode == 1
     assert named in done.stderr and done.stderr.count("\n") == 1
 

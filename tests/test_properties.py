@@ -41,12 +41,12 @@ def calls(draw):
     return seed, shapes, layouts, padding, draw(st.sampled_from(DTYPES)), options
 
 
-def tensors(machine, seed, shapes, layouts, padding, dtype):
+def tensors(backend, seed, shapes, layouts, padding, dtype):
     """Random values, the first three dimensions in any order in memory, rows a little apart."""
-    machine.generator.manual_seed(seed)
+    backend.generator.manual_seed(seed)
     for shape, order, pad in zip(shapes, layouts, padding, strict=True):
         stored = [shape[dimension] for dimension in order]
-        storage = machine.randn(*stored, shape[3] + pad, dtype=dtype)[..., : shape[3]]
+        storage = backend.randn(*stored, shape[3] + pad, dtype=dtype)[..., : shape[3]]
         yield storage.permute(*(order.index(dimension) for dimension in range(3)), 3)
 
 
@@ -59,25 +59,25 @@ PROPERTY = settings(
 
 @PROPERTY
 @given(call=calls())
-def test_any_call(machine, call):
+def test_any_call(backend, call):
     *inputs, dtype, options = call
-    options = {name: machine.ints(*x) if isinstance(x, list) else x for name, x in options.items()}
-    machine.check(*tensors(machine, *inputs, dtype), **options)
+    options = {name: backend.ints(*x) if isinstance(x, list) else x for name, x in options.items()}
+    backend.check(*tensors(backend, *inputs, dtype), **options)
 
 
 @PROPERTY
 @given(call=calls(), cut=st.floats(0, 1))
-def test_any_cut_in_two(machine, call, cut):
+def test_any_cut_in_two(backend, call, cut):
     """The keys of one call, given in two: the second's positions and limits count from its own first key."""
     *inputs, dtype, options = call
-    options = {name: machine.ints(*x) if isinstance(x, list) else x for name, x in options.items()}
-    q, k, v = tensors(machine, *inputs, dtype)
+    options = {name: backend.ints(*x) if isinstance(x, list) else x for name, x in options.items()}
+    q, k, v = tensors(backend, *inputs, dtype)
     Nq, Nk = q.shape[2], k.shape[2]
-    n = options.get("seqlens_k", machine.ints(*[Nk] * q.shape[0])).clamp(0, Nk)
+    n = options.get("seqlens_k", backend.ints(*[Nk] * q.shape[0])).clamp(0, Nk)
     options.setdefault("offset", n - Nq)
     expected = attention(q, k, v, **options)
     middle = round(cut * Nk)
-    state = machine.forward(q, k[:, :, :middle], v[:, :, :middle], **options, return_state=True)
+    state = backend.forward(q, k[:, :, :middle], v[:, :, :middle], **options, return_state=True)
     for limit in "seqlens_k", "leftpad_k":
         if limit in options:
             options[limit] = options[limit].clamp(0, Nk) - middle
@@ -85,6 +85,6 @@ def test_any_cut_in_two(machine, call, cut):
     if isinstance(position, torch.Tensor):
         position = position.clamp(-(2**30), 2**30)
     options["offset"] = position - middle
-    o, l, m = machine.forward(q, k[:, :, middle:], v[:, :, middle:], **options, state=state)
+    o, l, m = backend.forward(q, k[:, :, middle:], v[:, :, middle:], **options, state=state)
     check_o(o, expected, dtype)
     check_l_m(l, m, expected)

@@ -1,5 +1,5 @@
-"""Tiny cases that reach every code path of the kernels but sm90's add_up, which takes thousands of keys, for
-compute-sanitizer (`pytest -m sanitizer`). sm90 takes 128 queries of float32 at a time, for d 64 192, or 64 if
+"""Tiny cases that reach every code path of the kernels but hopper's add_up, which takes thousands of keys, for
+compute-sanitizer (`pytest -m sanitizer`). hopper takes 128 queries of float32 at a time, for d 64 192, or 64 if
 Nk is no more either; of many heads others, see test_many_heads_of_float32.
 
 The reference runs on the CPU, so that a GPU sees little but the kernels themselves.
@@ -13,43 +13,43 @@ from reference import attention
 pytestmark = pytest.mark.sanitizer
 
 
-def check(machine, tensors, **options):
+def check(backend, tensors, **options):
     def on_cpu(option):
         return option.cpu() if isinstance(option, torch.Tensor) else option
 
     expected = attention(*map(on_cpu, tensors), **{name: on_cpu(option) for name, option in options.items()})
-    o = machine.forward(*tensors, **options)
+    o = backend.forward(*tensors, **options)
     check_o(o.cpu(), expected, o.dtype)
-    o, l, m = (t.cpu() for t in machine.forward(*tensors, **options, return_state=True))
+    o, l, m = (t.cpu() for t in backend.forward(*tensors, **options, return_state=True))
     check_o(o, expected, tensors[0].dtype)
     check_l_m(l, m, expected)
 
 
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 @pytest.mark.parametrize("Nq, Nk", [(1, 1), (65, 65), (1, 200), (20, 65), (40, 65), (150, 65), (200, 65)])
-def test_shapes(machine, dtype, d, Nq, Nk):
-    check(machine, machine.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype))
+def test_shapes(backend, dtype, d, Nq, Nk):
+    check(backend, backend.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype))
 
 
 @pytest.mark.parametrize("kilobytes", [64, 99, 163])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_smaller_shared_memory(cuda_machine, shared_memory_limit, dtype, d, kilobytes):
+def test_smaller_shared_memory(cuda_backend, shared_memory_limit, dtype, d, kilobytes):
     shared_memory_limit(1024 * kilobytes)
     for Nq in 20, 65:
-        check(cuda_machine, cuda_machine.qkv(B=1, Hq=1, Hkv=1, Nq=Nq, Nk=70, d=d, dtype=dtype), causal=True)
+        check(cuda_backend, cuda_backend.qkv(B=1, Hq=1, Hkv=1, Nq=Nq, Nk=70, d=d, dtype=dtype), causal=True)
 
 
 @pytest.mark.parametrize("d", [1, 5, 33, 72, 100, 129, 250])
-def test_head_dimensions_between(machine, dtype, d):
-    check(machine, machine.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=70, d=d, dtype=dtype), causal=True)
+def test_head_dimensions_between(backend, dtype, d):
+    check(backend, backend.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=70, d=d, dtype=dtype), causal=True)
 
 
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 @pytest.mark.parametrize("by", [1, 2, 4])
-def test_unaligned(machine, dtype, d, by):
+def test_unaligned(backend, dtype, d, by):
     """Neither the first element nor a row begins at a multiple of 16 bytes."""
-    tensors = machine.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=70, d=d + by, dtype=dtype)
-    check(machine, [t[..., by:] for t in tensors], causal=True)
+    tensors = backend.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=70, d=d + by, dtype=dtype)
+    check(backend, [t[..., by:] for t in tensors], causal=True)
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,20 @@ def test_unaligned(machine, dtype, d, by):
     ids=str,
 )
 @pytest.mark.parametrize("d", [64, 128])
-def test_masks(machine, dtype, d, band):
-    tensors = machine.qkv(B=3, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
-    check(machine, tensors, **band)
-    limits = {"seqlens_k": machine.ints(200, 70, 0), "leftpad_k": machine.ints(100, 64, 0)}
-    check(machine, tensors, **band, **limits)
-    check(machine, tensors, **{**band, **limits, "offset": machine.ints(100, 0, -5)})
+def test_masks(backend, dtype, d, band):
+    tensors = backend.qkv(B=3, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
+    check(backend, tensors, **band)
+    limits = {"seqlens_k": backend.ints(200, 70, 0), "leftpad_k": backend.ints(100, 64, 0)}
+    check(backend, tensors, **band, **limits)
+    check(backend, tensors, **{**band, **limits, "offset": backend.ints(100, 0, -5)})
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_scores_far_from_zero(machine, dtype, d):
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=400, d=d, dtype=dtype)
+def test_scores_far_from_zero(backend, dtype, d):
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=400, d=d, dtype=dtype)
     k[:, :, 250] = 0
     k[:, :, 250, 0] = 1e4
-    check(machine, (q, k, v), causal=True)
+    check(backend, (q, k, v), causal=True)
 
 
 def beyond_float16(tensors):
@@ -89,30 +89,30 @@ def beyond_float16(tensors):
 
 @pytest.mark.parametrize("Nq", [60, 100])
 @pytest.mark.parametrize("d", [40, 64, 128, 256])
-def test_float32_beyond_float16(machine, d, Nq):
-    check(machine, beyond_float16(machine.qkv(B=1, Hq=1, Hkv=1, Nq=Nq, Nk=60, d=d)), causal=True)
+def test_float32_beyond_float16(backend, d, Nq):
+    check(backend, beyond_float16(backend.qkv(B=1, Hq=1, Hkv=1, Nq=Nq, Nk=60, d=d)), causal=True)
 
 
 @pytest.mark.parametrize("d", [40, 64, 128, 256])
-def test_several_works_beyond_float16(machine, d):
+def test_several_works_beyond_float16(backend, d):
     """Not for racecheck, which doesn't see what orders a block's second work."""
-    check(machine, beyond_float16(machine.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
+    check(backend, beyond_float16(backend.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
 
 
 @pytest.mark.parametrize("d, Hq, Nq", [(64, 132, 200), (128, 70, 150)])
-def test_many_heads_of_float32(machine, d, Hq, Nq):
-    """sm90 takes 256 rows of d 64 at a time if 132 heads have more than 192, and 192 of d 128 if 67 heads
+def test_many_heads_of_float32(backend, d, Hq, Nq):
+    """hopper takes 256 rows of d 64 at a time if 132 heads have more than 192, and 192 of d 128 if 67 heads
     have 129 to 192."""
-    tensors = machine.qkv(B=1, Hq=Hq, Hkv=2, Nq=Nq, Nk=140, d=d)
-    check(machine, tensors, causal=True)
-    check(machine, beyond_float16(tensors), causal=True)
+    tensors = backend.qkv(B=1, Hq=Hq, Hkv=2, Nq=Nq, Nk=140, d=d)
+    check(backend, tensors, causal=True)
+    check(backend, beyond_float16(tensors), causal=True)
 
 
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
-def test_state(machine, dtype, d):
-    q, k, v = machine.qkv(B=1, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
+def test_state(backend, dtype, d):
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=65, Nk=200, d=d, dtype=dtype)
     expected = attention(q.cpu(), k.cpu(), v.cpu(), causal=True)
-    state = machine.forward(q, k[:, :, :150], v[:, :, :150], causal=True, offset=135, return_state=True)
-    o, l, m = machine.forward(q, k[:, :, 150:], v[:, :, 150:], causal=True, offset=-15, state=state)
+    state = backend.forward(q, k[:, :, :150], v[:, :, :150], causal=True, offset=135, return_state=True)
+    o, l, m = backend.forward(q, k[:, :, 150:], v[:, :, 150:], causal=True, offset=-15, state=state)
     check_o(o.cpu(), expected, dtype)
     check_l_m(l.cpu(), m.cpu(), expected)

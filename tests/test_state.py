@@ -19,19 +19,19 @@ from reference import attention
     ],
     ids=str,
 )
-def test_chunks_in_any_order(machine, dtype, band):
+def test_chunks_in_any_order(backend, dtype, band):
     """Keys in chunks, also empty ones, give what they give together: each chunk has its own position."""
-    q, k, v = machine.qkv(Nq=100, Nk=200, dtype=dtype)
+    q, k, v = backend.qkv(Nq=100, Nk=200, dtype=dtype)
     position = band.get("offset", 200 - 100)
     ends = [0, 1, 1, 64, 130, 137, 200]
     chunks = list(itertools.pairwise(ends))
     expected = attention(q, k, v, **band)
     for _ in range(3):
-        machine.random.shuffle(chunks)
+        backend.random.shuffle(chunks)
         state = None
         for begin, end in chunks:
             here = dict(band, offset=position - begin)
-            state = machine.forward(
+            state = backend.forward(
                 q, k[:, :, begin:end], v[:, :, begin:end], **here, state=state, return_state=True
             )
         o, l, m = state
@@ -39,59 +39,59 @@ def test_chunks_in_any_order(machine, dtype, band):
         check_l_m(l, m, expected)
 
 
-def test_chunks_with_their_own_lengths(machine, dtype):
-    q, k, v = machine.qkv(B=3, Nk=100, dtype=dtype)
+def test_chunks_with_their_own_lengths(backend, dtype):
+    q, k, v = backend.qkv(B=3, Nk=100, dtype=dtype)
     expected = attention(q, k, v, seqlens_k=torch.tensor([80, 30, 0]), leftpad_k=torch.tensor([60, 10, 0]))
-    state = machine.forward(
+    state = backend.forward(
         q,
         k[:, :, :50],
         v[:, :, :50],
-        seqlens_k=machine.ints(80, 30, 0),
-        leftpad_k=machine.ints(60, 10, 0),
+        seqlens_k=backend.ints(80, 30, 0),
+        leftpad_k=backend.ints(60, 10, 0),
         return_state=True,
     )
-    o, l, m = machine.forward(
+    o, l, m = backend.forward(
         q,
         k[:, :, 50:],
         v[:, :, 50:],
-        seqlens_k=machine.ints(30, -20, -50),
-        leftpad_k=machine.ints(10, -40, -50),
+        seqlens_k=backend.ints(30, -20, -50),
+        leftpad_k=backend.ints(10, -40, -50),
         state=state,
     )
     check_o(o, expected, dtype)
     check_l_m(l, m, expected)
 
 
-def random_state(machine, q):
+def random_state(backend, q):
     """Any state, with rows that have seen no key and rows that have seen only -inf."""
     shape = q.shape[:3]
-    o, l, m = machine.randn(*q.shape), machine.randn(*shape).exp(), machine.randn(*shape)
+    o, l, m = backend.randn(*q.shape), backend.randn(*shape).exp(), backend.randn(*shape)
     o[:, :, 3], l[:, :, 3], m[:, :, 3] = 0, 0, -torch.inf
     o[:, :, 5], l[:, :, 5], m[:, :, 5] = torch.nan, 0, -torch.inf
     return o, l, m
 
 
 @pytest.mark.parametrize("case", ["no keys", "seqlens_k 0", "hidden by the band"])
-def test_no_key_copies_the_state(machine, dtype, case):
+def test_no_key_copies_the_state(backend, dtype, case):
     """Bit for bit, into new tensors."""
-    q, k, v = machine.qkv(dtype=dtype)
-    state = random_state(machine, q)
+    q, k, v = backend.qkv(dtype=dtype)
+    state = random_state(backend, q)
     if case == "no keys":
-        new = machine.forward(q, k[:, :, :0], v[:, :, :0], state=state)
+        new = backend.forward(q, k[:, :, :0], v[:, :, :0], state=state)
     elif case == "seqlens_k 0":
-        new = machine.forward(q, k, v, seqlens_k=machine.ints(0, -3), state=state)
+        new = backend.forward(q, k, v, seqlens_k=backend.ints(0, -3), state=state)
     else:
-        new = machine.forward(q, k, v, offset=-1000, causal=True, state=state)
+        new = backend.forward(q, k, v, offset=-1000, causal=True, state=state)
     for before, after in zip(state, new, strict=True):
         assert after.dtype == torch.float32 and after.data_ptr() != before.data_ptr()
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_some_rows_without_keys(machine, dtype):
+def test_some_rows_without_keys(backend, dtype):
     """A causal chunk in the future of the first queries: their state is copied, the others' is merged."""
-    q, k, v = machine.qkv(Nq=100, Nk=100, dtype=dtype)
-    first = machine.forward(q, k[:, :, :70], v[:, :, :70], causal=True, offset=0, return_state=True)
-    both = machine.forward(q, k[:, :, 70:], v[:, :, 70:], causal=True, offset=-70, state=first)
+    q, k, v = backend.qkv(Nq=100, Nk=100, dtype=dtype)
+    first = backend.forward(q, k[:, :, :70], v[:, :, :70], causal=True, offset=0, return_state=True)
+    both = backend.forward(q, k[:, :, 70:], v[:, :, 70:], causal=True, offset=-70, state=first)
     for before, after in zip(first, both, strict=True):
         assert torch.equal(after[:, :, :70], before[:, :, :70])
     expected = attention(q, k, v, causal=True)
@@ -99,52 +99,52 @@ def test_some_rows_without_keys(machine, dtype):
     check_l_m(*both[1:], expected)
 
 
-def test_no_state_is_the_empty_state(machine, dtype):
+def test_no_state_is_the_empty_state(backend, dtype):
     """(0, 0, -inf), and others too: o and m count for nothing where l is 0."""
-    q, k, v = machine.qkv(dtype=dtype)
-    expected = machine.forward(q, k, v, causal=True, return_state=True)
+    q, k, v = backend.qkv(dtype=dtype)
+    expected = backend.forward(q, k, v, causal=True, return_state=True)
     l = torch.zeros_like(expected[1])
     for no_o, no_m in (0, -torch.inf), (torch.nan, -torch.inf), (0, 0), (0, 1000):
         state = torch.full_like(expected[0], no_o), l, torch.full_like(l, no_m)
-        actual = machine.forward(q, k, v, causal=True, state=state)
+        actual = backend.forward(q, k, v, causal=True, state=state)
         assert all(map(torch.equal, actual, expected))
 
 
-def test_scores_of_minus_infinity(machine, dtype):
+def test_scores_of_minus_infinity(backend, dtype):
     """A chunk of them alone gives NaN, as softmax does, and counts for nothing beside other keys."""
-    q, k, v = machine.qkv(d=16, dtype=dtype)
+    q, k, v = backend.qkv(d=16, dtype=dtype)
     q = q.abs()
     sunk = torch.full_like(k, -torch.inf)
-    finite = machine.forward(q, k, v, return_state=True)
-    o, l, m = sunk_state = machine.forward(q, sunk, v, return_state=True)
+    finite = backend.forward(q, k, v, return_state=True)
+    o, l, m = sunk_state = backend.forward(q, sunk, v, return_state=True)
     assert o.isnan().all() and not l.any() and (m == -torch.inf).all()
-    o, l, m = machine.forward(q, sunk, v, state=sunk_state)
+    o, l, m = backend.forward(q, sunk, v, state=sunk_state)
     assert o.isnan().all() and not l.any() and (m == -torch.inf).all()
-    for actual in machine.forward(q, k, v, state=sunk_state), machine.forward(q, sunk, v, state=finite):
+    for actual in backend.forward(q, k, v, state=sunk_state), backend.forward(q, sunk, v, state=finite):
         for a, b in zip(actual, finite, strict=True):
             torch.testing.assert_close(a, b)
 
 
-def test_maxima_far_apart(machine, dtype):
+def test_maxima_far_apart(backend, dtype):
     """Whichever chunk has the larger scores wins, without overflow, in either order. Scores are exact."""
-    q, k = (machine.integers(-2, 2, 2, 2, N, 16, dtype=dtype) for N in (70, 60))
-    v = machine.randn(2, 2, 60, 16, dtype=dtype)
+    q, k = (backend.integers(-2, 2, 2, 2, N, 16, dtype=dtype) for N in (70, 60))
+    v = backend.randn(2, 2, 60, 16, dtype=dtype)
     q[..., 0], k[:, :, :30, 0], k[:, :, 30:, 0] = 40, 30, -30
     expected = attention(q, k, v)
     halves = [(k[:, :, part], v[:, :, part]) for part in (slice(0, 30), slice(30, 60))]
     for (k1, v1), (k2, v2) in (halves, halves[::-1]):
-        state = machine.forward(q, k1, v1, return_state=True)
-        o, l, m = machine.forward(q, k2, v2, state=state)
+        state = backend.forward(q, k1, v1, return_state=True)
+        o, l, m = backend.forward(q, k2, v2, state=state)
         check_o(o, expected, dtype)
         check_l_m(l, m, expected)
 
 
-def test_state_from_elsewhere(machine):
+def test_state_from_elsewhere(backend):
     """The state is float64's own: what the reference hands over, forward continues."""
-    q, k, v = machine.qkv()
+    q, k, v = backend.qkv()
     first = attention(q, k[:, :, :33], v[:, :, :33])
     state = tuple(t.float() for t in first[:3])
-    o, l, m = machine.forward(q, k[:, :, 33:], v[:, :, 33:], state=state)
+    o, l, m = backend.forward(q, k[:, :, 33:], v[:, :, 33:], state=state)
     expected = attention(q, k, v)
     check_o(o, expected, q.dtype)
     check_l_m(l, m, expected)

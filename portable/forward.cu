@@ -581,28 +581,22 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// Br x Bc are chosen when the device is known: the first of a list that fits the shared memory a block may have (64 KB
+// Br x Bc are chosen by the plan: the first of a list that fits the shared memory a block may have (64 KB
 // on a T4, 99 on sm_86, 89 and 120, 163 on an A100, 227 on Hopper) and of whose rows more than half are queries. The
 // last is taken without asking: it needs at most 55 KB.
-template <class... Tiles>
-struct List {};
-
-template <class Tile, class... Smaller>
-Tile first(List<Tile, Smaller...>);
-
 struct FloatKernels {
     template <class T, class Tile>
     static auto kernel() {
         return float_kernel<T, Tile>;
     }
     // D, Br, Bc, TX, TY, blocks on a multiprocessor; TFLOP/s on an H200 at 16k tokens, N 2048
-    using D64 = List<FloatTile<64, 128, 64, 8, 16, 2>,     // 103 KB: 38
+    using D64 = TileList<FloatTile<64, 128, 64, 8, 16, 2>,     // 103 KB: 38
                      FloatTile<64, 64, 64, 8, 16, 3>,      // 68 KB: 36; N 64: 19 us instead of 25
                      FloatTile<64, 32, 64, 16, 8, 3>>;     // 52 KB, for a T4: 29
-    using D128 = List<FloatTile<128, 128, 64, 16, 16, 1>,  // 171 KB: 37
+    using D128 = TileList<FloatTile<128, 128, 64, 16, 16, 1>,  // 171 KB: 37
                       FloatTile<128, 64, 48, 16, 8, 2>,    // 98 KB: 35
                       FloatTile<128, 32, 32, 16, 8, 2>>;   // 55 KB: 28
-    using D256 = List<FloatTile<256, 64, 64, 16, 16, 1>,   // 214 KB: 34
+    using D256 = TileList<FloatTile<256, 64, 64, 16, 16, 1>,   // 214 KB: 34
                       FloatTile<256, 64, 32, 16, 16, 1>,   // 141 KB, for an A100: 26
                       FloatTile<256, 32, 16, 16, 8, 1>,    // 69 KB, for 99 KB
                       FloatTile<256, 16, 16, 16, 4, 1>>;   // 51 KB
@@ -614,70 +608,93 @@ struct HalfKernels {
         return half_kernel<T, Tile>;
     }
     // D, Br, Bc, rows a warp, blocks on a multiprocessor; TFLOP/s as above
-    using D64 = List<HalfTile<64, 128, 64, 32, 3>,    // 71 KB: 165
+    using D64 = TileList<HalfTile<64, 128, 64, 32, 3>,    // 71 KB: 165
                      HalfTile<64, 64, 64, 32, 4>>;    // 44 KB: 141
-    using D128 = List<HalfTile<128, 128, 64, 32, 2>,  // 103 KB: 211
+    using D128 = TileList<HalfTile<128, 128, 64, 32, 2>,  // 103 KB: 211
                       HalfTile<128, 64, 32, 32, 2>>;  // 43 KB: 152
-    using D256 = List<HalfTile<256, 128, 64, 16, 1>,  // 167 KB: 181
+    using D256 = TileList<HalfTile<256, 128, 64, 16, 1>,  // 167 KB: 181
                       HalfTile<256, 64, 32, 16, 2>,   // 75 KB: 173
                       HalfTile<256, 32, 32, 16, 2>>;  // 54 KB
 };
 
-struct Launch {
-    CUstream_st *stream;
-    int shared_memory;  // bytes a block may have
-    bool aligned;       // rows of Q, K, V and O begin and end at multiples of 16 bytes
-};
-
 template <class Kernels, class T, class Tile, class... Smaller>
-cudaError_t launch_tile(const Attention &a, const Launch &launch, List<Tile, Smaller...>) {
+Plan plan_tile(const Attention &a, const Device &device, const char *kernel, TileList<Tile, Smaller...>, int index = 0) {
     if constexpr (sizeof...(Smaller) > 0)
-        if (Tile::SharedBytes > launch.shared_memory || a.Nq <= Tile::Br / 2)
-            return launch_tile<Kernels, T>(a, launch, List<Smaller...>());
+        if (Tile::SharedBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
+            return plan_tile<Kernels, T>(a, device, kernel, TileList<Smaller...>(), index + 1);
+    const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
+    return {kernel, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, 0};
+}
+
+// use(the list of tiles for d)
+template <class Kernels, class Use>
+auto with_tiles_for(int d, const Use &use) {
+    if (d <= 64) return use(typename Kernels::D64());
+    if (d <= 128) return use(typename Kernels::D128());
+    return use(typename Kernels::D256());
+}
+
+template <class Kernels, class T>
+Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
+    return with_tiles_for<Kernels>(a.d, [&](auto tiles) { return plan_tile<Kernels, T>(a, device, name, tiles); });
+}
+
+template <class Kernels, class T, class Tile>
+cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile>();
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SharedBytes);
-    const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br), most = (int64_t(1) << 31) - 1;
-    for (int64_t first = 0; first < blocks && error == cudaSuccess; first += most) {
-        const int grid = (int)std::min(blocks - first, most);
-        kernel<<<grid, Tile::Threads, Tile::SharedBytes, launch.stream>>>(a, first, launch.aligned);
+    const int64_t most = (int64_t(1) << 31) - 1;
+    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
+        const int grid = (int)std::min(plan.grid - first, most);
+        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned);
         error = cudaGetLastError();
     }
     return error;
 }
 
 template <class Kernels, class T>
-cudaError_t launch_for_d(const Attention &a, const Launch &launch) {
-    if (a.d <= 64) return launch_tile<Kernels, T>(a, launch, typename Kernels::D64());
-    if (a.d <= 128) return launch_tile<Kernels, T>(a, launch, typename Kernels::D128());
-    return launch_tile<Kernels, T>(a, launch, typename Kernels::D256());
-}
-
-// bfloat16 by the code that this device really got: PTX for sm_75 may be what runs on a newer GPU.
-cudaError_t launch_bfloat16(const Attention &a, const Launch &launch) {
-    cudaFuncAttributes attributes;
-    const cudaError_t error =
-        cudaFuncGetAttributes(&attributes, HalfKernels::kernel<__nv_bfloat16, decltype(first(HalfKernels::D64()))>());
-    if (error != cudaSuccess) return error;
-    return attributes.ptxVersion >= 80 ? launch_for_d<HalfKernels, __nv_bfloat16>(a, launch)
-                                       : launch_for_d<FloatKernels, __nv_bfloat16>(a, launch);
-}
-
-cudaError_t launch_any(const Attention &a, CUstream_st *stream) {
-    int shared_memory = 0;
-    const cudaError_t error = get_attribute(shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    if (error != cudaSuccess) return error;
-    const int64_t element = a.dtype == Dtype::float32 ? 4 : 2;
+cudaError_t launch_kernel(const Attention &a, const Plan &plan, CUstream_st *stream) {
+    const int64_t element = sizeof(T);
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
                          is_aligned(a.v, a.v_stride, element, a.d) &&
                          is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
-    const Launch launch{stream, std::min(shared_memory, a.shared_memory_limit), aligned};
-    if (a.dtype == Dtype::float32) return launch_for_d<FloatKernels, float>(a, launch);
-    if (a.dtype == Dtype::float16) return launch_for_d<HalfKernels, __half>(a, launch);
-    return launch_bfloat16(a, launch);
+    return with_tiles_for<Kernels>(a.d, [&](auto tiles) {
+        return with_tile(plan.tile, tiles, [&](auto tile) {
+            return launch_tile<Kernels, T, decltype(tile)>(a, plan, aligned, stream);
+        });
+    });
 }
+
+// bfloat16 by the code that this device really got: PTX for sm_75 may be what runs on a newer GPU.
+const char *bfloat16_on_tensor_cores(bool &yes) {
+    cudaFuncAttributes attributes;
+    const auto kernel = with_tile(0, HalfKernels::D64(),
+                                  [](auto tile) { return HalfKernels::kernel<__nv_bfloat16, decltype(tile)>(); });
+    const char *error = why_not(cudaFuncGetAttributes(&attributes, kernel));
+    if (!error) yes = attributes.ptxVersion >= 80;
+    return error;
+}
+
+constexpr const char *kFloatKernel = "float32", *kHalfKernel = "half", *kBfloat16OnFmaUnits = "bfloat16 on FMA units";
 
 }  // namespace
 
-const char *forward_portable(const Attention &a, CUstream_st *stream) { return why_not(launch_any(a, stream)); }
+Plan plan_portable(const Attention &a, const Device &device) {
+    if (a.dtype == Dtype::float32) return plan_kernel<FloatKernels, float>(a, device, kFloatKernel);
+    if (a.dtype == Dtype::float16) return plan_kernel<HalfKernels, __half>(a, device, kHalfKernel);
+    bool on_tensor_cores = true;
+    const char *error = bfloat16_on_tensor_cores(on_tensor_cores);
+    Plan plan = on_tensor_cores ? plan_kernel<HalfKernels, __nv_bfloat16>(a, device, kHalfKernel)
+                                : plan_kernel<FloatKernels, __nv_bfloat16>(a, device, kBfloat16OnFmaUnits);
+    plan.error = error;
+    return plan;
+}
+
+const char *launch_portable(const Attention &a, const Plan &plan, void *, CUstream_st *stream) {
+    if (a.dtype == Dtype::float32) return why_not(launch_kernel<FloatKernels, float>(a, plan, stream));
+    if (a.dtype == Dtype::float16) return why_not(launch_kernel<HalfKernels, __half>(a, plan, stream));
+    return why_not(plan.kernel == kHalfKernel ? launch_kernel<HalfKernels, __nv_bfloat16>(a, plan, stream)
+                                              : launch_kernel<FloatKernels, __nv_bfloat16>(a, plan, stream));
+}
 
 }  // namespace minimal_attn

@@ -1,4 +1,4 @@
-// flash_cpu.cpp: Algorithm 1 on the CPU.
+// cpu/forward.cpp: Algorithm 1 on the CPU.
 //
 // A thread takes a tile of Br rows of Q, walks its keys in tiles of Bc, then takes the next. A query is a
 // lane of a vector register, as it is a thread on a GPU: scores and output are kept transposed. Then the max
@@ -194,7 +194,7 @@ T *row_of(const void *x, const Strides &stride, int64_t b, int64_t h, int64_t i)
 namespace minimal_attn::avx512 {
 constexpr int W = 16, sums = 16;
 }
-#include "flash_cpu.cpp"
+#include "cpu/forward.cpp"
 #pragma GCC pop_options
 #undef INSTRUCTIONS
 
@@ -204,7 +204,7 @@ constexpr int W = 16, sums = 16;
 namespace minimal_attn::avx2 {
 constexpr int W = 8, sums = 12;
 }
-#include "flash_cpu.cpp"
+#include "cpu/forward.cpp"
 #pragma GCC pop_options
 #undef INSTRUCTIONS
 #endif
@@ -213,7 +213,7 @@ constexpr int W = 8, sums = 12;
 namespace minimal_attn::any_cpu {
 constexpr int W = 4, sums = 8;
 }
-#include "flash_cpu.cpp"
+#include "cpu/forward.cpp"
 #undef INSTRUCTIONS
 
 namespace minimal_attn {
