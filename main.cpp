@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <array>
@@ -22,6 +23,7 @@
 #include <variant>
 #include <vector>
 
+#include "checks.h"
 #include "flash.h"
 
 #ifdef WITH_CUDA
@@ -32,30 +34,7 @@
 namespace minimal_attn {
 namespace {
 
-using at::Tensor;
-using c10::SymInt;
-using MaybeTensor = std::optional<Tensor>;
-
-// i and j are ints; and float32 sums of more equal terms than this (l, Oi) begin to stand still.
-constexpr int64_t kMaxTokens = int64_t(1) << 28;
 std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
-
-// The operator's arguments, as the dispatcher hands them over.
-struct Arguments {
-    const Tensor &q, &k, &v;
-    bool causal;
-    c10::SymIntArrayRef window_size;
-    std::optional<double> softmax_scale;
-    const MaybeTensor &seqlens_k, &leftpad_k;
-    const std::optional<SymInt> &offset;
-    const MaybeTensor &offsets;
-    std::string_view backend;
-};
-
-// The earlier state, as forward.state gets it: all three or none.
-struct State {
-    const MaybeTensor &o, &l, &m;
-};
 
 // ---------------------------------------------------------------------------------------------- backends
 
@@ -67,24 +46,27 @@ const char *cuda_architectures() {
 #endif
 }
 
-// The backends read rows of d neighbours; any other last stride costs a copy.
-Tensor with_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
+// What every backend reads: rows of d neighbours.
+bool has_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1; }
 
-#ifdef WITH_CUDA
-// TMA wants 16-byte aligned addresses and strides, and rows that don't overlap; what has others is copied, the heads and
-// batches of an expanded tensor once.
-Tensor with_aligned_rows(const Tensor &t) {
-    const int64_t chunk = 16 / t.element_size();
-    bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) &&
-                (t.stride(2) >= t.size(3) || t.size(2) <= 1);
-    for (int i = 0; i < 3; ++i) fits &= t.size(i) <= 1 || t.stride(i) % chunk == 0;
-    if (fits || t.numel() == 0) return t;
+// A copy that every backend reads. Heads and batches of an expanded tensor (stride 0) are copied once.
+Tensor aligned_copy(const Tensor &t) {
     Tensor once = t;
     for (int i = 0; i < 2; ++i)
-        if (t.stride(i) == 0) once = once.narrow(i, 0, 1);
-    const int64_t padded = (t.size(3) + chunk - 1) / chunk * chunk;
+        if (t.stride(i) == 0 && t.size(i) > 0) once = once.narrow(i, 0, 1);
+    const int64_t chunk = 16 / t.element_size(), padded = (t.size(3) + chunk - 1) / chunk * chunk;
     const Tensor copy = at::empty({once.size(0), once.size(1), t.size(2), padded}, t.options()).narrow(3, 0, t.size(3));
     return copy.copy_(once).expand(t.sizes());
+}
+
+#ifdef WITH_CUDA
+// What TMA reads: addresses and strides that are multiples of 16 bytes, and rows that don't overlap.
+bool has_aligned_rows(const Tensor &t) {
+    const int64_t chunk = 16 / t.element_size();
+    bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && has_contiguous_rows(t) &&
+                (t.stride(2) >= t.size(3) || t.size(2) <= 1);
+    for (int i = 0; i < 3; ++i) fits &= t.size(i) <= 1 || t.stride(i) % chunk == 0;
+    return fits;
 }
 
 std::string why_not_hopper(const Tensor &q) {
@@ -101,21 +83,22 @@ std::string why_not_hopper(const Tensor &q) {
 }
 #endif
 
-// The backends of this build, the fastest of each device first: "auto" takes the first that serves q.
+// How this build computes attention. docs/reading.md says how one is added.
 struct Backend {
     std::string name;
     at::DeviceType device;
-    std::string (*why_not)(const Tensor &q);     // what it serves, and why that isn't q; empty if it is
-    Tensor (*readable)(const Tensor &);          // q, k or v as it can read it, copied if need be
+    std::string (*why_not)(const Tensor &q);  // what it serves, and why that isn't q; empty if it is
+    bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
 };
 
+// The fastest of each device first: "auto" takes the first that serves q.
 const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, why_not_hopper, with_aligned_rows,
+        {"hopper", at::kCUDA, why_not_hopper, has_aligned_rows,
          [](const Attention &a, const Device &device) {
              return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
          },
@@ -123,9 +106,12 @@ const std::vector<Backend> &backends() {
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, with_contiguous_rows, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, plan_portable, launch_portable},
 #endif
-        {"cpu", at::kCPU, serves_all, with_contiguous_rows, [](const Attention &, const Device &) { return Plan{"cpu"}; },
+        {"cpu", at::kCPU, serves_all, has_contiguous_rows,
+         [](const Attention &a, const Device &) {
+             return Plan{"cpu", 0, 128, 64, (a.d + 15) / 16 * 16, a.B * a.Hq, at::get_num_threads()};
+         },
          [](const Attention &a, const Plan &, void *, CUstream_st *) -> const char * {
              forward_cpu(a);
              return nullptr;
@@ -138,58 +124,6 @@ std::vector<std::string> backend_names() {
     std::vector<std::string> names;
     for (const Backend &backend : backends()) names.push_back(backend.name);
     return names;
-}
-
-// ---------------------------------------------------------------------------------------------- checks
-// All of them work on symbolic sizes, so that Meta refuses what the backends refuse.
-
-std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
-
-void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
-    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ", t.layout());
-    TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on q's device ", q.device(), ", but is on ",
-                      t.device());
-    TORCH_CHECK_VALUE(t.scalar_type() == dtype, name, " must be ", name_of(dtype), ", but is ",
-                      name_of(t.scalar_type()));
-}
-
-void check_q_k_v(const Arguments &a) {
-    const auto dtype = a.q.scalar_type();
-    TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                      "q must be float32, float16 or bfloat16, but is ", name_of(dtype));
-    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) {
-        check_like_q(a.q, *t, name, dtype);
-        TORCH_CHECK_VALUE(t->dim() == 4, name, " must have 4 dimensions, (B, H, N, d), but has shape ", t->sym_sizes());
-        TORCH_CHECK_VALUE(t->sym_size(2) < kMaxTokens, name, " must have fewer than ", kMaxTokens,
-                          " tokens, but has shape ", t->sym_sizes());
-    }
-    const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
-    TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256, "q must have a head dimension d from 1 to 256, but has shape ", q);
-    TORCH_CHECK_VALUE(k[0] == q[0] && k[3] == q[3], "k must have q's batch size and head dimension, (", q[0],
-                      ", Hkv, Nk, ", q[3], "), but has shape ", k);
-    TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ", k,
-                      ", but has shape ", v);
-    TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0, "q must have a multiple of k's heads, but q has ", q[1],
-                      " and k has ", k[1]);
-}
-
-void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
-    if (!t) return;
-    check_like_q(q, *t, name, at::kInt);
-    TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
-                      q.sym_size(0), ",), but has shape ", t->sym_sizes());
-}
-
-void check_options(const Arguments &a) {
-    TORCH_CHECK_VALUE(a.window_size.size() == 2 && a.window_size[0] >= -1 && a.window_size[1] >= -1,
-                      "window_size must be (left, right), each at least 0, or -1 for no bound, but was ",
-                      a.window_size);
-    TORCH_CHECK_VALUE(!a.softmax_scale || std::isfinite((float)*a.softmax_scale),
-                      "softmax_scale must be a finite float32, but was ", *a.softmax_scale);
-    TORCH_CHECK_VALUE(!(a.offset && a.offsets), "offset must be an int or a tensor, but was both");
-    check_per_batch(a.q, a.seqlens_k, "seqlens_k");
-    check_per_batch(a.q, a.leftpad_k, "leftpad_k");
-    check_per_batch(a.q, a.offsets, "offset");
 }
 
 // The backend that "auto" or the name means; null for meta tensors, which need none.
@@ -205,28 +139,15 @@ const Backend *check_backend(const Arguments &a) {
         if (why_not.empty()) return &backend;
         TORCH_CHECK_VALUE(is_auto, "backend \"", backend.name, "\" serves ", why_not);
     }
-    const auto name = std::string(a.backend.substr(0, 40));
+    size_t length = std::min<size_t>(a.backend.size(), 40);
+    while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
+    const auto name = std::string(a.backend.substr(0, length));
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
     TORCH_CHECK_VALUE(is_auto, "backend must serve q's device ", a.q.device(), ", but was \"", name, "\"");
     TORCH_CHECK_VALUE(false, "q must be on the cpu, but is on ", a.q.device(),
                       ": this build of minimal_attn has no CUDA code; rebuild it where the GPU is, by make build");
-}
-
-void check_state(const Tensor &q, const State &state) {
-    const bool any = state.o || state.l || state.m, all = state.o && state.l && state.m;
-    TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
-    if (!any) return;
-    check_like_q(q, *state.o, "state's o", at::kFloat);
-    TORCH_CHECK_VALUE(state.o->sym_sizes() == q.sym_sizes(), "state's o must have q's shape ", q.sym_sizes(),
-                      ", but has shape ", state.o->sym_sizes());
-    for (const auto &[t, name] : {std::pair{&*state.l, "state's l"}, {&*state.m, "state's m"}}) {
-        check_like_q(q, *t, name, at::kFloat);
-        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
-                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
-                          t->sym_sizes());
-    }
 }
 
 // ---------------------------------------------------------------------------------------------- results
@@ -315,14 +236,33 @@ void plan_and_launch(const Attention &attention, const Backend &backend, const T
     if (q.numel() == 0) return;
     const Plan plan = backend.plan(attention, gpu_of(q));
     check_launch(plan.error, q);
-    const Tensor workspace =
-        plan.workspace > 0 ? at::empty({plan.workspace}, q.options().dtype(at::kByte)) : Tensor();
+    const Tensor workspace = plan.workspace > 0 ? at::empty({plan.workspace}, q.options().dtype(at::kByte)) : Tensor();
     CUstream_st *stream = nullptr;
 #ifdef WITH_CUDA
     if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
 #endif
     void *const memory = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
     check_launch(backend.launch(attention, plan, memory, stream), q);
+}
+
+// One int32 a batch, dense. Clamping an int64 changes nothing: no key or position is beyond int32.
+Tensor per_batch(const MaybeTensor &t) {
+    if (!t) return {};
+    constexpr int64_t most = std::numeric_limits<int>::max();
+    return (t->scalar_type() == at::kLong ? t->clamp(-most, most).to(at::kInt) : *t).contiguous();
+}
+
+// The part of flash.h's struct that plans depend on: everything but what lies in memory.
+Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const Tensor &v) {
+    Attention attention{};
+    attention.dtype = dtype_of(q);
+    attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
+    attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
+    attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
+    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
+    attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
+    set_mask(attention, a);
+    return attention;
 }
 
 // state: null for the operator `forward`, which returns o alone; forward.state always passes one, with tensors if there
@@ -336,29 +276,25 @@ Results run(const Arguments &a, const State *state) {
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
 #endif
     Results results = allocate(a, state);
-    if (!backend) return results;
+    if (!backend || a.q.numel() == 0) return results;
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
-    const Tensor q = backend->readable(a.q), k = backend->readable(a.k), v = backend->readable(a.v);
+    const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
     const auto dense = [](const MaybeTensor &t) { return t ? t->contiguous() : Tensor(); };
-    const Tensor seqlens_k = dense(a.seqlens_k), leftpad_k = dense(a.leftpad_k), offset = dense(a.offsets);
-    Tensor o_in, l_in, m_in;
-    if (state && state->o) o_in = with_contiguous_rows(*state->o), l_in = dense(state->l), m_in = dense(state->m);
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
-
-    Attention attention{};
-    attention.dtype = dtype_of(q);
-    attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
-    attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
-    attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
-    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
-    attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
+    const Tensor q = readable(a.q), k = readable(a.k), v = readable(a.v);
+    Attention attention = describe(a, q, k, v);
+    const Tensor seqlens_k = per_batch(a.seqlens_k), leftpad_k = per_batch(a.leftpad_k), offset = per_batch(a.offsets);
     attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k), attention.offset = ints(offset);
-    set_mask(attention, a);
+    Tensor o_in, l_in, m_in;
+    if (state && state->o) {
+        o_in = has_contiguous_rows(*state->o) ? *state->o : aligned_copy(*state->o);
+        l_in = dense(state->l), m_in = dense(state->m);
+        attention.o_in_stride = strides_of(o_in);
+    }
     attention.o_in = floats(o_in), attention.l_in = floats(l_in), attention.m_in = floats(m_in);
-    if (o_in.defined()) attention.o_in_stride = strides_of(o_in);
     attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
     attention.l = out(results.l), attention.m = out(results.m);
     plan_and_launch(attention, *backend, q);
@@ -449,6 +385,45 @@ std::variant<Tensor, std::tuple<Tensor, Tensor, Tensor>> eager(
                                        backend, o, l, m);
 }
 
+// What forward would do with these arguments, for minimal_attn.explain; launches nothing.
+pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
+                       std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
+                       const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
+                       const MaybeTensor &offsets, const std::string &backend) {
+    using namespace pybind11::literals;
+    const std::array<SymInt, 2> window = {window_size.first, window_size.second};
+    const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
+    const Arguments a{q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend};
+    check_q_k_v(a);
+    check_options(a);
+    const Backend *taken = check_backend(a);
+    TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
+    pybind11::dict others;
+    bool is_slower = false;
+    for (const Backend &other : backends()) {
+        if (&other == taken) is_slower = true;
+        if (&other == taken) continue;
+        const auto device = c10::DeviceTypeName(other.device, true);
+        const std::string why_not = other.device == q.device().type() ? other.why_not(q) : "";
+        others[other.name.c_str()] = other.device != q.device().type() ? "serves " + device + " tensors"
+                                     : !why_not.empty()                ? "serves " + why_not
+                                     : is_slower                       ? "is slower"
+                                                                       : "backend=\"" + backend + "\" was given";
+    }
+    pybind11::list copied;
+    for (const auto &[t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
+        if (t->numel() > 0 && !taken->reads(*t)) copied.append(name);
+    Attention attention = describe(a, q, k, v);
+    // Plans ask only whether these are there.
+    const auto given = [&](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
+    attention.seqlens_k = given(seqlens_k), attention.leftpad_k = given(leftpad_k), attention.offset = given(offsets);
+    const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
+    return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
+                          "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
+                          "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace, "copied"_a = copied,
+                          "others"_a = others);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
@@ -477,6 +452,7 @@ TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(eager));
+    m.def("explain", torch::wrap_pybind_function(explain), "What minimal_attn.explain returns, as a dict");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def(

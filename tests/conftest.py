@@ -59,6 +59,9 @@ class Backend:
     def forward(self, q, k, v, **options):
         return minimal_attn.forward(q, k, v, backend=self.name, **options)
 
+    def explain(self, q, k, v, **options):
+        return minimal_attn.explain(q, k, v, backend=self.name, **options)
+
     def check(self, q, k, v, **options):
         """The contract on these inputs: o, with and without the state, l and m against float64."""
         expected = attention(q, k, v, **options)

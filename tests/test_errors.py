@@ -124,7 +124,7 @@ def test_cpu_and_cuda(cuda_backend):
 
 @pytest.mark.parametrize("name", ["seqlens_k", "leftpad_k", "offset"])
 def test_one_int_a_batch(backend, name):
-    for wrong in torch.int64, torch.float32, torch.bool, torch.uint8, torch.int16:
+    for wrong in torch.float32, torch.bool, torch.uint8, torch.int16:
         t = zeros(backend, 2, dtype=wrong)
         refuses(backend, ValueError, rf"^{name} ", dtype_name(torch.int32), **{name: t})
     for shape in (), (1,), (3,), (0,), (2, 1), (1, 2):
@@ -197,9 +197,39 @@ def test_long_values(backend):
     refuses(backend, TypeError, "^softmax_scale must be a number", softmax_scale=10**400)
 
 
+@pytest.mark.parametrize("length", range(36, 42))
+def test_long_name_that_ends_within_a_letter(backend, length):
+    """The name is cut after 40 bytes, but not within one of its letters, which have several each."""
+    refuses(backend, ValueError, "^backend must be", "a" * 36, backend="a" * length + "é漢😀" * 3)
+    refuses(backend, TypeError, "^backend must be", backend="a" * length + "\ud800")
+
+
+@pytest.mark.parametrize("wrong", [1e39, -1e300])
+def test_softmax_scale_that_only_a_double_holds(backend, wrong):
+    refuses(backend, ValueError, "^softmax_scale ", "finite float32", softmax_scale=wrong)
+
+
 def test_misspelt_keyword(backend):
-    refuses(backend, TypeError, "is_causal", is_causal=True)
-    refuses(backend, TypeError, "scale", scale=1.0)
+    refuses(backend, TypeError, "unexpected keyword argument 'causa'", causa=True)
+
+
+@pytest.mark.parametrize(
+    "keyword, hint",
+    {
+        "is_causal": "causal=True",
+        "scale": "softmax_scale",
+        "attn_mask": "seqlens_k",
+        "dropout_p": "no dropout",
+        "enable_gqa": "fewer heads",
+        "cu_seqlens_q": "seqlens_k",
+        "cache_seqlens": "seqlens_k",
+        "return_lse": "return_state",
+        "softcap": "no softcap",
+        "machine": "backend",
+    }.items(),
+)
+def test_keyword_of_another_library(backend, keyword, hint):
+    refuses(backend, TypeError, f"unexpected keyword argument '{keyword}'; ", hint, **{keyword: 1})
 
 
 def test_missing_and_surplus_arguments(backend):
@@ -267,16 +297,17 @@ def test_state_of_another_type(backend):
         refuses(backend, TypeError, r"^state ", r"\(o, l, m\)", state=wrong)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "state"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "state's o", "state's l", "state's m"])
 def test_requires_grad(backend, name):
     """Refused while gradients are recorded, never detached in silence."""
     q, k, v = tensors = backend.qkv(Nq=5, Nk=7, d=8)
     state = backend.forward(q, k, v, return_state=True)
-    wants = state[0] if name == "state" else dict(zip("qkv", tensors, strict=True))[name]
-    options = {"state": state} if name == "state" else {}
+    in_state = name.startswith("state")
+    wants = dict(zip("olm" if in_state else "qkv", state if in_state else tensors, strict=True))[name[-1]]
+    options = {"state": state} if in_state else {}
     expected = backend.forward(q, k, v, **options)
     wants.requires_grad_()
-    with pytest.raises(RuntimeError, match=rf"^{name}.* must not require grad.*no_grad") as error:
+    with pytest.raises(RuntimeError, match=rf"^{name} must not require grad.*no_grad") as error:
         backend.forward(q, k, v, **options)
     assert "\n" not in str(error.value)
     with torch.no_grad():
@@ -286,7 +317,7 @@ def test_requires_grad(backend, name):
     wants.requires_grad_(False)
     third = backend.forward(q, k, v, **options)
     for results in first, second, third:
-        if name == "state":
+        if in_state:
             assert all(map(torch.equal, results, expected))
         else:
             assert torch.equal(results, expected)

@@ -116,6 +116,12 @@ def test_lengths_and_state_need_not_be_contiguous(backend):
         assert all(map(torch.equal, backend.forward(q, k, v, state=state), expected))
 
 
+def test_one_token_with_a_gap(backend, dtype):
+    """The only row's numbers are two apart: the last stride counts however few rows there are."""
+    q, k, v = (backend.randn(2, 2, 1, 80, dtype=dtype)[..., ::2] for _ in range(3))
+    backend.check(q, k, v)
+
+
 @pytest.mark.parametrize("return_state", [False, True])
 def test_o_has_the_stride_order_of_q(backend, dtype, return_state):
     q, k, v = backend.qkv(B=3, Nq=50, dtype=dtype)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import check_o
+from conftest import check_l_m, check_o
 from reference import Attention, attention
 
 BANDS = [
@@ -135,3 +135,38 @@ def test_scores_of_minus_infinity(backend, dtype):
     o, l, m = backend.forward(q, k, v, causal=True, return_state=True)
     assert o[:, :, :50].isnan().all() and not o[:, :, 50:].isnan().any()
     assert not l[:, :, :50].any() and (m[:, :, :50] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["seqlens_k", "leftpad_k", "offset"])
+def test_numbers_of_each_batch_in_any_form(backend, name):
+    """int32 or int64, dense or not, far beyond int32 or not: the same bits."""
+    q, k, v = backend.qkv(B=4)
+    values = {"seqlens_k": [33, 90, 0, 1], "leftpad_k": [0, 12, 90, 3], "offset": [20, -5, 90, 0]}[name]
+    expected = backend.check(q, k, v, causal=True, **{name: backend.ints(*values)})
+    strided = backend.ints(*(x for value in values for x in (value, 77)))[::2]
+    for numbers in strided, strided.long(), backend.ints(*values).long():
+        assert torch.equal(backend.forward(q, k, v, causal=True, **{name: numbers}), expected)
+    far = torch.tensor([2**40, -(2**40), 2**63 - 1, -(2**63)], device=backend.device)
+    near = backend.ints(2**31 - 1, -(2**31) + 1, 2**31 - 1, -(2**31) + 1)
+    near, far = (backend.forward(q, k, v, causal=True, **{name: numbers}) for numbers in (near, far))
+    assert torch.equal(near, far)
+
+
+def test_most_tokens(backend):
+    """Nk just below 2^28, and the last keys of them: positions need every bit of an int."""
+    N, dtype = 2**28 - 1, torch.float32
+    if backend.name == "hopper":  # which copies expanded keys
+        if torch.cuda.mem_get_info()[0] < 20 << 30:
+            pytest.skip("needs 20 GB of a GPU's memory")
+        dtype = torch.float16
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=3, Nk=1, d=8, dtype=dtype)
+    k, v = (t.expand(1, 1, N, 8) for t in (k, v))
+    few = (t[:, :, :100] for t in (k, v))
+    expected = attention(q, *few, window_size=(40, 0))
+    o, l, m = backend.forward(q, k, v, window_size=(40, 0), return_state=True)
+    check_o(o, expected, dtype)
+    check_l_m(l, m, expected)
+    offset = backend.ints(N - 1000)
+    o, l, m = backend.forward(q, k, v, window_size=(40, 0), offset=offset, return_state=True)
+    check_o(o, expected, dtype)
+    check_l_m(l, m, expected)

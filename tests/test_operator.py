@@ -1,5 +1,7 @@
 """PyTorch's view: the operator's schema, shapes without data, torch.compile, autocast, vmap."""
 
+import threading
+
 import pytest
 import torch
 from torch import library
@@ -139,6 +141,8 @@ def test_bad_input_without_data():
     q, k = torch.empty(1, 2, 5, 8, device="meta"), torch.empty(1, 2, 5, 9, device="meta")
     with pytest.raises(ValueError, match="^k must"):
         minimal_attn.forward(q, k, k)
+    with pytest.raises(ValueError, match="^backend must be"):
+        minimal_attn.forward(q, q, q, backend="gpu")
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
@@ -245,3 +249,25 @@ def test_profiler_sees_it(backend):
     with torch.profiler.profile(acc_events=True) as profile:
         backend.forward(q, k, v)
     assert "minimal_attn::forward" in {event.key for event in profile.key_averages()}
+
+
+def test_threads_run_meanwhile(backend):
+    """The GIL is released: another thread of Python runs while a long call computes."""
+    if backend.device.type == "cuda":
+        pytest.skip("a GPU's call returns before it is computed")
+    q, k, v = backend.qkv(B=1, Hq=8, Hkv=8, Nq=2048, Nk=4096)
+    started, finished = threading.Event(), threading.Event()
+
+    def compute():
+        started.set()
+        backend.forward(q, k, v)
+        finished.set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    started.wait()
+    turns = 0
+    while not finished.wait(1e-4):
+        turns += 1
+    thread.join()
+    assert turns >= 5

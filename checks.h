@@ -1,0 +1,105 @@
+// checks.h: a call's arguments, and the checks that refuse bad ones before anything is launched.
+//
+// Each error is one line: the argument's name, what it must be, what it was. All checks work on symbolic sizes, so that
+// Meta (shapes without data, torch.compile) refuses what the backends refuse.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace minimal_attn {
+
+using at::Tensor;
+using c10::SymInt;
+using MaybeTensor = std::optional<Tensor>;
+
+// Queries and keys are numbered by ints, and narrow() in flash.h needs room above them.
+constexpr int64_t kMaxTokens = int64_t(1) << 28;
+
+// The operator's arguments, as the dispatcher hands them over.
+struct Arguments {
+    const Tensor &q, &k, &v;
+    bool causal;
+    c10::SymIntArrayRef window_size;
+    std::optional<double> softmax_scale;
+    const MaybeTensor &seqlens_k, &leftpad_k;
+    const std::optional<SymInt> &offset;
+    const MaybeTensor &offsets;
+    std::string_view backend;
+};
+
+// The earlier state, as forward.state gets it: all three or none.
+struct State {
+    const MaybeTensor &o, &l, &m;
+};
+
+inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
+
+inline void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
+    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ", t.layout());
+    TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on q's device ", q.device(), ", but is on ",
+                      t.device());
+    TORCH_CHECK_VALUE(t.scalar_type() == dtype, name, " must be ", name_of(dtype), ", but is ",
+                      name_of(t.scalar_type()));
+}
+
+inline void check_q_k_v(const Arguments &a) {
+    const auto dtype = a.q.scalar_type();
+    TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                      "q must be float32, float16 or bfloat16, but is ", name_of(dtype));
+    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) {
+        check_like_q(a.q, *t, name, dtype);
+        TORCH_CHECK_VALUE(t->dim() == 4, name, " must have 4 dimensions, (B, H, N, d), but has shape ", t->sym_sizes());
+        TORCH_CHECK_VALUE(t->sym_size(2) < kMaxTokens, name, " must have fewer than ", kMaxTokens,
+                          " tokens, but has shape ", t->sym_sizes());
+    }
+    const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
+    TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256, "q must have a head dimension d from 1 to 256, but has shape ", q);
+    TORCH_CHECK_VALUE(k[0] == q[0] && k[3] == q[3], "k must have q's batch size and head dimension, (", q[0],
+                      ", Hkv, Nk, ", q[3], "), but has shape ", k);
+    TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ", k,
+                      ", but has shape ", v);
+    TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0, "q must have a multiple of k's heads, but q has ", q[1],
+                      " and k has ", k[1]);
+}
+
+inline void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
+    if (!t) return;
+    check_like_q(q, *t, name, t->scalar_type() == at::kLong ? at::kLong : at::kInt);
+    TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
+                      q.sym_size(0), ",), but has shape ", t->sym_sizes());
+}
+
+inline void check_options(const Arguments &a) {
+    TORCH_CHECK_VALUE(a.window_size.size() == 2 && a.window_size[0] >= -1 && a.window_size[1] >= -1,
+                      "window_size must be (left, right), each at least 0, or -1 for no bound, but was ",
+                      a.window_size);
+    TORCH_CHECK_VALUE(!a.softmax_scale || std::isfinite((float)*a.softmax_scale),
+                      "softmax_scale must be a finite float32, but was ", *a.softmax_scale);
+    TORCH_CHECK_VALUE(!(a.offset && a.offsets), "offset must be an int or a tensor, but was both");
+    check_per_batch(a.q, a.seqlens_k, "seqlens_k");
+    check_per_batch(a.q, a.leftpad_k, "leftpad_k");
+    check_per_batch(a.q, a.offsets, "offset");
+}
+
+inline void check_state(const Tensor &q, const State &state) {
+    const bool any = state.o || state.l || state.m, all = state.o && state.l && state.m;
+    TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
+    if (!any) return;
+    check_like_q(q, *state.o, "state's o", at::kFloat);
+    TORCH_CHECK_VALUE(state.o->sym_sizes() == q.sym_sizes(), "state's o must have q's shape ", q.sym_sizes(),
+                      ", but has shape ", state.o->sym_sizes());
+    for (const auto &[t, name] : {std::pair{&*state.l, "state's l"}, {&*state.m, "state's m"}}) {
+        check_like_q(q, *t, name, at::kFloat);
+        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
+                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
+                          t->sym_sizes());
+    }
+}
+
+}  // namespace minimal_attn

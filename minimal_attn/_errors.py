@@ -1,0 +1,82 @@
+"""One line that names the argument, in place of pybind11's and the dispatcher's dozens that don't."""
+
+import torch
+
+# Keywords of other libraries' attention, and what says the same here.
+_ELSEWHERE = {
+    "is_causal": "causal=True (aligned to the last key; is_causal is aligned to the first: offset=0)",
+    "scale": "softmax_scale",
+    "attn_mask": "causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
+    "attn_bias": "causal, window_size, seqlens_k and leftpad_k; there is no bias yet",
+    "bias": "causal, window_size, seqlens_k and leftpad_k; there is no bias yet",
+    "dropout_p": "nothing: there is no dropout",
+    "enable_gqa": "nothing: k and v may always have fewer heads than q",
+    "cu_seqlens_q": "nothing: packed sequences aren't supported; pad them and pass seqlens_k",
+    "cu_seqlens_k": "nothing: packed sequences aren't supported; pad them and pass seqlens_k",
+    "cu_seqlens": "nothing: packed sequences aren't supported; pad them and pass seqlens_k",
+    "cache_seqlens": "seqlens_k",
+    "cache_leftpad": "leftpad_k",
+    "key_padding_mask": "seqlens_k and leftpad_k",
+    "sliding_window": "window_size=(sliding_window - 1, 0)",
+    "return_lse": "return_state=True: the log-sum-exp is m + log(l)",
+    "return_attn_probs": "return_state=True: the log-sum-exp is m + log(l)",
+    "softcap": "nothing: there is no softcap yet",
+    "alibi_slopes": "nothing: there is no ALiBi yet",
+    "block_table": "nothing: there is no paged cache yet",
+    "deterministic": "nothing: the same inputs always give the same bits",
+    "machine": "backend",
+}
+
+
+def unknown_keyword(function, unknown):
+    name = next(iter(unknown))
+    hint = f"; here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    hint = hint.replace("here it is nothing: ", "")
+    return TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
+
+
+def _is_int(x):
+    return isinstance(x, int) and -(2**63) <= x < 2**63
+
+
+def _is_tuple(x, length, is_element):
+    return isinstance(x, (tuple, list)) and len(x) == length and all(map(is_element, x))
+
+
+def _is_number(x):
+    return isinstance(x, float) or _is_int(x)
+
+
+def _is_tensor(x):
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_quantized or x.is_nested)
+
+
+# What each argument must be, for clearer() alone: the C++ side checks it, on every call, at no cost to Python.
+_MUST_BE = {
+    "q": (_is_tensor, "a dense tensor"),
+    "k": (_is_tensor, "a dense tensor"),
+    "v": (_is_tensor, "a dense tensor"),
+    "seqlens_k": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "leftpad_k": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "state": (lambda x: x is None or _is_tuple(x, 3, _is_tensor), "three dense tensors (o, l, m) or None"),
+    "window_size": (lambda x: _is_tuple(x, 2, _is_int), "two ints (left, right)"),
+    "softmax_scale": (lambda x: x is None or _is_number(x), "a number or None"),
+    "offset": (lambda x: x is None or _is_int(x), "an int of 64 bits, a tensor or None"),
+    "offsets": (lambda x: x is None or _is_tensor(x), "an int of 64 bits, a dense tensor or None"),
+    "causal": (lambda x: isinstance(x, bool), "True or False"),
+    "return_state": (lambda x: isinstance(x, bool), "True or False"),
+    "backend": (lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(), "a Unicode string"),
+}
+
+
+def clearer(error, arguments):
+    """A TypeError about the first of forward's `arguments` that has a wrong type; else `error` itself."""
+    for name, (is_right, must_be) in _MUST_BE.items():
+        value = arguments[name]
+        if not is_right(value):
+            was = f"one of layout {value.layout}" if isinstance(value, torch.Tensor) else repr(value)
+            was = " ".join(was.split())
+            was = was if len(was) <= 80 else was[:77] + "..."
+            name = "offset" if name == "offsets" else name
+            return TypeError(f"{name} must be {must_be}, but was {was} ({type(value).__name__})")
+    return error

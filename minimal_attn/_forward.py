@@ -1,0 +1,214 @@
+"""forward and explain: their signatures, what they document, and the way into the extension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from minimal_attn import _C
+from minimal_attn._errors import clearer, unknown_keyword
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+@overload
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softmax_scale: float | None = ...,
+    seqlens_k: Tensor | None = ...,
+    leftpad_k: Tensor | None = ...,
+    offset: int | Tensor | None = ...,
+    state: None = ...,
+    return_state: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+@overload
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softmax_scale: float | None = ...,
+    seqlens_k: Tensor | None = ...,
+    leftpad_k: Tensor | None = ...,
+    offset: int | Tensor | None = ...,
+    state: State | None = ...,
+    return_state: bool = ...,
+    backend: str = ...,
+) -> Tensor | State: ...
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
+) -> Tensor | State:
+    """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
+
+    Args:
+        q: queries (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA GPU. d is 1 to 256, Nq
+            and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass x.transpose(1, 2).
+        k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device. Hkv divides Hq: query head h reads
+            key head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose
+            last dimension isn't contiguous is copied once.
+        causal: query i sees the keys j <= i + offset, whatever window_size says of the right.
+        window_size: (left, right): query i sees the keys i + offset - left <= j <= i + offset + right. -1 is
+            no bound.
+        softmax_scale: any finite float32. None: 1 / sqrt(d).
+        seqlens_k: (B,) int32 or int64 on q's device: batch b has only its first seqlens_k[b] keys, clamped
+            to 0..Nk.
+        leftpad_k: (B,) int32 or int64 on q's device: the keys of batch b begin at leftpad_k[b], clamped
+            likewise. The position of a key stays its index.
+        offset: position of query 0 among the keys, of any sign: an int, or (B,) int32 or int64 on q's
+            device. None: the last query sees the last key, so it is seqlens_k[b] - Nq, or Nk - Nq without
+            seqlens_k.
+        state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape,
+            l and m (B, Hq, Nq). The result covers the keys of both calls. The tensors are not changed.
+        return_state: return the state (implied by `state`).
+        backend: "auto" takes the fastest that serves the inputs. By name, for tests, benchmarks and readers:
+            "cpu", "paper" (flash.cu, Algorithm 1 as printed), "portable" (every GPU since Turing), "hopper"
+            (compute capability 9.0, at most 2^30 tiles of 64 queries). For float32, "hopper" allocates
+            workspace as large as k and v, with d rounded up to 64, 128 or 256.
+
+    Returns:
+        o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all
+        float32: m (B, Hq, Nq) is the row maximum of the scaled scores, l (B, Hq, Nq) the row sum of
+        exp(score - m). The log-sum-exp is m + log(l). A row that sees no key has o = 0, l = 0, m = -inf.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: another shape, dtype, device or value than said above.
+        RuntimeError: an input requires grad while grad mode is on (there is no backward pass), or this
+            build has no code for the GPU. In each case nothing has been launched.
+    """
+    if unknown:
+        raise unknown_keyword("forward", unknown)
+    offsets = None
+    if isinstance(offset, Tensor):
+        offset, offsets = None, offset
+    if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
+        options = dict(
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            seqlens_k=seqlens_k,
+            leftpad_k=leftpad_k,
+            offset=offset,
+            offsets=offsets,
+            backend=backend,
+        )
+        if state is None and not return_state:
+            return torch.ops.minimal_attn.forward.default(q, k, v, **options)
+        o, l, m = (None, None, None) if state is None else state
+        return torch.ops.minimal_attn.forward.state(q, k, v, **options, o=o, l=l, m=m)
+    try:
+        return _C.forward(
+            q,
+            k,
+            v,
+            causal,
+            window_size,
+            softmax_scale,
+            seqlens_k,
+            leftpad_k,
+            offset,
+            offsets,
+            backend,
+            state,
+            return_state,
+        )
+    except (TypeError, NotImplementedError) as error:
+        raise clearer(error, locals()) from None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `forward` does. `print` shows it as text."""
+
+    backend: str  #: the backend taken
+    kernel: str  #: which of its kernels, or on the CPU which instructions
+    Br: int  #: queries of a tile
+    Bc: int  #: keys of a tile
+    d: int  #: columns of a tile: the head dimension, rounded up
+    grid: int  #: blocks that are launched; on the CPU, tiles of queries
+    threads: int  #: of a block; on the CPU, of the process
+    shared_memory: int  #: bytes of a block
+    workspace: int  #: bytes in the device's memory, besides the result
+    copied: list[str]  #: which of q, k, v are copied first, since the backend can't read their strides
+    others: dict[str, str]  #: for each other backend of this build, why it isn't taken
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.backend}: {self.kernel}, tile {self.Br} x {self.Bc} x {self.d}",
+            f"  grid {self.grid}, {self.threads} threads, {self.shared_memory} bytes of shared memory, "
+            f"{self.workspace} bytes of workspace",
+        ]
+        lines += [f"  copied first: {', '.join(self.copied)}"] * bool(self.copied)
+        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
+) -> Explanation:
+    """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
+
+    The arguments and their errors are those of `forward`. Nothing is launched.
+    """
+    if unknown:
+        raise unknown_keyword("explain", unknown)
+    offsets = None
+    if isinstance(offset, Tensor):
+        offset, offsets = None, offset
+    try:
+        return Explanation(
+            **_C.explain(
+                q,
+                k,
+                v,
+                causal,
+                window_size,
+                softmax_scale,
+                seqlens_k,
+                leftpad_k,
+                offset,
+                offsets,
+                backend,
+            )
+        )
+    except TypeError as error:
+        raise clearer(error, locals()) from None

@@ -1,0 +1,152 @@
+"""explain names what forward does; and every tile of every kernel, reached by name, is right."""
+
+import pytest
+import torch
+from conftest import DTYPES
+
+import minimal_attn
+
+HALVES = [torch.float16, torch.bfloat16]
+# (dtypes, heads, Nq, Nk, d, KB of shared memory) -> (Br, Bc, d) of the tile
+TILES = {
+    "hopper": [
+        (HALVES, 2, 64, 300, 64, None, (64, 64, 64)),
+        (HALVES, 2, 65, 300, 40, None, (192, 128, 64)),
+        (HALVES, 2, 200, 300, 96, None, (192, 96, 96)),
+        (HALVES, 2, 200, 300, 100, None, (128, 128, 128)),
+        (HALVES, 2, 200, 300, 192, None, (128, 112, 192)),
+        (HALVES, 2, 200, 300, 256, None, (128, 80, 256)),
+        ([torch.float32], 2, 64, 64, 64, None, (64, 64, 64)),
+        ([torch.float32], 2, 64, 65, 33, None, (192, 64, 64)),
+        ([torch.float32], 132, 200, 140, 64, None, (256, 64, 64)),
+        ([torch.float32], 2, 150, 300, 128, None, (128, 64, 128)),
+        ([torch.float32], 70, 150, 140, 100, None, (192, 64, 128)),
+        ([torch.float32], 2, 200, 300, 256, None, (128, 32, 256)),
+    ],
+    "portable": [
+        ([torch.float32], 2, 200, 300, 64, 163, (128, 64, 64)),
+        ([torch.float32], 2, 200, 300, 64, 99, (64, 64, 64)),
+        ([torch.float32], 2, 200, 300, 64, 64, (32, 64, 64)),
+        ([torch.float32], 2, 200, 300, 128, 227, (128, 64, 128)),
+        ([torch.float32], 2, 200, 300, 128, 99, (64, 48, 128)),
+        ([torch.float32], 2, 200, 300, 128, 64, (32, 32, 128)),
+        ([torch.float32], 2, 200, 300, 256, 227, (64, 64, 256)),
+        ([torch.float32], 2, 200, 300, 256, 163, (64, 32, 256)),
+        ([torch.float32], 2, 200, 300, 256, 99, (32, 16, 256)),
+        ([torch.float32], 2, 200, 300, 256, 64, (16, 16, 256)),
+        (HALVES, 2, 200, 300, 64, 99, (128, 64, 64)),
+        (HALVES, 2, 200, 300, 64, 64, (64, 64, 64)),
+        (HALVES, 2, 200, 300, 128, 163, (128, 64, 128)),
+        (HALVES, 2, 200, 300, 128, 64, (64, 32, 128)),
+        (HALVES, 2, 200, 300, 256, 227, (128, 64, 256)),
+        (HALVES, 2, 200, 300, 256, 99, (64, 32, 256)),
+        (HALVES, 2, 200, 300, 256, 64, (32, 32, 256)),
+    ],
+}
+
+
+@pytest.fixture
+def limit():
+    """Sets the KB of shared memory that a block may have, until the test ends."""
+    set_limit = minimal_attn._C.shared_memory_limit
+    before = set_limit(0)
+    set_limit(before)
+    yield lambda kilobytes: set_limit(1024 * kilobytes)
+    set_limit(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (50, 20)}], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype, shape, kilobytes, tile",
+    [
+        (name, dtype, shape, kilobytes, tile)
+        for name, tiles in TILES.items()
+        for dtypes, *shape, kilobytes, tile in tiles
+        for dtype in dtypes
+    ],
+)
+def test_every_tile(cuda_backend, limit, name, dtype, shape, kilobytes, tile, options):
+    if cuda_backend.name != name:
+        pytest.skip(f"a tile of {name}")
+    heads, Nq, Nk, d = shape
+    tensors = cuda_backend.qkv(B=1, Hq=heads, Hkv=2, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
+    if kilobytes:
+        limit(kilobytes)
+    found = cuda_backend.explain(*tensors, **options)
+    assert (found.Br, found.Bc, found.d) == tile
+    assert not kilobytes or found.shared_memory <= 1024 * kilobytes
+    cuda_backend.check(*tensors, **options)
+
+
+def test_the_table_has_all_tiles_of_hopper():
+    """Each dtype has six tiles there; test_every_tile reaches each of them."""
+    for dtype in DTYPES:
+        tiles = {tile for dtypes, *_, tile in TILES["hopper"] if dtype in dtypes}
+        assert len(tiles) == 6
+
+
+def test_names_what_is_taken(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    found = backend.explain(q, k, v, causal=True)
+    assert found.backend == backend.name
+    assert found.kernel and found.Br > 0 and found.Bc > 0 and found.d >= 64 and found.grid > 0 and found.threads > 0
+    assert set(found.others) == set(minimal_attn._C.backends()) - {backend.name}
+    assert all(found.others.values())
+    assert found.copied == []
+    text = str(found)
+    assert all(name in text for name in (found.backend, found.kernel, *found.others.values()))
+
+
+def test_auto(backend, dtype):
+    """The first of the list that serves the device; the slower ones say that they are slower."""
+    q, k, v = backend.qkv(dtype=dtype)
+    found = minimal_attn.explain(q, k, v)
+    assert found.backend == minimal_attn.explain(q, k, v, backend=found.backend).backend
+    names = minimal_attn._C.backends()
+    for name, why in found.others.items():
+        if (name == "cpu") != (found.backend == "cpu"):
+            assert why.startswith("serves ")
+        elif names.index(name) > names.index(found.backend):
+            assert why == "is slower"
+
+
+def test_copies(backend):
+    """What has no contiguous rows is copied; on hopper also what TMA can't read."""
+    q, k, v = backend.qkv()
+    assert backend.explain(q.mT.contiguous().mT, k, v).copied == ["q"]
+    padded = torch.nn.functional.pad(v, (1, 0))[..., 1:]
+    assert backend.explain(q, k, padded).copied == (["v"] if backend.name == "hopper" else [])
+
+
+def test_refuses_what_forward_refuses(backend):
+    q, k, v = backend.qkv()
+    for error, options in [
+        (ValueError, {"window_size": (-2, 0)}),
+        (ValueError, {"backend": "gpu"}),
+        (TypeError, {"causal": "yes"}),
+        (TypeError, {"is_causal": True}),
+    ]:
+        with pytest.raises(error) as explained:
+            minimal_attn.explain(q, k, v, **options)
+        with pytest.raises(error) as raised:
+            minimal_attn.forward(q, k, v, **options)
+        assert str(explained.value) == str(raised.value).replace("forward()", "explain()")
+    with pytest.raises(ValueError, match="^q must have data"):
+        minimal_attn.explain(*(t.to("meta") for t in (q, k, v)))
+
+
+def test_nothing_to_compute(backend):
+    q, k, v = backend.qkv(Nq=0)
+    assert backend.explain(q, k, v).kernel == "nothing to compute"
+
+
+def test_every_argument(backend):
+    """forward's arguments, all of them, change neither the backend nor raise."""
+    q, k, v = backend.qkv()
+    state = backend.forward(q, k, v, return_state=True)
+    limits = {name: backend.ints(5, 7) for name in ("seqlens_k", "leftpad_k", "offset")}
+    found = backend.explain(
+        q, k, v, causal=True, window_size=(3, 4), softmax_scale=0.1, state=state, return_state=True, **limits
+    )
+    assert found.backend == backend.name
+    backend.explain(q, k, v, offset=3)
