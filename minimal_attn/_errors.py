@@ -65,7 +65,10 @@ _MUST_BE = {
     "offsets": (lambda x: x is None or _is_tensor(x), "an int of 64 bits, a dense tensor or None"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
-    "backend": (lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(), "a Unicode string"),
+    "backend": (
+        lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
+        "a Unicode string",
+    ),
 }
 
 

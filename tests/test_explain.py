@@ -89,7 +89,14 @@ def test_names_what_is_taken(backend, dtype):
     q, k, v = backend.qkv(dtype=dtype)
     found = backend.explain(q, k, v, causal=True)
     assert found.backend == backend.name
-    assert found.kernel and found.Br > 0 and found.Bc > 0 and found.d >= 64 and found.grid > 0 and found.threads > 0
+    assert (
+        found.kernel
+        and found.Br > 0
+        and found.Bc > 0
+        and found.d >= 64
+        and found.grid > 0
+        and found.threads > 0
+    )
     assert set(found.others) == set(minimal_attn._C.backends()) - {backend.name}
     assert all(found.others.values())
     assert found.copied == []
