@@ -2,10 +2,8 @@
 #pragma once
 #include "hopper/epilogue.h"
 #include "hopper/float32/workspace.h"
-namespace minimal_attn {
+namespace minimal_attn::hopper {
 namespace {
-
-using namespace hopper;
 
 // The first of a thread's rows, counted from the work's first. Computed anew where it is needed: registers are short.
 __device__ int row_of_thread() {
@@ -15,9 +13,9 @@ __device__ int row_of_thread() {
 
 // 9. -Sij if the scale is negative, and the mask, of a tile of keys from j0 on
 template <int Count>
-__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const Work &work, int j0) {
+__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const WorkTile &work, int j0) {
     if (a.softmax_scale < 0.f) negate(Sij);
-    mask(Sij, work.band, work.i0 + row_of_thread(), j0);
+    mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
 }
 
 // What Sij is to be multiplied by if it is of FMAs: 2, so that a difference of scores can't overflow; or less for
@@ -103,14 +101,15 @@ __device__ void multiply_PV_floats(float (&Oi)[Count], const float *P, const flo
 // Oi is added to the sum of earlier tiles, which O has, relative to m_of_O. The new sum goes to O, and Oi begins at 0;
 // at last it goes to Oi. Only where m is always subtracted first: Oi is then relative to m, not to a rounded cm.
 template <int Count>
-__device__ void add_up(const ParametersOfParts &p, const Work &work, float (&Oi)[Count], float &unitO, const Rows &rows,
-                       float c, float *m_of_O, bool is_first, bool is_last) {
+__device__ void add_up(const ParametersOfParts &p, const WorkTile &work, float (&Oi)[Count], float &unitO,
+                       const SoftmaxState &softmax, float c, float *m_of_O, bool is_first, bool is_last) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {  // one after the other: registers are short
         const int row = row_of_thread() + 8 * r, column = 2 * (opaque(threadIdx.x) % 4);
-        float *const o = (float *)p.a.o + row_at(p.a.o_stride, work, work.i0 + row) + column;
+        float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, work.i0 + row) + column;
         const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
-        const float m = r == 0 ? rows.m[0] : rows.m[1], alpha = is_first ? 0.f : alpha_of<true>(m_of_O[row], m, c);
+        const float m = r == 0 ? softmax.m[0] : softmax.m[1],
+                    alpha = is_first ? 0.f : exact_alpha<true>(m_of_O[row], m, c);
 #pragma unroll
         for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
             const int at = x / 4 * 8 + x % 2;
@@ -131,7 +130,8 @@ __device__ void add_up(const ParametersOfParts &p, const Work &work, float (&Oi)
 // A consumer's part of a work, from the float32s themselves. Its Qi is where Qi was, its Kj and Vj are in its part of
 // the tiles' places.
 template <class Tile>
-__device__ void attend_by_floats(const ParametersOfParts &p, SharedOfParts<Tile> &shared, const Work &work, int warpgroup) {
+__device__ void attend_by_floats(const ParametersOfParts &p, SharedOfParts<Tile> &shared, const WorkTile &work,
+                                 int warpgroup) {
     constexpr int D = Tile::D, Bc = kKeysOfFloats<D>, InOi = 64 * Bc;  // so many keys are added up in Oi (add_up)
     static_assert(2 * Bc * D * 4 * Tile::Consumers <= sizeof(shared.tiles) && 64 * D * 4 <= sizeof(shared.Qi[0]));
     float *const Qi = (float *)shared.Qi[warpgroup], *const Kj = (float *)shared.tiles + warpgroup * 2 * Bc * D;
@@ -141,7 +141,7 @@ __device__ void attend_by_floats(const ParametersOfParts &p, SharedOfParts<Tile>
     const auto first_row = [&](const void *tensor, const Strides &stride, int h) {
         return (const float *)tensor + work.b * stride.batch + h * stride.head;
     };
-    const auto meet = [&] { sync(barrier_of(warpgroup), 128); };
+    const auto meet = [&] { named_barrier_sync(barrier_of(warpgroup), 128); };
 
     // 8. Qi, times the part of the unit that is below 1
     const float unit = unit_of_floats(a), c = scale_of(a, unit), of_q = fminf(1.f / unit, 1.f);
@@ -150,14 +150,14 @@ __device__ void attend_by_floats(const ParametersOfParts &p, SharedOfParts<Tile>
                            four_at<D>(Qi, i, x) = {of_q * q.x, of_q * q.y, of_q * q.z, of_q * q.w};
                        });
     float Oi[D / 2] = {}, Sij[Bc / 2], unitO = 1.f;
-    Rows rows = Rows();
-    const Keys seen = keys_of_any(work.band, i0, i1);
-    int j0 = seen.begin;
+    SoftmaxState softmax = SoftmaxState();
+    const Keys visible = keys_of_any(work.band, i0, i1);
+    int j0 = visible.begin;
 #pragma unroll 1
-    for (; j0 < seen.end; j0 += Bc) {  // 5. - 6. for j: Kj, Vj
-        const int keys = j0 - seen.begin;
+    for (; j0 < visible.end; j0 += Bc) {  // 5. - 6. for j: Kj, Vj
+        const int keys = j0 - visible.begin;
         if (!Tile::SplitsAll && keys > 0 && keys % InOi == 0)
-            add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, keys == InOi, false);
+            add_up(p, work, Oi, unitO, softmax, c, shared.m_of_O, keys == InOi, false);
         const Keys there = {work.band.keys.begin - j0, work.band.keys.end - j0};
         copy_floats<Bc, D>(first_row(a.k, a.k_stride, work.key_head) + j0 * a.k_stride.row, a.k_stride.row, there, a.d,
                            [&](int j, int x, const float4 &k) { four_at<D>(Kj, j, x) = k; });
@@ -174,10 +174,10 @@ __device__ void attend_by_floats(const ParametersOfParts &p, SharedOfParts<Tile>
         for (float &s : Sij) s *= of_sum;
         negate_and_mask(Sij, a, work, j0);
         // 10. - 11.
-        move_max<true>(Sij, rows, c);
-        exponentiate<true>(Sij, rows, c);
+        update_row_max<true>(Sij, softmax, c);
+        exponentiate<true>(Sij, softmax, c);
         // 12.
-        rescale(Oi, rows);
+        rescale(Oi, softmax);
         meet();  // Kj has been read; P takes its place, 16 rows for each warp
 #pragma unroll
         for (int x = 0; x < Bc / 2; ++x)
@@ -186,15 +186,16 @@ __device__ void attend_by_floats(const ParametersOfParts &p, SharedOfParts<Tile>
         multiply_PV_floats<D, Bc>(Oi, P, Vj, row);
         meet();
     }
-    if (!Tile::SplitsAll && j0 - seen.begin > InOi) add_up(p, work, Oi, unitO, rows, c, shared.m_of_O, false, true);
-    store_state<true>(p, work, work.i0 + row_of_thread(), Oi, rows, c, unit);
+    if (!Tile::SplitsAll && j0 - visible.begin > InOi)
+        add_up(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
+    store_state<true>(p, work, work.i0 + row_of_thread(), Oi, softmax, c, unit);
 }
 
 // What is left to do by floats, until all works are done, since it needs the tiles' places: a list for each warp, of
 // works of which its rows are left. The last, which has the largest number, is first; which one comes next lies where
 // the first number of the warp's rows of O will be.
-__device__ int &left_after(const ParametersOfParts &p, const Work &work) {
-    return ((int *)p.a.o)[row_at(p.a.o_stride, work, work.i0 + row_of_thread())];
+__device__ int &left_after(const ParametersOfParts &p, const WorkTile &work) {
+    return ((int *)p.a.o)[row_offset(p.a.o_stride, work, work.i0 + row_of_thread())];
 }
 
 template <class Tile>
@@ -206,29 +207,29 @@ __device__ void leave(const ParametersOfParts &p, SharedOfParts<Tile> &shared, c
 }
 
 template <class Tile>
-__device__ void attend_to_left(const ParametersOfParts &p, SharedOfParts<Tile> &shared, Ring<Tile::Stages> KV) {
-    const int warpgroup = which_consumer();
-    for (int place = 0; place < Tile::Stages; ++place) KV.wait_empty(), KV.advance();  // nobody reads tiles any more
-    for (;;) {                                                                         // the works of its four warps
+__device__ void attend_to_left(const ParametersOfParts &p, SharedOfParts<Tile> &shared, Pipeline<Tile::Stages> KV) {
+    const int warpgroup = consumer_index();
+    for (int place = 0; place < Tile::Stages; ++place)
+        KV.producer_acquire(), KV.advance();  // nobody reads tiles any more
+    for (;;) {                                // the works of its four warps
         int n = -1;
         for (int warp = 0; warp < 4; ++warp) n = max(n, shared.left[4 * warpgroup + warp]);
         if (n < 0) return;
-        const Work work = TileScheduler<Tile>{p}.tile(n);
+        const WorkTile work = TileScheduler<Tile>{p}.tile(n);
         int &left = shared.left[threadIdx.x / 32 - 4];
-        sync(barrier_of(warpgroup), 128);  // all have read which
+        named_barrier_sync(barrier_of(warpgroup), 128);  // all have read which
         if (threadIdx.x % 32 == 0 && left == n) left = left_after(p, work);
         attend_by_floats<Tile>(p, shared, work, warpgroup);
-        sync(barrier_of(warpgroup), 128);
+        named_barrier_sync(barrier_of(warpgroup), 128);
     }
 }
 
 // Out of line: amid the small tile's code, which runs once, it cost 3 %.
 template <class Tile>
 __device__ __noinline__ void attend_to_left_elsewhere(const ParametersOfParts &p, SharedOfParts<Tile> &shared,
-                                                      Ring<Tile::Stages> KV) {
+                                                      Pipeline<Tile::Stages> KV) {
     attend_to_left<Tile>(p, shared, KV);
 }
 
 }  // namespace
-}  // namespace minimal_attn
-
+}  // namespace minimal_attn::hopper

@@ -2,17 +2,15 @@
 #pragma once
 #include "hopper/scheduler.h"
 #include "hopper/float32/split.h"
-namespace minimal_attn {
+namespace minimal_attn::hopper {
 namespace {
-
-using namespace hopper;
 
 // Of float32: a head is split so many works a block before its first work. 1, 2 and 6 are up to 2 % slower at d 64,
 // N 512; without a bound d 64, N 2048 had 174 instead of 188 TFLOP/s, K and V being larger than the L2 cache.
 constexpr int kAhead = 4;
 
 // Of float32 besides
-struct WorkOfParts : Work {
+struct WorkOfParts : WorkTile {
     int n;           // its number (work_of)
     int place;       // in the ring of works, for a consumer that is short of registers
     bool by_floats;  // FMAs multiply the float32s themselves, since there is no key, or the parts don't carry Kj or Vj
@@ -20,8 +18,8 @@ struct WorkOfParts : Work {
     // being in units of its own Kj; and of its Vj, 0 if all are zeros. Of the small tile inf if the parts don't carry
     // it; `by_floats` is false there.
     float unscaleK, unscaleV;
-    int ends[4];                  // of the keys that a consumer's rows see
-    alignas(8) Keys unmasked[4];  // unmasked_of a consumer's rows; aligned: read by one instruction
+    int ends[4];                       // of the keys that a consumer's rows see
+    alignas(8) Keys fully_visible[4];  // fully_visible_keys a consumer's rows; aligned: read by one instruction
 };
 
 // Of float32: tiles of a key head that somebody splits, from n to end: 2 t are the keys, 2 t + 1 the values of tile t.
@@ -68,8 +66,8 @@ struct SharedOfParts {
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
     // The tile that each of the producer's splitters splits; of the small tile none: Kj and Vj are split in place.
     unsigned char floats[Tile::Splitters][Tile::SplitsAll ? 1 : Tile::KBytes];
-    WorkOfParts work[kWorks];
-    Stage works[kWorks], Q[Tile::Consumers][Tile::QStages], KV[Tile::Stages];
+    WorkOfParts work[kQueueStages];
+    StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][Tile::QStages], KV[Tile::Stages];
     float4 unscale[Tile::Stages];  // in x; less than 16 bytes can't be copied
     Barrier floats_there[Tile::SplitsAll ? 2 : Tile::Splitters];
     // What each splitter splits; of two warps also what it did before, which the second reports meanwhile.
@@ -85,18 +83,9 @@ struct SharedOfParts {
     alignas(16) int least[Tile::Splitters + Tile::Consumers][4];
 };
 
-// A tile's boxes. float32s come as they are.
-template <class Tile, int Rows>
-__device__ void load(unsigned char *tile, const TensorMap &tensor, int row, int h, int b, Barrier &full) {
-    arrive_expecting(full, Rows * Tile::Boxes * 128);
-    for (int box = 0; box < Tile::Boxes; ++box)
-        load_box(tile + box * Rows * 128, tensor.map, box * (kBox / Tile::Parts), row, h * tensor.head,
-                 b * tensor.batch, full);
-}
-
 // The first work of a head, by the same order
 __device__ int first_work(const ParametersOfParts &p, int head) {
-    return head < p.alone ? head * p.Tr : p.alone * (p.Tr - 1) + head;
+    return head < p.sequential_heads ? head * p.Tr : p.sequential_heads * (p.Tr - 1) + head;
 }
 
 template <class Tile>
@@ -105,7 +94,7 @@ __host__ __device__ int tiles_before(int j) {
 }
 
 // Which of Workspace's heads a work reads
-__device__ int head_of(const ParametersOfParts &p, const Work &work) {
+__device__ int head_of(const ParametersOfParts &p, const WorkTile &work) {
     return (p.workspace.batches > 1 ? work.b * p.Hkv : 0) + work.key_head;
 }
 
@@ -116,7 +105,7 @@ __device__ Share take_share(const ParametersOfParts &p) {
     for (;;) {
         const int at = atomicAdd(w.shares_taken, 1), head = at / w.shares, b = head / p.Hkv, h = head % p.Hkv;
         if (b >= w.batches) return {-1};
-        const Keys keys = band_in(p, b).keys;
+        const Keys keys = band_of_batch(p, b).keys;
         const int first = at % w.shares * w.tiles_a_share, n = max(first, 2 * (keys.begin / Tile::Bc));
         const int end = min(first + w.tiles_a_share, 2 * tiles_before<Tile>(keys.end));
         const int begins_at = first_work(p, b * p.Hq + h * p.group) - kAhead * p.grid;
@@ -164,7 +153,7 @@ template <class Tile>
 __device__ bool help(const ParametersOfParts &p, SharedOfParts<Tile> &shared, int warpgroup) {
     Share &mine = shared.next[warpgroup];
     if (threadIdx.x % 128 == 0 && mine.head >= 0) mine = take_share<Tile>(p);
-    sync(barrier_of(warpgroup), 128);
+    named_barrier_sync(barrier_of(warpgroup), 128);
     Share share = mine;
     if (share.head < 0) return false;
     for (; share.n < share.end; ++share.n) {
@@ -196,8 +185,9 @@ __device__ void split_K_and_V(const ParametersOfParts &p, SharedOfParts<Tile> &s
     const auto begin = [&] {  // next, unless it is too early, which the end of all shares never is
         if (next.begins_at > *(volatile int *)p.workspace.works_taken) return false;
         if (next.head >= 0)
-            load<Tile, Tile::Bc>(shared.floats[splitter], next.is_V() ? p.V : p.K, next.t() * Tile::Bc, next.h, next.b,
-                                 shared.floats_there[splitter]);
+            load_tile<Tile::Bc, Tile::Boxes, kBoxColumns / Tile::Parts>(shared.floats[splitter],
+                                                                        next.is_V() ? p.V : p.K, next.t() * Tile::Bc,
+                                                                        next.h, next.b, shared.floats_there[splitter]);
         return true;
     };
     if (leads()) next = take_share<Tile>(p);
@@ -213,7 +203,7 @@ __device__ void split_K_and_V(const ParametersOfParts &p, SharedOfParts<Tile> &s
             if (now.head >= 0 && ++next.n >= next.end) next = take_share<Tile>(p);
         }
         __syncwarp();
-        sync(barrier_of(team), 32 * Warps);
+        named_barrier_sync(barrier_of(team), 32 * Warps);
         if (now.head < 0) return;
         wait(shared.floats_there[splitter], parity);
         unscale = split_to_workspace(
@@ -240,5 +230,4 @@ int64_t lay_out(const Attention &a, void *memory, Workspace &w) {
 }
 
 }  // namespace
-}  // namespace minimal_attn
-
+}  // namespace minimal_attn::hopper
