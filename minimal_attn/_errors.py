@@ -51,7 +51,7 @@ def _is_tensor(x):
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_quantized or x.is_nested)
 
 
-# What each argument must be, for clearer() alone: the C++ side checks it, on every call, at no cost to Python.
+# What each argument must be. Only clearer() reads it; on every call the C++ side checks.
 _MUST_BE = {
     "q": (_is_tensor, "a dense tensor"),
     "k": (_is_tensor, "a dense tensor"),

@@ -157,7 +157,7 @@ def shared_memory_limit(cuda_backend):
 
 @pytest.fixture(autouse=True)
 def unwritten_is_nan(request):
-    """New tensors start as NaN, so that an element that nobody wrote shows."""
+    """New tensors start as NaN, so that an element that was not written shows."""
     torch.use_deterministic_algorithms(True)
     # Not under compute-sanitizer, whose initcheck finds more: a filled tensor counts as written.
     torch.utils.deterministic.fill_uninitialized_memory = request.node.get_closest_marker("sanitizer") is None

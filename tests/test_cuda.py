@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, graphs, other devices, shared memory, and that nobody waits for it."""
+"""What only a GPU has: streams, graphs, other devices, shared memory, calls that don't synchronise."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_more_tiles_than_multiprocessors(cuda_backend, dtype, d, options):
         "seqlens_k": backend.ints(300, 0, 17, 128, 299, 1),
         "leftpad_k": backend.ints(0, 3, 16, 0, 250, 1),
     }
-    for name in "kv":  # what nobody may see
+    for name in "kv":  # outside of the visible keys
         for b in range(B):
             t = tensors["qkv".index(name)][b]
             t[:, limits["seqlens_k"][b] :] = t[:, : limits["leftpad_k"][b]] = torch.nan
@@ -42,7 +42,7 @@ def test_more_tiles_than_multiprocessors(cuda_backend, dtype, d, options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_some_tiles_with_scores_far_from_zero(cuda_backend, dtype, d, causal):
-    """Of the several tiles of a block, in no order: a tile's bits are its own affair."""
+    """Blocks take several work tiles each, in any order: the bits of a tile don't depend on the order."""
     backend = cuda_backend
     q, k, v = backend.qkv(B=6, Hq=30, Hkv=10, Nq=500, Nk=500, d=d, dtype=dtype)
     k[1::3, ::4, 290] = 0
@@ -55,9 +55,9 @@ def test_some_tiles_with_scores_far_from_zero(cuda_backend, dtype, d, causal):
 @pytest.mark.parametrize("d, N", [(40, 321), (64, 145), (64, 1042), (124, 500), (128, 700), (252, 270)])
 @pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
 def test_same_bits_of_float32_whoever_splits_it(cuda_backend, zeros, d, N):
-    """On hopper teams of one, two or four warps split tiles of K and V, as it happens; above d 64 of one or
-    four if N is 500 here, of two or four if it is 700. Zeros, few rows and numbers that grow in a tile are
-    looked at more than once; what comes of it must not depend on who looks.
+    """On hopper, splitter groups of one, two or four warps split tiles of K and V, whichever is free. Above
+    d 64 a group has one or four warps for N 500, two or four for N 700. Tiles with zeros, few rows or
+    growing numbers are read more than once. The hi/lo operands must not depend on the group.
     """
     q, k, v = cuda_backend.qkv(B=4, Hq=32, Hkv=32, Nq=N, Nk=N, d=d)
     k[:, 8:16] /= 8
@@ -70,7 +70,7 @@ def test_same_bits_of_float32_whoever_splits_it(cuda_backend, zeros, d, N):
     for _ in range(5):
         assert torch.equal(cuda_backend.forward(q, k, v, causal=True), first)
     if cuda_backend.name == "hopper" and d in (40, 124, 252):
-        # With a channel more, which is 0, teams of four don't take part: they need d % 4 = 0. The state,
+        # With one more channel of zeros, groups of four don't take part: they need d % 4 = 0. The state,
         # since it is stored alike whatever d is.
         options = {"causal": True, "softmax_scale": d**-0.5, "return_state": True}
         o = cuda_backend.forward(q, k, v, **options)[0]
@@ -81,7 +81,7 @@ def test_same_bits_of_float32_whoever_splits_it(cuda_backend, zeros, d, N):
 @pytest.mark.parametrize("Hkv", [4, 16])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_few_tiles_a_block(cuda_backend, dtype, d, Hkv):
-    """Two to four, the longest first, in a fixed order if K and V are small, call after call."""
+    """Two to four work tiles a block, the longest first; in a fixed order if K and V are small."""
     backend = cuda_backend
     tensors = backend.qkv(B=4, Hq=16, Hkv=Hkv, Nq=900, Nk=900, d=d, dtype=dtype)
     first = backend.check(*tensors, causal=True)
@@ -90,8 +90,8 @@ def test_few_tiles_a_block(cuda_backend, dtype, d, Hkv):
     backend.check(*tensors, causal=True, seqlens_k=backend.ints(900, 100, 0, 500))
 
 
-def test_many_small_works(cuda_backend, dtype):
-    """More than two a multiprocessor of one tile each, every second without a key; and none with a key."""
+def test_many_small_work_tiles(cuda_backend, dtype):
+    """More than two work tiles a multiprocessor; every second one sees no key, then all."""
     backend = cuda_backend
     B = 700
     tensors = backend.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64, dtype=dtype)
@@ -102,8 +102,8 @@ def test_many_small_works(cuda_backend, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("Nq, Nk", [(128, 30), (192, 30), (256, 160), (330, 330)])
-def test_works_in_quick_succession(cuda_backend, dtype, d, Nq, Nk, causal):
-    """O leaves from where the next Qi but one, or next Vj, comes, unless others' rows are among its 64."""
+def test_work_tiles_in_quick_succession(cuda_backend, dtype, d, Nq, Nk, causal):
+    """O is staged in a later Qi's or Vj's place, unless its 64 rows overlap another work tile's."""
     backend = cuda_backend
     tensors = backend.qkv(B=10, Hq=40, Hkv=40, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
     first = backend.check(*tensors, causal=causal)
@@ -112,8 +112,8 @@ def test_works_in_quick_succession(cuda_backend, dtype, d, Nq, Nk, causal):
 
 
 @pytest.mark.parametrize("of", ["keys", "values", "both"])
-def test_many_small_works_of_mixed_sizes(cuda_backend, of):
-    """A row of keys, or of values, is too small beside the others for two float16s."""
+def test_many_small_work_tiles_of_mixed_sizes(cuda_backend, of):
+    """One channel of the keys, or of the values, is too small beside the others for two float16s."""
     backend = cuda_backend
     B = 900
     q, k, v = backend.qkv(B=B, Hq=1, Hkv=1, Nq=64, Nk=64, d=64)
@@ -128,7 +128,7 @@ def test_many_small_works_of_mixed_sizes(cuda_backend, of):
 
 @pytest.mark.parametrize("d", [64, 256])
 def test_tiles_of_queries_that_see_no_key(cuda_backend, dtype, d):
-    """Whatever the memory is filled with that nobody writes: a NaN hides what -0 shows."""
+    """Memory that no thread writes may hold anything: here -0, since a NaN would hide an error."""
     backend = cuda_backend
     tensors = backend.qkv(B=8, Hq=32, Hkv=32, Nq=600, Nk=600, d=d, dtype=dtype)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -138,7 +138,7 @@ def test_tiles_of_queries_that_see_no_key(cuda_backend, dtype, d):
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_same_bits_of_long_queries_and_few_keys(cuda_backend, dtype, d):
-    """Much is multiplied beside what little is prepared of k and v, and that by tiles of different sizes."""
+    """Few tiles of k and v are split while many products run, in tiles of different sizes."""
     backend = cuda_backend
     q, k, v = backend.qkv(B=2, Hq=16, Hkv=4, Nq=2048, Nk=130, d=d, dtype=dtype)
     k[:, :, ::97] *= 30

@@ -15,7 +15,7 @@ def misaligned(t, by=1):
 
 
 def tokens_first(t):
-    """The same values in (B, N, H, d) storage, as a linear layer leaves them."""
+    """The same values in (B, N, H, d) storage, as a linear layer returns them."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -29,7 +29,7 @@ def rows_apart(t, by=1):
 
 
 def every_second(t):
-    """Every second batch, head and row of a tensor whose others are NaN."""
+    """Every second batch, head and row of a tensor that is NaN elsewhere."""
     B, H, N, d = t.shape
     storage = torch.full((2 * B, 2 * H, 2 * N, d), torch.nan, dtype=t.dtype, device=t.device)
     storage[::2, ::2, ::2] = t

@@ -1,4 +1,4 @@
-"""Who sees which keys: causal, window_size, offset, seqlens_k, leftpad_k; and what hidden keys can't do."""
+"""Which keys a query sees, by every argument that says so; hidden keys have no influence."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_default_offset_aligns_last_with_last(backend):
 @pytest.mark.parametrize("band", [dict(), dict(causal=True), dict(window_size=(3, 7), offset=-2)], ids=name)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_padding_does_not_leak(backend, dtype, band, poison):
-    """What stands outside leftpad_k..seqlens_k influences nobody, even where nobody sees a key."""
+    """Keys outside leftpad_k..seqlens_k influence no query, even where no query sees a key."""
     seqlens_k = backend.ints(90, 70, 64, 33, 1, 0)
     leftpad_k = backend.ints(1, 64, 40, 33, 0, 0)
     clean = backend.qkv(B=6, Nq=70, d=40, dtype=dtype)
@@ -117,7 +117,7 @@ def test_rows_without_keys(backend, dtype):
 
 
 def test_seen_special_values(backend, dtype):
-    """Whoever sees an Inf or a NaN gets what manual attention gives."""
+    """A query that sees an Inf or a NaN gets what manual attention gives."""
     for tensor in "qkv":
         for value in (torch.inf, -torch.inf, torch.nan):
             q, k, v = backend.qkv(Nq=40, Nk=70, dtype=dtype)

@@ -26,7 +26,7 @@ def run(*command, **options):
 
 @pytest.fixture
 def bootstrap(tmp_path):
-    """Runs a copy of bootstrap.py as on a backend whose only Python is the one described."""
+    """Runs a copy of bootstrap.py as on a machine whose only Python is the one described."""
     shutil.copy(ROOT / "bootstrap.py", tmp_path)
     fake = {"python": "/fake/python", "version": [3, 12], "has": [], "headers": True, "venv": True}
 

@@ -1,8 +1,7 @@
-"""Tiny cases that reach every code path of the kernels but hopper's add_up, which takes thousands of keys, for
-compute-sanitizer (`pytest -m sanitizer`). hopper takes 128 queries of float32 at a time, for d 64 192, or 64 if
-Nk is no more either; of many heads others, see test_many_heads_of_float32.
+"""Tiny cases for compute-sanitizer (`pytest -m sanitizer`).
 
-The reference runs on the CPU, so that a GPU sees little but the kernels themselves.
+They reach every code path of the kernels, except that hopper flushes O only after thousands of keys.
+test_explain.py says which shape reaches which tile. The reference runs on the CPU, so that a GPU sees little but the kernels themselves.
 """
 
 import pytest
@@ -94,16 +93,17 @@ def test_float32_beyond_float16(backend, d, Nq):
 
 
 @pytest.mark.parametrize("d", [40, 64, 128, 256])
-def test_several_works_beyond_float16(backend, d):
-    """Not for racecheck, which doesn't see what orders a block's second work."""
+def test_several_work_tiles_beyond_float16(backend, d):
+    """Not for racecheck, which doesn't see what orders a block's second work tile."""
     check(backend, beyond_float16(backend.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
 
 
 @pytest.mark.parametrize("d, Hq, Nq", [(64, 132, 200), (128, 70, 150)])
 def test_many_heads_of_float32(backend, d, Hq, Nq):
-    """hopper takes 256 rows of d 64 at a time if 132 heads have more than 192, and 192 of d 128 if 67 heads
-    have 129 to 192."""
+    """hopper has larger tiles for these: 256 queries at d 64, 192 at d 128."""
     tensors = backend.qkv(B=1, Hq=Hq, Hkv=2, Nq=Nq, Nk=140, d=d)
+    if backend.name == "hopper" and torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert backend.explain(*tensors).Br == {64: 256, 128: 192}[d]
     check(backend, tensors, causal=True)
     check(backend, beyond_float16(tensors), causal=True)
 

@@ -88,7 +88,7 @@ def test_no_key_copies_the_state(backend, dtype, case):
 
 
 def test_some_rows_without_keys(backend, dtype):
-    """A causal chunk in the future of the first queries: their state is copied, the others' is merged."""
+    """A causal chunk in the future of the first queries: their state is copied, the rest is merged."""
     q, k, v = backend.qkv(Nq=100, Nk=100, dtype=dtype)
     first = backend.forward(q, k[:, :, :70], v[:, :, :70], causal=True, offset=0, return_state=True)
     both = backend.forward(q, k[:, :, 70:], v[:, :, 70:], causal=True, offset=-70, state=first)
@@ -111,7 +111,7 @@ def test_no_state_is_the_empty_state(backend, dtype):
 
 
 def test_scores_of_minus_infinity(backend, dtype):
-    """A chunk of them alone gives NaN, as softmax does, and counts for nothing beside other keys."""
+    """A chunk of them alone gives NaN, as softmax does, and counts for nothing together with other keys."""
     q, k, v = backend.qkv(d=16, dtype=dtype)
     q = q.abs()
     sunk = torch.full_like(k, -torch.inf)
