@@ -1,7 +1,8 @@
 """Tiny cases for compute-sanitizer (`pytest -m sanitizer`).
 
 They reach every code path of the kernels, except that hopper flushes O only after thousands of keys.
-test_explain.py says which shape reaches which tile. The reference runs on the CPU, so that a GPU sees little but the kernels themselves.
+test_explain.py says which shape reaches which tile. The reference runs on the
+CPU, so that a GPU sees little but the kernels themselves.
 """
 
 import pytest
