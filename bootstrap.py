@@ -1,18 +1,21 @@
 """Find or make the Python that builds and runs minimal_attn: what the Makefile does before anything else.
 
     python3 bootstrap.py build|test|lint
+    python3 bootstrap.py clang-format --dry-run
 
-writes build/python, a script that runs the Python found, and build/configuration, what the compiled extension
-depends on besides the sources (rewritten only when it changes).
+The first writes build/python, a script that runs the Python found, and build/configuration, what the compiled extension
+depends on (rewritten only when it changes).
 
 The Python on PATH is used if it has what the goal needs; then nothing is installed. Otherwise .venv is:
 where that Python has torch, as an addition to it, else with all of PINS, the versions that were tested. An
-nvcc that fits torch is installed there, too, if CUDA code is wanted and the machine has none.
+nvcc that fits torch is installed there, too, if CUDA code is wanted and the machine has none. While .venv
+changes it has a file "unfinished"; if that is still there at the next make, .venv is made again.
 
 It is a script of its own because a fresh machine has just some Python 3: this file runs on any, without
 packages, and setup.py on the Python that is chosen here. Both share what it says about the machine.
 """
 
+import contextlib
 import ctypes
 import glob
 import importlib.util
@@ -25,9 +28,17 @@ import site
 import subprocess
 import sys
 import sysconfig
+import time
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(HERE, ".venv")
+UNFINISHED = os.path.join(VENV, "unfinished")
+SOURCE_FOLDERS = ["cpu", "portable", "hopper"]  # with the folders inside them; flash.cu and main.cpp are here
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
@@ -39,10 +50,11 @@ PINS = {
     "pytest": "pytest==9.*",
     "hypothesis": "hypothesis==6.*",
     "ruff": "ruff==0.17.*",
+    "clang_format": "clang-format==23.*",
 }
-NEEDS = {"build": ["torch", "setuptools", "ninja"], "lint": ["ruff"]}
+NEEDS = {"build": ["torch", "setuptools", "ninja"], "lint": ["ruff", "clang_format"]}
 NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis"]
-OPTIONAL = ["hypothesis"]  # its tests skip where it is missing
+OPTIONAL = ["hypothesis", "clang_format"]  # where it is missing its tests skip, or C++ isn't checked
 NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 
 
@@ -52,6 +64,80 @@ def say(line):
 
 def die(line):
     sys.exit("minimal_attn: " + line)
+
+
+@contextlib.contextmanager
+def without_traceback():
+    """One line for what a user can cause: Ctrl-C, a full disk, a folder that can't be written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nminimal_attn: interrupted; the next make goes on from here", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        die(f"{error.filename or HERE}: {error.strerror or error}")
+
+
+def one_at_a_time():
+    """Waits until no other make changes this folder. Returns a lock, held as long as this process or a child that
+    inherits it lives: after `kill -9 make` its pip and compilers may still be running."""
+    lock = os.open(os.path.join(HERE, "bootstrap.py"), os.O_RDONLY)
+    os.set_inheritable(lock, True)
+    for seconds in range(600):  # no longer: a compiler's daemon may have inherited it
+        try:
+            fcntl and fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if seconds == 0:
+                say("waiting for another make in this folder, or for what an interrupted one has left running")
+            time.sleep(1)
+        except OSError:  # a file system without locks
+            break
+    return lock
+
+
+def call(command, **options):
+    """The exit status of a command, which inherits the lock."""
+    return subprocess.call(command, close_fds=False, **options)
+
+
+# ------------------------------------------------------------------------------ what there is in this folder
+
+
+def sources(*suffixes):
+    """Paths of the C++ and CUDA files with these suffixes, as seen from here."""
+    found = os.listdir(HERE)
+    for top in SOURCE_FOLDERS:
+        for folder, _, names in os.walk(os.path.join(HERE, top)):
+            found += [os.path.relpath(os.path.join(folder, name), HERE) for name in names]
+    return sorted(path for path in found if path.endswith(suffixes))
+
+
+def architectures():
+    """TORCH_CUDA_ARCH_LIST, or what it was when the build in this folder was last given one."""
+    named = " ".join(os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").replace(",", " ").split())
+    return named or (read("architectures") or "").strip()
+
+
+def read(name):
+    """A file of build/, None without it."""
+    try:
+        with open(os.path.join(HERE, "build", name)) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def write(name, text):
+    """A file of build/, all of it or nothing, and only if it changes."""
+    path = os.path.join(HERE, "build", name)
+    if read(name) == text:
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path + ".new", "w") as file:
+        file.write(text)
+    os.chmod(path + ".new", 0o755)
+    os.replace(path + ".new", path)
 
 
 # ------------------------------------------------------------------------------ what there is on this machine
@@ -69,9 +155,10 @@ def describe():
         "venv": bool(where("venv") and where("ensurepip")),
         "has": [name for name in PINS if where(name)],
     }
-    if where("torch"):
+    if "torch" in facts["has"]:
         facts["torch_home"] = os.path.dirname(where("torch"))
-        about = runpy.run_path(os.path.join(facts["torch_home"], "version.py"))
+        version = os.path.join(facts["torch_home"], "version.py")
+        about = runpy.run_path(version) if os.path.isfile(version) else {"__version__": "0.0", "cuda": None}
         facts["torch"], facts["cuda"] = str(about["__version__"]), about["cuda"]
         if two_numbers(facts["torch"]) < OLDEST_TORCH:
             facts["has"].remove("torch")
@@ -114,6 +201,14 @@ def no_compiler():
     )
 
 
+def no_torch(facts):
+    """What is wrong with the torch of a Python that hasn't "torch" among what it has."""
+    oldest = "{}.{}".format(*OLDEST_TORCH)
+    if "torch" in facts:
+        return f"{facts['python']} has torch {facts['torch']}, which is too old: it must be {oldest} or newer"
+    return f"{facts['python']} has no torch"
+
+
 def gpus():
     """Compute capabilities of the GPUs here, from the driver, since there may be no torch to ask yet. Hidden
     ones count, too, so that another CUDA_VISIBLE_DEVICES doesn't cause a rebuild."""
@@ -136,10 +231,22 @@ def gpus():
 
 def cuda_targets():
     """What to build CUDA code for: the entries of TORCH_CUDA_ARCH_LIST (see setup.py) or the GPUs here."""
-    entries = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").replace(",", " ").split()
+    entries = architectures().split()
     if entries == ["none"]:
         return []
     return gpus() if entries in ([], ["native"]) else entries
+
+
+def say_if_remembered():
+    """That TORCH_CUDA_ARCH_LIST still holds, where it isn't what this machine would get without."""
+    entries = architectures().split()
+    if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or entries in ([], ["native"]):
+        return
+    if ([] if entries == ["none"] else entries) != gpus():
+        say(
+            f"keeping TORCH_CUDA_ARCH_LIST={shlex.quote(' '.join(entries))} of an earlier build; "
+            "TORCH_CUDA_ARCH_LIST=native builds for the GPUs of this machine"
+        )
 
 
 def find_cuda(version, path):
@@ -174,9 +281,9 @@ def probe(command):
         run = subprocess.run(
             [command, __file__, "describe"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-    except OSError:
+        return json.loads(run.stdout.decode()) if run.returncode == 0 else None
+    except (OSError, ValueError):
         return None
-    return json.loads(run.stdout.decode()) if run.returncode == 0 else None
 
 
 def is_new_enough(facts):
@@ -186,9 +293,15 @@ def is_new_enough(facts):
 def on_path():
     """The Pythons on PATH that are new enough, or the one that PYTHON names."""
     named = os.environ.get("PYTHON")
+    if os.path.exists(UNFINISHED):  # if it is activated, then what comes after it on PATH
+        folders = os.environ.get("PATH", "").split(os.pathsep)
+        inside = os.path.join(VENV, "bin")
+        os.environ["PATH"] = os.pathsep.join(folder for folder in folders if folder != inside)
     found = list(filter(None, map(probe, [named] if named else ["python3", "python"])))
     if not named and not any(map(is_new_enough, found)):
         found += filter(None, map(probe, [f"python3.{minor}" for minor in (12, 11, 10, 13, 14)]))
+    if named and not found:
+        die(f"PYTHON={named} must be a Python 3 that runs here, and doesn't run")
     if not any(map(is_new_enough, found)):
         was = ", ".join("{} is {}.{}".format(facts["python"], *facts["version"]) for facts in found)
         die(
@@ -199,23 +312,23 @@ def on_path():
 
 def choose(needs):
     found = on_path()
-    own = probe(os.path.join(VENV, "bin", "python"))
+    own = probe_venv()
     for facts in found + [own] * bool(own):
         if set(needs) <= set(facts["has"]):
             return facts
     base = next((facts for facts in found if "torch" in facts["has"]), found[0])
     if "torch" in needs and "torch" not in base["has"]:
         check_headers(base)  # before the long download
-        names = [name for name in PINS if name != "ruff"]
-        what = "torch 2.11 or newer: installing one into .venv (2 to 3 GB)"
+        names = [name for name in PINS if name not in NEEDS["lint"]]
+        what = f"{no_torch(base)}: installing one into .venv (2 to 3 GB)"
     else:
         names = [name for name in needs if name not in base["has"]]
-        what = f"{', '.join(names)}: installing into .venv"
+        what = f"{base['python']} has no {', '.join(names)}: installing into .venv"
     essential = set(names) & set(needs) - set(OPTIONAL)
     quickly = [] if essential else ["--retries", "0"]  # pip takes its time to find that there is no network
     if essential or base["venv"]:
         own = make_venv(base)
-        say(f"{base['python']} has no {what}")
+        say(what)
         if install(own, quickly + [PINS[name] for name in names]):
             return probe(own["python"])
     names = ", ".join(names)
@@ -225,10 +338,13 @@ def choose(needs):
     return base
 
 
+def probe_venv():
+    return None if os.path.exists(UNFINISHED) else probe(os.path.join(VENV, "bin", "python"))
+
+
 def make_venv(base):
     """.venv, made by `base`, whose packages it sees if torch is among them."""
-    python = os.path.join(VENV, "bin", "python")
-    own = probe(python)
+    own = probe_venv()
     sees_base = "torch" in base["has"]
     if own and own["version"] == base["version"] and (not sees_base or own.get("torch") == base["torch"]):
         return own
@@ -238,19 +354,40 @@ def make_venv(base):
             f"{base['python']} can't make a virtual environment, having no venv or ensurepip: install {name} "
             f"(Debian, Ubuntu: sudo apt install {name})"
         )
-    if subprocess.call([base["python"], "-m", "venv", "--clear", VENV]):
+    if os.path.exists(UNFINISHED):
+        say("an earlier make was interrupted while it installed into .venv: making .venv again")
+    begin_change()
+    for entry in os.scandir(VENV):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.path != UNFINISHED:
+            os.remove(entry.path)
+    if call([base["python"], "-m", "venv", VENV]):
         die("couldn't make .venv (see above)")
     if sees_base:
         # --system-site-packages wouldn't do: a base that is itself a virtual environment isn't "the system"
         packages = glob.glob(os.path.join(VENV, "lib", "python*", "site-packages"))[0]
         with open(os.path.join(packages, "base.pth"), "w") as file:
             file.writelines(f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"])
-    return probe(python)
+    os.remove(UNFINISHED)
+    return probe_venv()
+
+
+def begin_change():
+    os.makedirs(VENV, exist_ok=True)
+    with open(UNFINISHED, "w"):
+        pass
 
 
 def install(own, requirements):
     environment = dict(os.environ, PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1")
-    return subprocess.call([own["python"], "-m", "pip", "install"] + requirements, env=environment) == 0
+    [packages] = glob.glob(os.path.join(VENV, "lib", "python*", "site-packages"))
+    before = os.stat(packages).st_mtime_ns
+    begin_change()
+    failed = call([own["python"], "-m", "pip", "install"] + requirements, env=environment)
+    if not failed or os.stat(packages).st_mtime_ns == before:  # without network nothing changes
+        os.remove(UNFINISHED)
+    return not failed
 
 
 def check_headers(facts):
@@ -278,19 +415,10 @@ def with_nvcc(facts):
     return own, home or die(no_cuda(own["cuda"]))
 
 
-def write(name, text):
-    path = os.path.join(HERE, "build", name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.exists(path):
-        with open(path) as file:
-            if file.read() == text:
-                return
-    with open(path, "w") as file:
-        file.write(text)
-    os.chmod(path, 0o755)
-
-
 def main(goal):
+    if not os.access(HERE, os.W_OK):
+        die(f"{HERE} can't be written: copy it to a folder that can, and run make there")
+    one_at_a_time()
     compiler = find_compiler()
     if goal != "lint" and not compiler:
         die(no_compiler())
@@ -300,13 +428,28 @@ def main(goal):
         targets, home = cuda_targets() if facts["cuda"] else [], None
         if targets:
             facts, home = with_nvcc(facts)
+        say_if_remembered()
         depends_on = [facts["suffix"], facts["torch_home"], facts["torch"], compiler, targets, home]
+        files = sources(".cpp", ".cu", ".cuh", ".h") + ["bootstrap.py", "setup.py"]
+        depends_on += [architectures(), {file: os.stat(os.path.join(HERE, file)).st_mtime_ns for file in files}]
         write("configuration", json.dumps(depends_on) + "\n")
     write("python", f'#!/bin/sh\nexec {shlex.quote(facts["python"])} "$@"\n')
+
+
+def clang_format(*arguments):
+    """Runs clang-format on all C++ and CUDA files."""
+    if not where("clang_format"):
+        say("there is no clang-format: C++ and CUDA aren't checked")
+        return 0
+    command = [sys.executable, "-c", "import clang_format; clang_format.clang_format()", *arguments]
+    return call(command + sources(".cpp", ".cu", ".cuh", ".h"), cwd=HERE)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["describe"]:
         print(json.dumps(describe()))
+    elif sys.argv[1:2] == ["clang-format"]:
+        sys.exit(clang_format(*sys.argv[2:]))
     else:
-        main(*sys.argv[1:])
+        with without_traceback():
+            main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Builds minimal_attn and its extension minimal_attn._C, of every .cpp here and, with CUDA, every .cu.
+"""Builds minimal_attn and its extension minimal_attn._C, of every .cpp and, with CUDA, every .cu.
 
     pip install --no-build-isolation .     into a Python that has torch
     python setup.py build_ext --inplace    here, beside the sources (make does this)
@@ -9,6 +9,7 @@ TORCH_CUDA_ARCH_LIST says what GPUs to build for, entries separated by spaces, c
     compute_80    PTX alone, for any GPU from 8.0 on
     native        the GPUs of this machine; the same as an empty or unset variable
     none          the CPU part alone, which is also what a machine without a GPU gets
+It holds in this folder until it is set to something else or `make clean`.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
 shows the commands.
@@ -31,11 +32,11 @@ import bootstrap  # noqa: E402
 from bootstrap import die, say  # noqa: E402
 
 OLDEST_GPU = (7, 5)
-FOLDERS = ["", "cpu/", "portable/", "hopper/", "hopper/float32/"]  # of the sources
 
 HERE = bootstrap.describe()  # the Python that runs this, and its torch
 if "torch" not in HERE["has"]:
-    die(f"{HERE['python']} has no torch 2.11 or newer (if pip runs this: does it have --no-build-isolation?)")
+    hint = "" if "torch" in HERE else "; if pip runs this, it needs --no-build-isolation"
+    die(bootstrap.no_torch(HERE) + hint)
 
 
 def cuda_targets():
@@ -44,7 +45,7 @@ def cuda_targets():
     if not HERE["cuda"]:
         why = f"torch {HERE['torch']} has no CUDA"
         entries = []
-    elif os.environ.get("TORCH_CUDA_ARCH_LIST") == "none":
+    elif bootstrap.architectures() == "none":
         why = "TORCH_CUDA_ARCH_LIST=none"
     else:
         why = "no GPU of compute capability 7.5 or more, here or in TORCH_CUDA_ARCH_LIST"
@@ -140,11 +141,13 @@ def package_includes():
 
 
 def openmp(cxx):
-    """Without it at::parallel_for is serial."""
+    """Without it at::parallel_for is serial. On Linux torch's OpenMP is GCC's, whose functions Clang doesn't call:
+    its code would need a second OpenMP beside it, and then not know one's threads from the other's."""
     test = [*cxx, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
-    if subprocess.run(test, input=b"#include <omp.h>", stderr=subprocess.DEVNULL).returncode == 0:
+    program = b"#include <omp.h>\n#if defined __clang__ && defined __linux__\n#error\n#endif"
+    if subprocess.run(test, input=program, stderr=subprocess.DEVNULL).returncode == 0:
         return ["-fopenmp"]
-    say(f"{cxx[-1]} has no OpenMP: the CPU part will run on one thread")
+    say(f"{cxx[-1]} has no OpenMP that fits torch's: the CPU part will run on one thread (with g++ on all)")
     return []
 
 
@@ -155,6 +158,14 @@ class Build(build_ext):
     """By ninja, which compiles only what has changed: its source, a header or the command."""
 
     targets = {}
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # else what an interrupted copy left in minimal_attn/ would count as new
+
+    def get_source_files(self):
+        """For the source distribution: all, whatever this machine would build."""
+        return bootstrap.sources(".cpp", ".cu", ".cuh", ".h")
 
     def build_extension(self, extension):
         ninja = bootstrap.find_ninja() or die("no ninja: pip install ninja")
@@ -171,14 +182,25 @@ class Build(build_ext):
         folder = os.path.join(self.build_temp, "torch-" + HERE["torch"])
         output = self.get_ext_fullpath(extension.name)
         objects = {os.path.dirname(os.path.join(folder, source)) for source in extension.sources}
+        lock = bootstrap.one_at_a_time()
         for needed in *objects, os.path.dirname(output):
             os.makedirs(needed, exist_ok=True)
         file = os.path.join(folder, "build.ninja")
         with open(file, "w") as stream:
             stream.write(ninja_file(folder, output, extension.sources, rules))
-        say(f"compiling {', '.join(extension.sources)}")
-        if subprocess.call([ninja, "-f", file] + ["-v"] * bool(os.environ.get("VERBOSE"))):
+        # In a terminal ninja shows what it is doing. In a log it names what is done, and the rules what begins.
+        begins = os.open(os.devnull, os.O_WRONLY) if sys.stdout.isatty() else os.dup(1)
+        os.set_inheritable(begins, True)
+        environment = os.environ | {"BEGINS": str(min(begins, 9)), "NINJA_STATUS": "[%f/%t, %es] "}
+        if bootstrap.call([ninja, "-f", file] + ["-v"] * bool(os.environ.get("VERBOSE")), env=environment):
             die("the build failed (see above)")
+        os.close(begins)
+        os.close(lock)
+
+
+def longest_first(source):
+    """A key for the order in which ninja starts them, so that the last ones are short."""
+    return not source.endswith(".cu"), -os.path.getsize(source)
 
 
 def ninja_file(folder, output, sources, rules):
@@ -190,22 +212,31 @@ def ninja_file(folder, output, sources, rules):
 
     text = f"builddir = {escape(folder)}\n"  # where ninja keeps its log
     for name, words in rules.items():
-        text += f"rule {name}\n  command = {' '.join(map(quote, words))}\n"
-        text += "  description = $out\n" + "  depfile = $out.d\n  deps = gcc\n" * (name != "link")
+        what = "linking" if name == "link" else "$in"
+        begins = f"echo begin: {what} >&$${{BEGINS:-1}}; "
+        text += f"rule {name}\n  command = {begins}{' '.join(map(quote, words))}\n"
+        text += f"  description = {what}\n" + "  depfile = $out.d\n  deps = gcc\n" * (name != "link")
     objects = {source: escape(os.path.join(folder, source + ".o")) for source in sources}
     for source, object in objects.items():
         text += f"build {object}: {source.split('.')[-1]} {escape(source)}\n"
     return text + f"build {escape(output)}: link {' '.join(objects.values())}\n"
 
 
-if __name__ == "__main__":
+def main():
     Build.targets = cuda_targets()
-    suffixes = ["cpp"] + ["cu"] * bool(Build.targets)
-    sources = sorted(sum((glob(f"{folder}*.{s}") for folder in FOLDERS for s in suffixes), []))
+    if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
+        bootstrap.write("architectures", bootstrap.architectures())
+    suffixes = (".cpp", ".cu") if Build.targets else (".cpp",)
     setup(
         packages=["minimal_attn"],
-        ext_modules=[Extension("minimal_attn._C", sources)],
+        package_data={"minimal_attn": ["py.typed"]},
+        ext_modules=[Extension("minimal_attn._C", sorted(bootstrap.sources(*suffixes), key=longest_first))],
         cmdclass={"build_ext": Build},
         # torch promises no binary compatibility between its versions: what one built needs that one.
         install_requires=["torch=={}.{}.*".format(*bootstrap.two_numbers(HERE["torch"]))],
     )
+
+
+if __name__ == "__main__":
+    with bootstrap.without_traceback():
+        main()

@@ -3,3 +3,4 @@
 from minimal_attn._forward import Explanation, explain, forward
 
 __all__ = ["Explanation", "explain", "forward"]
+__version__ = "0.1.0"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from minimal_attn import _C
+from minimal_attn._load import _C
 from minimal_attn._errors import clearer, unknown_keyword
 
 if TYPE_CHECKING:

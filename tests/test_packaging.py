@@ -1,5 +1,6 @@
 """The build: what bootstrap.py says about a machine, the wheel, and the machine code that was compiled."""
 
+import fcntl
 import glob
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -24,49 +26,159 @@ def run(*command, **options):
 # ------------------------------------------------------------------------------------ bootstrap.py
 
 
+class Machine:
+    """A checkout in `folder`, with a Python of shell script: what bootstrap.py would do there."""
+
+    facts = {"python": "/fake/python", "version": [3, 12], "has": [], "headers": True, "venv": True}
+    complete = {"has": ["torch", "setuptools", "ninja"], "torch": "2.11.0", "torch_home": "/", "cuda": None}
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.python = folder / "python"
+        self.environment = {"PATH": os.environ["PATH"], "PYTHON": str(self.python)}
+        for name in "bootstrap.py", "setup.py":
+            shutil.copy(ROOT / name, folder)
+
+    def describe(self, **facts):
+        self.python.write_text(f"#!/bin/sh\necho '{json.dumps(self.facts | facts)}'\n")
+        self.python.chmod(0o755)
+
+    def bootstrap(self, **environment):
+        command = sys.executable, self.folder / "bootstrap.py", "build"
+        return run(*command, env=self.environment | environment, timeout=60)
+
+    def module(self):
+        spec = importlib.util.spec_from_file_location("bootstrap_elsewhere", self.folder / "bootstrap.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
 @pytest.fixture
-def bootstrap(tmp_path):
-    """Runs a copy of bootstrap.py as on a machine whose only Python is the one described."""
-    shutil.copy(ROOT / "bootstrap.py", tmp_path)
-    fake = {"python": "/fake/python", "version": [3, 12], "has": [], "headers": True, "venv": True}
+def machine(tmp_path):
+    return Machine(tmp_path)
 
-    def run_it(PATH=os.environ["PATH"], **described):
-        python = tmp_path / "python"
-        python.write_text(f"#!/bin/sh\necho '{json.dumps(fake | described)}'\n")
-        python.chmod(0o755)
-        environment = {"PATH": PATH, "PYTHON": str(python)}
-        return run(sys.executable, tmp_path / "bootstrap.py", "build", env=environment)
 
-    return run_it
+def check_one_line(done, *words):
+    assert done.returncode == 1, done
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("minimal_attn: "), done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
 
 
 @pytest.mark.parametrize(
-    "backend, named",
+    "facts, environment, named",
     [
-        ({"PATH": "/nowhere"}, "g++"),
-        ({"version": [3, 8]}, "Python 3.10"),
-        ({"headers": False}, "python3.12-dev"),
-        ({"venv": False}, "python3.12-venv"),
+        ({}, {"PATH": "/nowhere"}, "g++"),
+        ({"version": [3, 8]}, {}, "Python 3.10"),
+        ({"headers": False}, {}, "python3.12-dev"),
+        ({"venv": False}, {}, "python3.12-venv"),
+        ({}, {"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python"),
+        ({}, {"PYTHON": "/bin/true"}, "PYTHON=/bin/true"),
     ],
 )
-def test_what_is_missing_is_said_in_a_line(bootstrap, backend, named):
-    done = bootstrap(**backend)
-    assert done.returncode == 1
-    assert named in done.stderr and done.stderr.count("\n") == 1
+def test_what_is_missing_is_said_in_a_line(machine, facts, environment, named):
+    machine.describe(**facts)
+    check_one_line(machine.bootstrap(**environment), named)
 
 
-def test_a_complete_python_is_used_as_it_is(tmp_path):
-    shutil.copy(ROOT / "bootstrap.py", tmp_path)
-    environment = os.environ | {"PYTHON": sys.executable, "TORCH_CUDA_ARCH_LIST": "none"}
-    configuration = tmp_path / "build" / "configuration"
+def test_folder_that_cannot_be_written_is_said_in_a_line(machine):
+    machine.describe(**machine.complete, suffix=".so")
+    (machine.folder / "build").touch()  # since root may write anywhere
+    check_one_line(machine.bootstrap(), str(machine.folder / "build"))
+
+
+def test_missing_torch_and_old_torch_are_told_apart(machine):
+    no_torch = machine.module().no_torch
+    assert no_torch({"python": "/bin/python", "has": []}) == "/bin/python has no torch"
+    old = no_torch({"python": "/bin/python", "has": [], "torch": "2.4.0"})
+    assert "torch 2.4.0" in old and "too old" in old and "2.11" in old
+    machine.describe(torch="2.4.0", torch_home="/", cuda=None, venv=False)
+    assert "couldn't" not in machine.bootstrap().stderr
+
+
+def test_a_complete_python_is_used_as_it_is(machine):
+    environment = {"PYTHON": sys.executable, "TORCH_CUDA_ARCH_LIST": "none"}
+    configuration = machine.folder / "build" / "configuration"
     times = []
     for _ in range(2):
-        done = run(sys.executable, tmp_path / "bootstrap.py", "build", env=environment)
+        done = machine.bootstrap(**environment)
         assert done.returncode == 0 and done.stdout == "", done
         times.append(configuration.stat().st_mtime_ns)
     assert times[0] == times[1]
-    assert not (tmp_path / ".venv").exists()
-    assert run(tmp_path / "build" / "python", "-c", "print(6 * 7)").stdout == "42\n"
+    assert not (machine.folder / ".venv").exists()
+    assert run(machine.folder / "build" / "python", "-c", "print(6 * 7)").stdout == "42\n"
+    (machine.folder / "portable").mkdir()
+    (machine.folder / "portable" / "new.h").touch()
+    machine.bootstrap(**environment)
+    assert configuration.stat().st_mtime_ns > times[0]
+
+
+@pytest.mark.parametrize("end", ["kill -9 $$", "kill -9 $PPID", "kill -INT $PPID; sleep 1"])
+def test_unfinished_environment_is_made_again(machine, end):
+    """pip, or bootstrap.py above it, ends while torch is unpacked, and the next make begins anew."""
+    nothing = machine.facts | {"python": "ITSELF"}
+    machine.python.write_text(
+        """#!/bin/sh
+site=FOLDER/.venv/lib/python3.12/site-packages
+case "$*" in
+*describe) if [ -e $site/torch ] && [ $0 != FOLDER/python ]; then echo 'COMPLETE'; else echo 'NOTHING'; fi ;;
+"-m venv "*) mkdir -p FOLDER/.venv/bin $site; cp FOLDER/python FOLDER/.venv/bin ;;
+"-m pip install "*)
+    mkdir $site/torch
+    if [ ! -e FOLDER/was_ended ]; then touch FOLDER/was_ended; END; fi
+    touch $site/torch/last ;;
+esac
+""".replace("END", end)
+        .replace("FOLDER", str(machine.folder))
+        .replace("NOTHING", json.dumps(nothing))
+        .replace("COMPLETE", json.dumps(nothing | machine.complete | {"suffix": ".so"}))
+        .replace("ITSELF", "'$0'")
+    )
+    machine.python.chmod(0o755)
+    first = machine.bootstrap()
+    assert first.returncode != 0 and "Traceback" not in first.stderr, first
+    assert (machine.folder / ".venv" / "unfinished").exists()
+    second = machine.bootstrap()
+    assert second.returncode == 0 and "making .venv again" in second.stdout, second
+    assert (machine.folder / ".venv/lib/python3.12/site-packages/torch/last").exists()
+    third = machine.bootstrap()
+    assert third.returncode == 0 and third.stdout == "", third
+
+
+def test_one_make_waits_for_another(machine):
+    machine.describe(**machine.complete, suffix=".so")
+    with open(machine.folder / "bootstrap.py") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        command = [sys.executable, machine.folder / "bootstrap.py", "build"]
+        with subprocess.Popen(command, env=machine.environment, stdout=subprocess.PIPE, text=True) as other:
+            assert "waiting for another make" in other.stdout.readline()
+            assert other.poll() is None
+            fcntl.flock(file, fcntl.LOCK_UN)
+    assert other.returncode == 0
+
+
+def test_architecture_list_holds_until_the_next(machine, monkeypatch, capsys):
+    bootstrap = machine.module()
+    monkeypatch.setattr(bootstrap, "gpus", lambda: ["8.6"])
+    for environment, architectures, targets, line in [
+        ("", "", ["8.6"], ""),
+        ("9.0;8.0", "9.0 8.0", ["9.0", "8.0"], ""),
+        ("", "9.0 8.0", ["9.0", "8.0"], "keeping TORCH_CUDA_ARCH_LIST='9.0 8.0'"),
+        ("none", "none", [], ""),
+        ("", "none", [], "keeping TORCH_CUDA_ARCH_LIST=none"),
+        ("8.6", "8.6", ["8.6"], ""),
+        ("", "8.6", ["8.6"], ""),
+        ("native", "native", ["8.6"], ""),
+        ("", "native", ["8.6"], ""),
+    ]:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", environment)
+        assert bootstrap.architectures() == architectures
+        assert bootstrap.cuda_targets() == targets
+        bootstrap.say_if_remembered()
+        said = capsys.readouterr().out
+        assert line in said and (line or not said)
+        done = run(sys.executable, "setup.py", "--version", cwd=machine.folder)  # which remembers
+        assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------ setup.py
@@ -100,6 +212,56 @@ def test_entry_of_the_architecture_list(setup, entry, name, codes):
 def test_bad_entry_of_the_architecture_list(setup, entry):
     with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must have"):
         setup.target(entry)
+
+
+def test_clang_gets_no_openmp_on_linux(setup):
+    """It succeeded, and then the import failed: undefined symbol __kmpc_fork_call."""
+    if not shutil.which("clang++") or sys.platform != "linux":
+        pytest.skip("no clang++ on Linux here")
+    assert setup.openmp(["clang++"]) == []
+
+
+def test_source_distribution_is_complete(tmp_path):
+    """Unpacked elsewhere it builds. The objects of this build go with it, so that ninja compiles just what differs
+    and what depends on a header that is missing."""
+    done = run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="tar")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    kinds = "*.cpp", "*.cu", "*.cuh", "*.h", "*.py", "Makefile", "py.typed"
+    out_of = {ROOT / name for name in ("build", "dist", ".venv")}
+    wanted = {file for kind in kinds for file in ROOT.rglob(kind) if not out_of & set(file.parents)}
+    assert len(wanted) > 30
+    assert [file for file in wanted if not (unpacked / file.relative_to(ROOT)).exists()] == []
+    for objects in (ROOT / "build").glob("temp.*"):
+        shutil.copytree(objects, unpacked / "build" / objects.name)
+    targets = minimal_attn._C.cuda_architectures() or "none"
+    command = sys.executable, "setup.py", "-q", "build_ext", "--inplace"
+    done = run(*command, cwd=unpacked, env=os.environ | {"TORCH_CUDA_ARCH_LIST": targets})
+    assert done.returncode == 0, done.stdout + done.stderr
+    program = "import minimal_attn; print(minimal_attn.__file__, minimal_attn.__version__)"
+    done = run(sys.executable, "-c", program, cwd=unpacked, env=os.environ | {"PYTHONPATH": ""})
+    assert done.stdout.split() == [str(unpacked / "minimal_attn/__init__.py"), minimal_attn.__version__], done
+
+
+@pytest.mark.parametrize(
+    "file, words",
+    [
+        (None, ["isn't built", "make"]),
+        ("_C.cpython-31-x86_64-linux-gnu.so", ["another Python", "make"]),
+        ("_C.abi3.so", ["another torch", "make", "file too short"]),
+    ],
+)
+def test_import_says_why_the_extension_is_missing(tmp_path, file, words):
+    shutil.copytree(ROOT / "minimal_attn", tmp_path / "minimal_attn", ignore=shutil.ignore_patterns("*.so"))
+    (tmp_path / "setup.py").touch()
+    if file:
+        (tmp_path / "minimal_attn" / file).touch()
+    done = run(sys.executable, "-c", "import minimal_attn", cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and all(word in last for word in words), done.stderr
 
 
 def test_wheel_works_elsewhere(tmp_path):
@@ -177,18 +339,20 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
     if not ((cuobjdump := find_tool("cuobjdump")) and (nvdisasm := find_tool("nvdisasm"))):
         pytest.skip("no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     monkeypatch.setenv("NVDISASM_PATH", os.path.dirname(nvdisasm))
-    done = run(cuobjdump, "-sass", "-arch", "sm_90a", minimal_attn._C.__file__)
-    assert done.returncode == 0, done.stderr
-    kernels = {
-        name: code
-        for name, code in re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", done.stdout, re.S)
-    }
-    kernels = {name: code for name, code in kernels.items() if "hopper_kernel" in name}
-    assert kernels
-    for name, code in kernels.items():
-        loops = [code[int(a) : int(b)] for a, b in backward_branches(code)]
-        assert any("HGMMA" in loop and "MUFU.EX2" in loop for loop in loops), f"{name} has no loop with HGMMA"
-        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} uses local memory"
+    sources = [path.relative_to(ROOT) for path in (ROOT / "hopper").rglob("*.cu")]
+    objects = [path for source in sources for path in (ROOT / "build").glob(f"temp.*/torch-*/{source}.o")]
+    if not objects:
+        pytest.skip("the objects of hopper/ aren't here")
+    for path in objects:
+        done = run(cuobjdump, "-sass", "-arch", "sm_90a", path)
+        assert done.returncode == 0, done.stderr
+        kernels = re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", done.stdout, re.S)
+        assert kernels, f"{path} has no kernel"
+        for name, code in kernels:
+            assert not re.search(r"\b(LDL|STL)\b", code), f"{name} uses local memory"
+            loops = [code[int(a) : int(b)] for a, b in backward_branches(code)]
+            multiplies = any("HGMMA" in loop and "MUFU.EX2" in loop for loop in loops)
+            assert multiplies or "split" in name, f"{name} has no loop with HGMMA"
 
 
 def backward_branches(code):
