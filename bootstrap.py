@@ -3,8 +3,8 @@
     python3 bootstrap.py build|test|lint
     python3 bootstrap.py clang-format --dry-run
 
-The first writes build/python, a script that runs the Python found, and build/configuration, what the compiled extension
-depends on (rewritten only when it changes).
+The first writes build/python, a script that runs the Python found, and build/configuration, what the
+compiled extension depends on (rewritten only when it changes).
 
 The Python on PATH is used if it has what the goal needs; then nothing is installed. Otherwise .venv is:
 where that Python has torch, as an addition to it, else with all of PINS, the versions that were tested. An
@@ -79,8 +79,10 @@ def without_traceback():
 
 
 def one_at_a_time():
-    """Waits until no other make changes this folder. Returns a lock, held as long as this process or a child that
-    inherits it lives: after `kill -9 make` its pip and compilers may still be running."""
+    """Waits until no other make changes this folder; returns a lock, which ends when its last owner does.
+
+    Children that inherit it own it, too: after `kill -9 make` its pip and compilers may still be running.
+    """
     lock = os.open(os.path.join(HERE, "bootstrap.py"), os.O_RDONLY)
     os.set_inheritable(lock, True)
     for seconds in range(600):  # no longer: a compiler's daemon may have inherited it
@@ -89,7 +91,7 @@ def one_at_a_time():
             break
         except BlockingIOError:
             if seconds == 0:
-                say("waiting for another make in this folder, or for what an interrupted one has left running")
+                say("waiting for another make in this folder, or for what an interrupted one left running")
             time.sleep(1)
         except OSError:  # a file system without locks
             break
@@ -430,8 +432,9 @@ def main(goal):
             facts, home = with_nvcc(facts)
         say_if_remembered()
         depends_on = [facts["suffix"], facts["torch_home"], facts["torch"], compiler, targets, home]
-        files = sources(".cpp", ".cu", ".cuh", ".h") + ["bootstrap.py", "setup.py"]
-        depends_on += [architectures(), {file: os.stat(os.path.join(HERE, file)).st_mtime_ns for file in files}]
+        files = [*sources(".cpp", ".cu", ".cuh", ".h"), "bootstrap.py", "setup.py"]
+        times = {file: os.stat(os.path.join(HERE, file)).st_mtime_ns for file in files}
+        depends_on += [architectures(), times]
         write("configuration", json.dumps(depends_on) + "\n")
     write("python", f'#!/bin/sh\nexec {shlex.quote(facts["python"])} "$@"\n')
 

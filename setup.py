@@ -141,8 +141,11 @@ def package_includes():
 
 
 def openmp(cxx):
-    """Without it at::parallel_for is serial. On Linux torch's OpenMP is GCC's, whose functions Clang doesn't call:
-    its code would need a second OpenMP beside it, and then not know one's threads from the other's."""
+    """The flag without which at::parallel_for is serial.
+
+    Not for Clang on Linux: there torch has GCC's OpenMP. Clang's code needs a second one, LLVM's, and both
+    have functions of the same names, such as omp_get_thread_num.
+    """
     test = [*cxx, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
     program = b"#include <omp.h>\n#if defined __clang__ && defined __linux__\n#error\n#endif"
     if subprocess.run(test, input=program, stderr=subprocess.DEVNULL).returncode == 0:
@@ -188,7 +191,7 @@ class Build(build_ext):
         file = os.path.join(folder, "build.ninja")
         with open(file, "w") as stream:
             stream.write(ninja_file(folder, output, extension.sources, rules))
-        # In a terminal ninja shows what it is doing. In a log it names what is done, and the rules what begins.
+        # In a terminal ninja names what it compiles; in a log what is done: the rules say what begins.
         begins = os.open(os.devnull, os.O_WRONLY) if sys.stdout.isatty() else os.dup(1)
         os.set_inheritable(begins, True)
         environment = os.environ | {"BEGINS": str(min(begins, 9)), "NINJA_STATUS": "[%f/%t, %es] "}

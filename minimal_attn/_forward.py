@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from minimal_attn._load import _C
 from minimal_attn._errors import clearer, unknown_keyword
+from minimal_attn._load import _C
 
 if TYPE_CHECKING:
     from typing_extensions import Never

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch  # before _C, which needs its libraries
 
+__all__ = ["_C"]
 HERE = Path(__file__).resolve().parent
 
 

@@ -222,8 +222,8 @@ def test_clang_gets_no_openmp_on_linux(setup):
 
 
 def test_source_distribution_is_complete(tmp_path):
-    """Unpacked elsewhere it builds. The objects of this build go with it, so that ninja compiles just what differs
-    and what depends on a header that is missing."""
+    """Unpacked elsewhere it builds. It gets the objects of this build, so that ninja compiles only what
+    differs and what depends on a missing header."""
     done = run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     [archive] = tmp_path.glob("*.tar.gz")
