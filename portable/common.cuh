@@ -1,0 +1,255 @@
+// common.cuh: what the two kernels of the portable backend share.
+//
+//     O = softmax(softmax_scale * Q K^T + mask) V, a tile of Br queries x Bc keys at a time
+//
+// FlashAttention-2 (Dao 2023) changes Algorithm 1 (flash.cu computes it as printed) in three ways:
+//
+//     the loops are swapped       The loop over tiles of queries is the grid: one block for each (batch b, query head h,
+//                                 tile of queries i). A block walks the tiles of keys j. Blocks are independent.
+//     Oi, li, mi in registers     They stay there while j advances. Algorithm 1 reads and writes them in HBM for each
+//                                 (i, j); here O, l and m are written once.
+//     O is divided once           Oi is divided by li after the last tile, not after each one.
+//
+// The steps of both kernels. Numbers are Algorithm 1's:
+//
+//     8.         Qi from HBM to shared memory; Oi = 0, li = 0, mi = -inf
+//     5.         for each tile of keys j that some query of the tile sees
+//     6.             Kj and Vj from HBM to shared memory
+//     9.             Sij = softmax_scale * Qi Kj^T, and -inf where the mask hides a key
+//     10. - 11.      mi = max(mi, rowmax(Sij)), Pij = exp(Sij - mi), alpha = exp(old mi - mi),
+//                    li = alpha * li + rowsum(Pij)
+//     12.            Oi = diag(alpha) Oi + Pij Vj
+//     12. - 13.  O = Oi / li, l and m to HBM; an earlier state joins here, as if it were one more tile
+//
+// Every warp has the same role: it loads a part of each tile and computes some rows of Sij and Oi.
+//
+//     barrier                         | who arrives and waits | orders what
+//     wait_for_tiles, before step 9   | the block             | Kj (and the first time Qi) has arrived; all warps have
+//                                     |                       | read Vj-1, so Vj may overwrite it
+//     wait_for_tiles, after step 9    | the block             | Vj has arrived; all warps have read Kj, so Kj+1 may
+//                                     |                       | overwrite it
+//     __syncwarp                      | one warp              | a row of Sij or Pij in shared memory is written by some
+//                                     |                       | lanes and read by others of the same warp
+//
+// Vj arrives while Sij is computed, and Kj+1 arrives while Pij and Oi are.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "device.h"
+#include "flash.h"
+#include "portable/portable.h"
+
+namespace minimal_attn {
+namespace {
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(__half x) { return __half2float(x); }
+__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ void convert(float x, float &y) { y = x; }
+__device__ void convert(float x, __half &y) { y = __float2half(x); }
+__device__ void convert(float x, __nv_bfloat16 &y) { y = __float2bfloat16(x); }
+
+// Which of the two kernels computes T. The other one's code is empty, so that each file has one list of instantiations
+// for all GPUs.
+template <class T>
+__device__ constexpr bool on_tensor_cores() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    return std::is_same_v<T, __half>;
+#else
+    return !std::is_same_v<T, float>;
+#endif
+}
+
+__device__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
+
+// ------------------------------------------------------------------------------ a block and its tiles
+
+// What one block computes: queries i0 <= i < i0 + rows of head h in batch b.
+template <class T>
+struct Block {
+    int64_t b, h;
+    int i0, rows;       // rows = Br, or fewer in the last tile
+    Band band;          // which keys each query sees (flash.h)
+    Keys seen, by_all;  // keys that some query of the tile sees, and keys that all of them see
+    const T *Q, *K, *V;
+};
+
+template <class T>
+__device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
+    const int Tr = (a.Nq + Br - 1) / Br;
+    const int64_t head = index / Tr;
+    Block<T> block;
+    block.b = head / a.Hq, block.h = head % a.Hq;
+    block.i0 =
+        (Tr - 1 - (int)(index % Tr)) * Br;  // under a causal mask the last queries see most keys: they start first
+    block.rows = min(Br, a.Nq - block.i0);
+    block.band = band_of(a, block.b);
+    block.seen = keys_of_any(block.band, block.i0, block.i0 + block.rows);
+    block.by_all = keys_of_all(block.band, block.i0, block.i0 + block.rows);
+    const int64_t h_kv = block.h / (a.Hq / a.Hkv);
+    block.Q = (const T *)a.q + block.b * a.q_stride.batch + block.h * a.q_stride.head + block.i0 * a.q_stride.row;
+    block.K = (const T *)a.k + block.b * a.k_stride.batch + h_kv * a.k_stride.head;
+    block.V = (const T *)a.v + block.b * a.v_stride.batch + h_kv * a.v_stride.head;
+    return block;
+}
+
+// Loads a tile of Rows x D into shared memory, with zeros where row >= rows or x >= d. Rows of Vj past seqlens_k must be
+// zeros, since Pij = 0 times NaN is NaN. If aligned, copies are asynchronous (from sm_80 on), 16 bytes each.
+template <int Rows, int D, int Stride, int Threads, class T, class S>
+__device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
+    if constexpr (sizeof(T) == sizeof(S)) {
+        constexpr int Chunk = 16 / sizeof(T);
+        if (aligned) {
+#pragma unroll 4
+            for (int chunk = threadIdx.x; chunk < Rows * (D / Chunk); chunk += Threads) {
+                const int row = chunk / (D / Chunk), x = chunk % (D / Chunk) * Chunk;
+                const bool exists = row < rows && x < d;
+                __pipeline_memcpy_async(&tile[row * Stride + x], exists ? &source[row * stride + x] : source, 16,
+                                        exists ? 0 : 16);
+            }
+            return;
+        }
+    }
+#pragma unroll 4
+    for (int element = threadIdx.x; element < Rows * D; element += Threads) {
+        const int row = element / D, x = element % D;
+        float value = row < rows && x < d ? to_float(source[row * stride + x]) : 0.f;
+        convert(value, tile[row * Stride + x]);
+    }
+}
+
+// Waits until every load that any thread of the block has issued is in shared memory. It is also a barrier.
+__device__ void wait_for_tiles() {
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncthreads();
+}
+
+// ------------------------------------------------------------------------------ rows
+
+// 11. mi becomes m_new; returns alpha. While a row has seen only scores of -inf, m_safe = 0 is subtracted instead of mi,
+// so that its exponentials are 0 and not NaN.
+__device__ float update_row_max(float &mi, float m_new, float &m_safe) {
+    m_safe = m_new == -INFINITY ? 0.f : m_new;
+    const float alpha = exp_fast(mi - m_safe);
+    mi = m_new;
+    return alpha;
+}
+
+// How row i ends: the sums of this call, joined with the earlier state if there is one.
+template <class T>
+__device__ RowEnd end_row(const Attention &a, const Block<T> &block, int i, float li, float mi) {
+    const int64_t at = (block.b * a.Hq + block.h) * a.Nq + i;
+    const bool sees_key = !empty(keys_of_row(block.band, i));
+    return end_of_row(sees_key, li, mi, a.l_in ? a.l_in[at] : 0.f, a.m_in ? a.m_in[at] : -INFINITY);
+}
+
+// 13. l and m of row i to HBM, if the caller wants them
+template <class T>
+__device__ void store_state(const Attention &a, const Block<T> &block, int i, const RowEnd &end) {
+    if (!a.l) return;
+    const int64_t at = (block.b * a.Hq + block.h) * a.Nq + i;
+    a.l[at] = end.l;
+    a.m[at] = end.m;
+}
+
+// Stores Count numbers, rounded to T. If aligned, as vectors of up to 16 bytes; else the first `count`, one by one.
+template <int Count, class T>
+__device__ void store(T *at, const float *x, bool aligned = true, int count = Count) {
+    constexpr int Align = Count * sizeof(T) < 16 ? Count * sizeof(T) : 16;
+    struct alignas(Align) Vector {
+        T x[Count];
+    } vector;
+#pragma unroll
+    for (int c = 0; c < Count; ++c) convert(x[c], vector.x[c]);
+    if (aligned) {
+        *(Vector *)at = vector;
+    } else {
+#pragma unroll
+        for (int c = 0; c < Count; ++c)
+            if (c < count) at[c] = vector.x[c];
+    }
+}
+
+// 12. - 13. O = Oi / li of row i, columns x to x + Count - 1, to HBM
+template <int Count, class T>
+__device__ void store_o(const Attention &a, const Block<T> &block, int i, int x, const RowEnd &end, const float *Oi,
+                        bool aligned) {
+    if (x >= a.d) return;
+    const int count = min(Count, a.d - x);
+    float o[Count];
+#pragma unroll
+    for (int c = 0; c < Count; ++c) o[c] = end.reads_Oi ? end.weight_Oi * Oi[c] : 0.f;
+    if (a.o_in && end.reads_o_in) {
+        const float *o_in =
+            a.o_in + block.b * a.o_in_stride.batch + block.h * a.o_in_stride.head + i * a.o_in_stride.row;
+        for (int c = 0; c < count; ++c) o[c] += end.weight_o_in * o_in[x + c];
+    }
+    const int64_t at = block.b * a.o_stride.batch + block.h * a.o_stride.head + i * a.o_stride.row + x;
+    if (a.l)
+        store<Count>((float *)a.o + at, o, aligned, count);
+    else
+        store<Count>((T *)a.o + at, o, aligned, count);
+}
+
+// ------------------------------------------------------------------------------ step 1, on the host: tiles, plan, launch
+
+// A file's Kernels lists its tiles for d up to 64, 128 and 256 (D64, D128, D256) and has kernel<T, Tile>().
+template <class Kernels, class Use>
+auto with_tiles_for(int d, const Use &use) {
+    if (d <= 64) return use(typename Kernels::D64());
+    if (d <= 128) return use(typename Kernels::D128());
+    return use(typename Kernels::D256());
+}
+
+// Takes the first tile of the list that fits the shared memory of a block (64 KB on a T4; 99 on sm_86, sm_89 and sm_120;
+// 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at most 55 KB.
+template <class Tile, class... Smaller>
+Plan plan_tile(const Attention &a, const Device &device, const char *kernel, TileList<Tile, Smaller...>,
+               int index = 0) {
+    if constexpr (sizeof...(Smaller) > 0)
+        if (Tile::SharedBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
+            return plan_tile(a, device, kernel, TileList<Smaller...>(), index + 1);
+    const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
+    return {kernel, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, 0};
+}
+
+template <class Kernels>
+Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
+    return with_tiles_for<Kernels>(a.d, [&](auto tiles) { return plan_tile(a, device, name, tiles); });
+}
+
+// A grid has at most 2^31 - 1 blocks; more take several launches.
+template <class Kernels, class T, class Tile>
+cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, CUstream_st *stream) {
+    const auto kernel = Kernels::template kernel<T, Tile>();
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SharedBytes);
+    const int64_t most = (int64_t(1) << 31) - 1;
+    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
+        const int grid = (int)std::min(plan.grid - first, most);
+        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned);
+        error = cudaGetLastError();
+    }
+    return error;
+}
+
+template <class Kernels, class T>
+const char *launch_kernel(const Attention &a, const Plan &plan, CUstream_st *stream) {
+    const int64_t element = sizeof(T);
+    const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
+                         is_aligned(a.v, a.v_stride, element, a.d) &&
+                         is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
+    return why_not(with_tiles_for<Kernels>(a.d, [&](auto tiles) {
+        return with_tile(plan.tile, tiles,
+                         [&](auto tile) { return launch_tile<Kernels, T, decltype(tile)>(a, plan, aligned, stream); });
+    }));
+}
+
+}  // namespace
+}  // namespace minimal_attn

@@ -1,0 +1,224 @@
+// float32.cu: attention in float32 on the FMA units. bfloat16 comes here, too, where no tensor core multiplies it.
+// common.cuh has the steps and the barriers. docs/portable.md has the budget and what was tried.
+//
+//     role        | warps             | registers                   | does
+//     every warp  | Tile::Threads / 32 | Oi, Sij, li, mi and two     | loads a part of each tile, computes its rows of
+//                 |                   | sets of operands: up to 255 | Sij, Pij and Oi
+//
+//     shared memory | size        | row padded by | written                    | read
+//     Qi            | Br x D      | 4             | once                       | step 9, by the warps that have its rows
+//     Kj            | Bc x D      | 4             | while Pij and Oi computed  | step 9, by all
+//     Vj            | Bc x D      | 0             | while Sij is computed      | step 12, by all
+//     Pij           | Br x Bc     | TX            | step 10                    | step 12, by the warp that wrote the row
+//
+// Sij stays in registers. Padding keeps the rows that a warp reads or writes at once in different banks.
+#include "portable/common.cuh"
+
+namespace minimal_attn {
+namespace {
+
+// TX x TY threads. Thread (tx, ty) has rows i = ty + TY r of the tile; of Sij the keys j = tx + TX c, of Oi the columns
+// x = 4 (tx + TX c) + 0..3. Where registers allow these are 8 x 8 numbers of each, since every number read from shared
+// memory is then used 8 times. The TX threads of a row are neighbours in one warp.
+template <int D_, int Br_, int Bc_, int TX_, int TY_, int BlocksPerSM_>
+struct FloatTile {
+    static constexpr int D = D_, Br = Br_, Bc = Bc_, TX = TX_, TY = TY_;
+    static constexpr int Threads = TX * TY, BlocksPerSM = BlocksPerSM_;
+    // Of a thread: rows, keys of Sij, groups of 4 columns of Oi
+    static constexpr int R = Br / TY, CS = Bc / TX, CO = D / (4 * TX);
+    static constexpr int QStride = D + 4, KStride = D + 4, VStride = D, PStride = Bc + TX;
+    static constexpr int Floats = Br * QStride + Bc * KStride + Bc * VStride + Br * PStride;
+    static constexpr int SharedBytes = Floats * 4;
+    static_assert(32 % TX == 0, "a row of threads must not leave its warp");
+};
+
+__device__ void load4(float (&x)[4], const float *from) {
+    const float4 four = *(const float4 *)from;
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+
+// 9. - 11. softmax_scale and the mask, mi, li and Pij; and step 12's Oi = diag(alpha) Oi
+template <class Tile, class T>
+__device__ void softmax(const Attention &a, const Block<T> &block, int j0, float (&Sij)[Tile::R][Tile::CS],
+                        float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R], float (&mi)[Tile::R], float *Pij,
+                        int tx, int ty) {
+    constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO, TX = Tile::TX, TY = Tile::TY;
+    const bool masked = j0 < block.by_all.begin || j0 + Tile::Bc > block.by_all.end;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const int i = block.i0 + ty + TY * r;
+        const Keys keys = masked ? keys_of_row(block.band, i) : Keys{};
+        float m_new = mi[r];
+#pragma unroll
+        for (int c = 0; c < CS; ++c) {
+            const int j = j0 + tx + TX * c;
+            Sij[r][c] *= a.softmax_scale;
+            if (masked && (j < keys.begin || j >= keys.end)) Sij[r][c] = -INFINITY;
+            m_new = fmaxf(m_new, Sij[r][c]);
+        }
+        float m_safe;
+        const float alpha = update_row_max(mi[r], row_max<TX>(m_new), m_safe);
+#pragma unroll
+        for (int c = 0; c < CO; ++c)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) Oi[r][c][x] *= alpha;
+        // li is the sum of this thread's keys. The TX threads of the row add theirs up after the last tile.
+        float l = 0.f;
+#pragma unroll
+        for (int c = 0; c < CS; ++c) {
+            const float p = exp_fast(Sij[r][c] - m_safe);
+            l += p;
+            Pij[(ty + TY * r) * Tile::PStride + tx + TX * c] = p;
+        }
+        li[r] = alpha * li[r] + l;
+    }
+}
+
+template <class T, class Tile>
+__device__ void float_block(const Attention &a, int64_t index, bool aligned) {
+    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, TX = Tile::TX, TY = Tile::TY, Threads = Tile::Threads;
+    constexpr int QStride = Tile::QStride, KStride = Tile::KStride, VStride = Tile::VStride, PStride = Tile::PStride;
+    constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO;
+    extern __shared__ __align__(16) float shared[];
+    float *Qi = shared, *Kj = Qi + Br * QStride, *Vj = Kj + Bc * KStride, *Pij = Vj + Bc * VStride;
+
+    const Block<T> block = block_of<T>(a, index, Br);
+    const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
+    const auto load_K = [&](int j0) {
+        load_tile<Bc, D, KStride, Threads>(Kj, block.K + j0 * a.k_stride.row, a.k_stride.row, block.band.keys.end - j0,
+                                           a.d, aligned);
+    };
+
+    // 8. Qi from HBM; Oi = 0, li = 0, mi = -inf
+    load_tile<Br, D, QStride, Threads>(Qi, block.Q, a.q_stride.row, block.rows, a.d, aligned);
+    float Oi[R][CO][4] = {}, li[R] = {}, mi[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
+
+    // 5. for j: the first tile begins at the first key that some query of this block sees, so no tile holds a key before
+    // leftpad_k. The last tile may hold keys that no query sees; the mask hides them.
+    if (!empty(block.seen)) load_K(block.seen.begin);
+    for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
+        // 6. Kj, Vj from HBM
+        wait_for_tiles();
+        load_tile<Bc, D, VStride, Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row, block.band.keys.end - j0,
+                                           a.d, aligned);
+
+        // 9. Sij = Qi Kj^T. Here and in step 12 the next operands are read while these are multiplied; else the FMA
+        // units wait for shared memory (H200, d 64: 36 instead of 38 TFLOP/s).
+        float Sij[R][CS] = {}, q[2][R][4], k[2][CS][4];
+        const auto load_qk = [&](int buffer, int x) {
+#pragma unroll
+            for (int r = 0; r < R; ++r) load4(q[buffer][r], &Qi[(ty + TY * r) * QStride + x]);
+#pragma unroll
+            for (int c = 0; c < CS; ++c) load4(k[buffer][c], &Kj[(tx + TX * c) * KStride + x]);
+        };
+        load_qk(0, 0);
+#pragma unroll 1
+        for (int x0 = 0; x0 < a.d; x0 += 8) {
+#pragma unroll
+            for (int now = 0; now < 2; ++now) {
+                load_qk(1 - now, x0 + 4 * now + 4);  // the last one reads padding, which is not used
+#pragma unroll
+                for (int c = 0; c < CS; ++c)
+#pragma unroll
+                    for (int r = 0; r < R; ++r)
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) Sij[r][c] = fmaf(q[now][r][x], k[now][c][x], Sij[r][c]);
+            }
+        }
+        wait_for_tiles();
+        if (j0 + Bc < block.seen.end) load_K(j0 + Bc);
+        // 9. - 11.
+        softmax<Tile>(a, block, j0, Sij, Oi, li, mi, Pij, tx, ty);
+        __syncwarp();
+
+        // 12. Oi += Pij Vj. Pij Vj is summed on its own first: one running sum over 8192 keys has an error of 1.6e-6,
+        // this one 4e-7.
+        float PV[R][CO][4] = {}, p[2][R][4], v[2][CO][4];
+        const auto load_p = [&](int buffer, int j) {
+#pragma unroll
+            for (int r = 0; r < R; ++r) load4(p[buffer][r], &Pij[(ty + TY * r) * PStride + j]);
+        };
+        const auto load_v = [&](int buffer, int j) {
+#pragma unroll
+            for (int c = 0; c < CO; ++c) load4(v[buffer][c], &Vj[j * VStride + 4 * (tx + TX * c)]);
+        };
+        load_p(0, 0);
+        load_v(0, 0);
+#pragma unroll 1
+        for (int j = 0; j < Bc; j += 8) {
+#pragma unroll
+            for (int y = 0; y < 8; ++y) {
+                const int now = y / 4;
+                if (y % 4 == 0) load_p(1 - now, j + y + 4);  // the last one reads padding, too
+                load_v((y + 1) % 2, min(j + y + 1, Bc - 1));
+#pragma unroll
+                for (int c = 0; c < CO; ++c)
+#pragma unroll
+                    for (int r = 0; r < R; ++r)
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) PV[r][c][x] = fmaf(p[now][r][y % 4], v[y % 2][c][x], PV[r][c][x]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < CO; ++c)
+#pragma unroll
+                for (int x = 0; x < 4; ++x) Oi[r][c][x] += PV[r][c][x];
+    }
+
+    // 12. - 13. O = Oi / li, l and m to HBM
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const float l = row_sum<TX>(li[r]);
+        const int row = ty + TY * r, i = block.i0 + row;
+        if (row >= block.rows) continue;
+        const RowEnd end = end_row(a, block, i, l, mi[r]);
+        if (tx == 0) store_state(a, block, i, end);
+#pragma unroll
+        for (int c = 0; c < CO; ++c) store_o<4>(a, block, i, 4 * (tx + TX * c), end, Oi[r][c], aligned);
+    }
+}
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
+    float_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned) {
+    if constexpr (!on_tensor_cores<T>()) float_block<T, Tile>(a, first_block + blockIdx.x, aligned);
+}
+
+// Tiles in order of preference: D, Br, Bc, TX, TY, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s on an
+// H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
+struct FloatKernels {
+    template <class T, class Tile>
+    static auto kernel() {
+        return float_kernel<T, Tile>;
+    }
+    using D64 = TileList<FloatTile<64, 128, 64, 8, 16, 2>,     // 103 KB: 38
+                         FloatTile<64, 64, 64, 8, 16, 3>,      // 68 KB: 36; at N 64 19 us instead of 25
+                         FloatTile<64, 32, 64, 16, 8, 3>>;     // 52 KB: 29; fits a T4
+    using D128 = TileList<FloatTile<128, 128, 64, 16, 16, 1>,  // 171 KB: 37
+                          FloatTile<128, 64, 48, 16, 8, 2>,    // 98 KB: 35; fits 99 KB
+                          FloatTile<128, 32, 32, 16, 8, 2>>;   // 55 KB: 28; fits a T4
+    using D256 = TileList<FloatTile<256, 64, 64, 16, 16, 1>,   // 214 KB: 34
+                          FloatTile<256, 64, 32, 16, 16, 1>,   // 141 KB: 26; fits an A100
+                          FloatTile<256, 32, 16, 16, 8, 1>,    // 69 KB; fits 99 KB
+                          FloatTile<256, 16, 16, 16, 4, 1>>;   // 51 KB; fits a T4
+};
+
+}  // namespace
+
+namespace portable {
+
+Plan plan_float32(const Attention &a, const Device &device) {
+    return plan_kernel<FloatKernels>(a, device, a.dtype == Dtype::float32 ? kFloat32 : kBfloat16OnFmaUnits);
+}
+
+const char *launch_float32(const Attention &a, const Plan &plan, CUstream_st *stream) {
+    return a.dtype == Dtype::float32 ? launch_kernel<FloatKernels, float>(a, plan, stream)
+                                     : launch_kernel<FloatKernels, __nv_bfloat16>(a, plan, stream);
+}
+
+}  // namespace portable
+}  // namespace minimal_attn
