@@ -159,6 +159,8 @@ struct Plan {
 // The backends, which main.cpp lists. Each computes the whole contract on its device. A launch gets the plan's
 // workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
 void forward_cpu(const Attention &attention);
+Plan plan_paper(const Attention &attention, const Device &device);
+const char *launch_paper(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_portable(const Attention &attention, const Device &device);
 const char *launch_portable(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 namespace hopper {

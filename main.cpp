@@ -107,6 +107,7 @@ const std::vector<Backend> &backends() {
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, plan_portable, launch_portable},
+        {"paper", at::kCUDA, serves_all, has_contiguous_rows, plan_paper, launch_paper},
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows,
          [](const Attention &a, const Device &) {

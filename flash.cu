@@ -1,0 +1,350 @@
+// flash.cu: Algorithm 1 of FlashAttention (Dao, Fu, Ermon, Rudra, Re 2022, arXiv:2205.14135) as it is printed.
+// Read this file first, with the paper beside it: the comments with a number are the paper's steps.
+//
+//     O = softmax(softmax_scale * Q K^T + mask) V, a tile of Br queries x Bc keys at a time
+//
+// Who runs it. Grid: one block for each query head h of each batch b, with its own Q, K, V and O. A block has 256
+// threads. They share the numbers of a tile in patches of 4 x 4 (both products), and the rows of Sij by 8 lanes a row.
+//
+// What lives where. HBM keeps Q, K, V, and between two tiles also O, l and m, in float32. On chip, in the shared memory
+// of the block, are (in float32, D = d rounded up to a multiple of 4):
+//     Qi              Br x D      rows 4 numbers longer, so that two rows begin in different banks
+//     Kj (transposed) D x Bc      so that both products read their right factor along its rows
+//     Vj              Bc x D
+//     Sij, then Pij   Br x Bc     rows 4 numbers longer, too
+//     li, mi, and the two factors of step 12: Br each
+// For d = 64 on an H100: Br = 64, Bc = 112, 103 KB. In registers: a thread's patch of Sij, of Pij Vj and of Oi.
+//
+// Which barrier orders what:
+//     before step 6    every warp is done with the last Vj             -> Kj and Vj are overwritten
+//     after step 8     Kj, Vj, Qi, li, mi have arrived, Pij is free    -> Sij is written
+//     after step 9     Sij is complete                                 -> its rows are read
+//     after step 11    Pij and the factors are complete                -> step 12 reads them
+// An element of O, l or m in HBM is read and written by one thread, once the barrier before step 6 follows step 2.
+//
+// What the paper leaves out and the contract (flash.h) asks for: softmax_scale and a mask (step 9), any Nq, Nk and d,
+// several query heads for each key head, an earlier (O, l, m) to go on with (step 2), scores that are not finite.
+//
+// What FlashAttention-2 changes (portable/ does it): the loop over i is outside and becomes part of the grid, so that
+// one head fills many multiprocessors; Oi, li and mi stay in registers while j advances, and O is divided by l once.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "device.h"
+#include "flash.h"
+
+namespace minimal_attn {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowLanes = 8;     // so many neighbouring threads share a row of Sij
+constexpr float kHidden = -1.f;  // in place of a factor of step 12: the row sees no key of the tile
+
+MINIMAL_ATTN_HOST_DEVICE constexpr int up_to_4s(int n) { return (n + 3) / 4 * 4; }
+
+// What step 1 chooses, and how the shared memory of a block is laid out for it.
+struct Tiles {
+    int Br, Bc, D;
+    MINIMAL_ATTN_HOST_DEVICE int Q_stride() const { return D + 4; }
+    MINIMAL_ATTN_HOST_DEVICE int S_stride() const { return Bc + 4; }
+    MINIMAL_ATTN_HOST_DEVICE int floats() const { return Br * (Q_stride() + S_stride() + 5) + 2 * Bc * D; }
+};
+
+// O, l and m in HBM between two tiles. O and m are the results themselves if these are float32 and wanted, else they are
+// in the workspace, as l is. l is float64: a float32 sum of thousands of tiles would be wrong by 1e-5 (2^17 keys).
+struct State {
+    float *O;
+    Strides O_stride;
+    double *l;
+    float *m;
+};
+
+// ------------------------------------------------------------------------------ HBM
+
+// The rows of one head of a (B, H, N, d) tensor.
+template <class T>
+struct Rows {
+    T *first;
+    int64_t stride;
+    __device__ Rows(T *tensor, const Strides &s, int64_t b, int64_t h)
+        : first(tensor + b * s.batch + h * s.head), stride(s.row) {}
+    __device__ T *operator[](int i) const { return first + i * stride; }
+};
+
+// Four neighbours of a row.
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+    T x[4];
+};
+using Floats = Four<float>;
+
+__device__ Floats &floats_at(float *shared) { return *(Floats *)shared; }
+
+// Only `count` of the four exist, the others are 0.
+template <class T>
+__device__ Floats load4(const T *from, int count, bool aligned) {
+    Four<T> four;
+    Floats floats;
+    if (aligned && count >= 4) four = *(const Four<T> *)from;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        if (!aligned && c < count) four.x[c] = from[c];
+        floats.x[c] = c < count ? (float)four.x[c] : 0.f;
+    }
+    return floats;
+}
+
+template <class T>
+__device__ void store4(T *to, const Floats &floats, int count, bool aligned) {
+    Four<T> four;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        four.x[c] = (T)floats.x[c];
+        if (!aligned && c < count) to[c] = four.x[c];
+    }
+    if (aligned && count >= 4) *(Four<T> *)to = four;
+}
+
+// ------------------------------------------------------------------------------ how the threads share a tile
+
+// use(row, x, step) for each patch of a tile, each by one thread: its columns are x .. x + 3, its Height rows are row,
+// row + step, ..: far apart, so that neighbouring threads read neighbouring rows, which lie in different banks.
+template <int Height, class Use>
+__device__ void for_patches(int rows, int columns, const Use &use) {
+    const int step = (rows + Height - 1) / Height, across = (columns + 3) / 4;
+#pragma unroll(Height == 1 ? 4 : 1)
+    for (int patch = threadIdx.x; patch < step * across; patch += kThreads)
+        use(patch / across, patch % across * 4, step);
+}
+
+// A patch of the product A B in shared memory, sums of n products: four rows of A, A_step apart, by four columns of B.
+// Each 32 products are summed on their own first: one long sum loses several times as much to rounding.
+struct Patch {
+    Floats row[4];
+};
+__device__ Patch multiply(const float *A, int A_step, const float *B, int B_stride, int n) {
+    Patch AB = {};
+    for (int x0 = 0; x0 < n; x0 += 32) {
+        Patch sum = {}, a, b;
+#pragma unroll 2
+        for (int x = x0; x < min(x0 + 32, n); x += 4) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                a.row[r] = *(const Floats *)&A[r * A_step + x];
+                b.row[r] = *(const Floats *)&B[(x + r) * B_stride];
+            }
+#pragma unroll
+            for (int n = 0; n < 64; ++n) {
+                const int y = n / 16, r = n / 4 % 4, c = n % 4;
+                sum.row[r].x[c] = fmaf(a.row[r].x[y], b.row[y].x[c], sum.row[r].x[c]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 16; ++n) AB.row[n / 4].x[n % 4] += sum.row[n / 4].x[n % 4];
+    }
+    return AB;
+}
+
+// ------------------------------------------------------------------------------ Algorithm 1
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2)
+    algorithm_1(const __grid_constant__ Attention a, const __grid_constant__ State state,
+                const __grid_constant__ Tiles tiles, bool aligned, int64_t first_head) {
+    const int Br = tiles.Br, Bc = tiles.Bc, D = tiles.D, Q_stride = tiles.Q_stride(), S_stride = tiles.S_stride();
+    extern __shared__ __align__(16) float shared[];
+    float *const Qi = shared, *const Kj_T = Qi + Br * Q_stride, *const Vj = Kj_T + D * Bc, *const Sij = Vj + Bc * D;
+    double *const li = (double *)(Sij + Br * S_stride);
+    float *const mi = (float *)(li + Br), *const factor_Oi = mi + Br, *const factor_PV = factor_Oi + Br;
+
+    // The block's head: of Q, of the K and V that it shares with its group, and of the results
+    const int64_t head = first_head + blockIdx.x, b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
+    const Rows<const T> Q((const T *)a.q, a.q_stride, b, h);
+    const Rows<const T> K((const T *)a.k, a.k_stride, b, h_kv), V((const T *)a.v, a.v_stride, b, h_kv);
+    const Rows<float> O(state.O, state.O_stride, b, h);
+    double *const l = state.l + head * a.Nq;
+    float *const m = state.m + head * a.Nq;
+    const Band band = band_of(a, b);  // the mask, see flash.h
+
+    // 1. Block sizes: tiles_of, below
+    // 2. Initialise O = 0, l = 0, m = -inf in HBM, or go on with an earlier state
+    const Rows<const float> O_in(a.o_in, a.o_in_stride, b, h);
+    const float *const l_in = a.l_in + head * a.Nq, *const m_in = a.m_in + head * a.Nq;
+    for (int i0 = 0; i0 < a.Nq; i0 += Br)
+        for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
+            const int i = i0 + row;
+            // If l is 0 nothing has counted yet, whatever O and m are: a row that sees a key begins anew.
+            const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(band, i)));
+            store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d - x : 0, aligned), a.d - x, aligned);
+            if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;
+        });
+
+    // 3., 4. Divide Q, O, l and m into Tr tiles of Br rows, which begin at i0, K and V into Tc of Bc keys, at j0
+    // 5. for 1 <= j <= Tc: of the keys that the mask lets some query see
+    const Keys seen = keys_of_any(band, 0, a.Nq);
+    for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
+        const int keys = min(Bc, seen.end - j0), keys_and_zeros = up_to_4s(keys);
+        __syncthreads();
+        // 6. Load Kj, Vj. Past the last key are zeros, since Pij = 0 times NaN would be NaN.
+        for_patches<1>(keys_and_zeros, a.d, [&](int row, int x, int) {
+            const int count = row < keys ? a.d - x : 0;
+            const Floats k = load4(K[j0 + row] + x, count, aligned);
+            floats_at(&Vj[row * D + x]) = load4(V[j0 + row] + x, count, aligned);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) Kj_T[(x + c) * Bc + row] = k.x[c];
+        });
+
+        // 7. for 1 <= i <= Tr
+        for (int i0 = 0; i0 < a.Nq; i0 += Br) {
+            const int rows = min(Br, a.Nq - i0);
+            const Keys seen_by_i = keys_of_any(band, i0, i0 + rows);
+            if (seen_by_i.end <= j0 || seen_by_i.begin >= j0 + keys) continue;  // the mask hides all of Sij
+
+            // 8. Load Qi, li, mi. Oi follows in step 12: each thread loads what it updates.
+            for_patches<1>(up_to_4s(rows), a.d, [&](int row, int x, int) {
+                floats_at(&Qi[row * Q_stride + x]) = load4(Q[i0 + row] + x, row < rows ? a.d - x : 0, aligned);
+            });
+            for (int row = threadIdx.x; row < rows; row += kThreads) li[row] = l[i0 + row], mi[row] = m[i0 + row];
+            __syncthreads();
+
+            // 9. Sij = softmax_scale * Qi Kj^T
+            for_patches<4>(rows, keys, [&](int row, int x, int step) {
+                Patch S = multiply(&Qi[row * Q_stride], step * Q_stride, &Kj_T[x], Bc, D);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) S.row[r].x[c] *= a.softmax_scale;
+                    floats_at(&Sij[(row + r * step) * S_stride + x]) = S.row[r];
+                }
+            });
+            __syncthreads();
+
+            const int lane = threadIdx.x % kRowLanes;
+            for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
+                // The mask: of this tile the row sees the keys begin <= j < end
+                const Keys seen_by_row = keys_of_row(band, i0 + row);
+                const int begin = max(seen_by_row.begin - j0, 0);
+                const int end = row < rows ? min(seen_by_row.end - j0, keys) : 0;
+                // 10. mij = rowmax(Sij), Pij = exp(Sij - mij), lij = rowsum(Pij). If all scores are -inf, Pij = 0.
+                float *const S = &Sij[row * S_stride];
+                float mij = -INFINITY, lij = 0.f;
+                for (int j = begin + lane; j < end; j += kRowLanes) mij = fmaxf(mij, S[j]);
+                mij = row_max<kRowLanes>(mij);
+                for (int j = lane; j < keys_and_zeros; j += kRowLanes) {
+                    S[j] = j >= begin && j < end ? expf(S[j] - (mij == -INFINITY ? 0.f : mij)) : 0.f;
+                    lij += S[j];
+                }
+                lij = row_sum<kRowLanes>(lij);
+                // 11. mi_new = max(mi, mij), li_new = exp(mi - mi_new) li + exp(mij - mi_new) lij
+                const float mi_new = fmaxf(mi[row], mij), origin = mi_new == -INFINITY ? 0.f : mi_new;
+                const double old_l = (double)expf(mi[row] - origin) * li[row];
+                const float weight = expf(mij - origin);
+                const double li_new = old_l + (double)weight * lij;
+                __syncwarp();
+                if (lane > 0) continue;
+                const float divisor = li_new == 0. ? INFINITY : (float)li_new;
+                factor_Oi[row] = (float)old_l / divisor;
+                factor_PV[row] = begin < end ? weight / divisor : kHidden;
+                if (begin < end) li[row] = li_new, mi[row] = mi_new;
+            }
+            __syncthreads();
+
+            // 12. Oi = (exp(mi - mi_new) li Oi + exp(mij - mi_new) Pij Vj) / li_new, to HBM
+            for_patches<4>(rows, a.d, [&](int row, int x, int step) {
+                const auto count = [&](int at) { return factor_PV[at] == kHidden ? 0 : a.d - x; };
+                Patch Oi;
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    Oi.row[r] = load4(O[i0 + row + r * step] + x, count(row + r * step), aligned);
+                const Patch PV = multiply(&Sij[row * S_stride], step * S_stride, &Vj[x], D, keys_and_zeros);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const int at = row + r * step;
+#pragma unroll
+                    for (int c = 0; c < 4; ++c)
+                        Oi.row[r].x[c] = fmaf(factor_Oi[at], Oi.row[r].x[c], factor_PV[at] * PV.row[r].x[c]);
+                    store4(O[i0 + at] + x, Oi.row[r], count(at), aligned);
+                }
+            });
+            // 13. li = li_new, mi = mi_new, to HBM
+            for (int row = threadIdx.x; row < rows; row += kThreads) l[i0 + row] = li[row], m[i0 + row] = mi[row];
+        }  // 14. end for
+    }      // 15. end for
+
+    // 16. Return O, rounded to q's dtype, and the state; 0 / 0 where a row sees keys, but with scores of -inf alone
+    __syncthreads();
+    for (int i0 = 0; i0 < a.Nq; i0 += Br)
+        for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
+            const int i = i0 + row, count = a.d - x;
+            const bool is_nan = l[i] == 0. && !empty(keys_of_row(band, i));
+            const Floats Oi = is_nan ? Floats{NAN, NAN, NAN, NAN} : load4(O[i] + x, count, aligned);
+            if (a.l && x == 0) a.l[head * a.Nq + i] = (float)l[i];
+            if (a.l)
+                store4(Rows<float>((float *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
+            else
+                store4(Rows<T>((T *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
+        });
+}
+
+// ------------------------------------------------------------------------------ the launch
+
+// 1. Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d): then Qi, Kj and Vj have at most a quarter of M each, and so has Sij.
+// Here in multiples of 4, smaller where the padding wouldn't fit, and no larger than Nq and Nk ask for.
+Tiles tiles_of(const Attention &a, int M) {
+    const int D = up_to_4s(a.d);
+    int Bc = std::max(M / (4 * D) / 4 * 4, 4);
+    while (Bc > 4 && Tiles{std::min(Bc, D), Bc, D}.floats() > M) Bc -= 4;
+    return {std::min({Bc, D, up_to_4s(a.Nq)}), std::min(Bc, up_to_4s(std::max(a.Nk, 1))), D};
+}
+
+bool o_is_result(const Attention &a) { return a.l || a.dtype == Dtype::float32; }
+
+template <class T>
+const char *launch(const Attention &a, const Plan &plan, const State &state, CUstream_st *stream) {
+    const Tiles tiles = {plan.Br, plan.Bc, plan.D};
+    const int64_t element = sizeof(T);
+    const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
+                         is_aligned(a.v, a.v_stride, element, a.d) && is_aligned(a.o_in, a.o_in_stride, 4, a.d) &&
+                         is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
+    const auto kernel = algorithm_1<T>;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
+    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
+        const int grid = (int)std::min(plan.grid - first, most);
+        kernel<<<grid, kThreads, plan.shared_memory, stream>>>(a, state, tiles, aligned, first);
+        error = cudaGetLastError();
+    }
+    return why_not(error);
+}
+
+}  // namespace
+
+Plan plan_paper(const Attention &a, const Device &device) {
+    // M, in floats: so much that two blocks fit on a multiprocessor, where one computes while the other waits for HBM or
+    // at a barrier. But all that a block may have if tiles would get fewer than 48 keys: d > 128 on an H100.
+    const int reserved = 1024;  // bytes of each block that the system takes
+    int M = (device.shared_memory / 2 - reserved) / 4;
+    if (tiles_of(a, M).Bc < std::min(48, a.Nk)) M = device.shared_memory / 4;
+    const Tiles tiles = tiles_of(a, M);
+    const int64_t rows = a.B * a.Hq * a.Nq;
+    const int64_t workspace = rows * ((o_is_result(a) ? 0 : 4 * tiles.D) + 8 + (a.m ? 0 : 4));
+    return {"Algorithm 1", 0, tiles.Br, tiles.Bc, tiles.D, a.B * a.Hq, kThreads, tiles.floats() * 4, workspace};
+}
+
+const char *launch_paper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    const int64_t rows = a.B * a.Hq * a.Nq, head = int64_t(a.Nq) * plan.D;
+    State state = {(float *)a.o, a.o_stride};
+    if (!o_is_result(a)) {
+        state.O = (float *)workspace, state.O_stride = {a.Hq * head, head, plan.D};
+        workspace = state.O + rows * plan.D;
+    }
+    state.l = (double *)workspace;
+    state.m = a.m ? a.m : (float *)(state.l + rows);
+    if (a.dtype == Dtype::float32) return launch<float>(a, plan, state, stream);
+    if (a.dtype == Dtype::float16) return launch<__half>(a, plan, state, stream);
+    return launch<__nv_bfloat16>(a, plan, state, stream);
+}
+
+}  // namespace minimal_attn
