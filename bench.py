@@ -40,8 +40,9 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
+import bootstrap
+
 HERE = Path(__file__).resolve().parent
-FOLDERS, SUFFIXES = ["cpu", "portable", "hopper"], [".cpp", ".cu", ".cuh", ".h"]  # of the sources
 
 # ------------------------------------------------------------------------------------------ options
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -93,8 +94,7 @@ def is_built() -> bool:
     extension = HERE / "minimal_attn" / f"_C{EXTENSION_SUFFIXES[0]}"
     if not find_spec("torch") or not extension.exists():
         return False
-    paths = [path for folder in FOLDERS for path in (HERE / folder).rglob("*")] + list(HERE.glob("*"))
-    sources = [path for path in paths if path.suffix in SUFFIXES or path.name == "setup.py"]
+    sources = [HERE / path for path in bootstrap.sources(".cpp", ".cu", ".cuh", ".h")]
     return max(path.stat().st_mtime for path in sources) <= extension.stat().st_mtime
 
 
@@ -234,6 +234,8 @@ def backends_for(args) -> list[str]:
     for name in args.backend or []:
         if name not in here:
             args.error(f"--backend {name}: on {args.device} this build has {' '.join(here)}")
+    if args.mode == "profile":
+        return args.backend or ["auto"]
     return args.backend or [name for name in here if args.mode != "sweep" or name != "paper"]
 
 
@@ -253,7 +255,7 @@ def peers_for(args, dtype: str) -> dict[str, tuple]:
     for name in args.backend:
         if serves(name, args.device, dtype):
             peers[ours(name)] = partial(minimal_attn.forward, backend=name), nullcontext
-    if args.mode == "ladder" and "cpu" in args.backend:
+    if args.mode == "ladder" and ours("cpu") in peers and hasattr(minimal_attn._C, "cpu_instructions"):
         function, _ = peers.pop(ours("cpu"))
         for name in reversed(minimal_attn._C.cpu_instructions()):
             peers[f"{ours('cpu')}, {name}"] = function, partial(cpu_instructions, name)
@@ -328,7 +330,7 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
     names, found, watches, times, spent = list(peers), {}, {}, defaultdict(list), Counter()
     for i, j in product(range(1 + ROUNDS), range(len(peers))):
         name = names[(i + j) % len(peers)]
-        if i > 1 and (spent[name] > MOST or "failed" in found[name]):
+        if i > 1 and spent[name] > MOST:
             continue
         function, context = peers[name]
         progress(f"{bar}: {f'round {i} of {ROUNDS}' if i else 'warming up'}, {name}")
@@ -343,7 +345,7 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
                     times[name].append(watches[name]())
         except Exception as problem:
             found[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
-        spent[name] += time.perf_counter() - start if i else 0
+        spent[name] += time.perf_counter() - start
     rate(cell, {name: r for name, r in found.items() if "failed" not in r}, times)
     return [cell._asdict() | {"peer": name} | found[name] for name in peers]
 
@@ -483,9 +485,10 @@ def matmul_tflops(device: str, dtype: str) -> float:
         return 2 * n**3 / statistics.median(watch() for _ in range(ROUNDS)) / 1e12
 
 
-def limit_of(peer: str, dtype: str) -> tuple[str, int]:
+def limit_of(peer: str, device: str, dtype: str) -> tuple[str, int]:
     """What bounds a peer: the dtype of a matrix multiplication, and how many of them make one product."""
-    if peer == ours("paper"):  # which computes in float32 whatever the inputs are
+    # The paper's kernel computes in float32 whatever the inputs are. So do CPUs for float16.
+    if peer == ours("paper") or device == "cpu" and dtype == "float16":
         return "float32", 1
     if dtype != "float32":
         return dtype, 1
@@ -498,7 +501,7 @@ def run_ladder(args, about: dict) -> int:
     for cell in args.cells:
         peers = peers_for(args, cell.dtype)
         line = {r["peer"]: r for r in measure(cell, peers, args, f"{cell.dtype} {cell[1:5]}")}
-        limits = {name: limit_of(name, cell.dtype) for name in line}
+        limits = {name: limit_of(name, args.device, cell.dtype) for name in line}
         found = {dtype: matmul_tflops(args.device, dtype) for dtype, _ in dict.fromkeys(limits.values())}
         progress()
         print_ladder(cell, line, limits, found)
@@ -544,7 +547,8 @@ def run_overhead(args, about: dict) -> int:
 def run_profile(args, about: dict) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler complains if there is no GPU
     q, k, v = random_qkv(SEED, "float32", args.device)
-    name, forward = ours(args.backend[0]), partial(minimal_attn.forward, backend=args.backend[0])
+    explanation = minimal_attn.explain(q, k, v, backend=args.backend[0])
+    name, forward = ours(explanation.backend), partial(minimal_attn.forward, backend=explanation.backend)
     values, watches, us = [], [], []
     for title, function in ("manual attention", manual), (name, forward):
         call = partial(function, q, k, v)
@@ -556,7 +560,7 @@ def run_profile(args, about: dict) -> int:
         watches.append(stopwatch(call, args.device))
     for times in zip(*([watch() for watch in watches] for _ in range(ROUNDS)), strict=True):
         us.append(statistics.median(times) * 1e6)
-    print(minimal_attn.explain(q, k, v, backend=args.backend[0]))
+    print(explanation)
     print("attn values sanity check:", same := torch.allclose(*values, rtol=0, atol=1e-5))
     print(f"{SEED} float32: manual attention {us[0]:.4g} us, {name} {us[1]:.4g} us")
     difference = f"{(values[0] - values[1]).abs().max().item():.0e}".replace("e-0", "e-")
