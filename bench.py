@@ -95,7 +95,11 @@ def is_built() -> bool:
     if not find_spec("torch") or not extension.exists():
         return False
     sources = [HERE / path for path in bootstrap.sources(".cpp", ".cu", ".cuh", ".h")]
-    return max(path.stat().st_mtime for path in sources) <= extension.stat().st_mtime
+    built = [
+        path for path in (extension, HERE / "build" / "built") if path.exists()
+    ]  # make touches the second
+    newest_source, newest = (max(path.stat().st_mtime for path in paths) for paths in (sources, built))
+    return newest_source <= newest
 
 
 def build() -> None:
@@ -150,16 +154,27 @@ def cells_for(args) -> list[Cell]:
     rows = [row[2:] for row in WORKLOADS if row[:2] == (args.mode, args.device)]
     rows = [product(dtypes, [args.shape] if args.shape else shapes, masks) for dtypes, shapes, masks in rows]
     cells = list(dict.fromkeys(Cell(dtype, *shape, mask) for row in rows for dtype, shape, mask in row))
+    return filtered(args, cells, cells)
+
+
+def filtered(args, cells: list[Cell], things: list) -> list:
+    """Those of `things` whose cell the options leave, or an error that lists what there is."""
     masks = [mask for mask in ("full", "causal") if getattr(args, mask)]
     only = {"dtype": args.dtype, "d": args.d, "N": args.n, "mask": masks}
-    has = {name: " ".join(dict.fromkeys(str(getattr(cell, name)) for cell in cells)) for name in only}
-    for name, some in only.items():
-        cells = [cell for cell in cells if not some or getattr(cell, name) in some]
-    cells = [cell for cell in cells if not args.quick or cell.N <= 2048 and cell.d <= 128]
-    if not cells:
-        what = ", ".join(f"{name} {values}" for name, values in has.items())
-        args.error(f"these filters leave no workload on {args.device}; there are: {what}")
-    return cells
+
+    def stays(cell: Cell) -> bool:
+        is_quick = cell.N <= 2048 and cell.d <= 128
+        return (is_quick or not args.quick) and all(
+            not few or getattr(cell, name) in few for name, few in only.items()
+        )
+
+    found = [thing for cell, thing in zip(cells, things, strict=True) if stays(cell)]
+    if not found:
+        has = [
+            f"{name} {' '.join(dict.fromkeys(str(getattr(cell, name)) for cell in cells))}" for name in only
+        ]
+        args.error(f"these filters leave no workload; there are: {', '.join(has)}")
+    return found
 
 
 def random_qkv(shape, dtype: str, device: str) -> list[torch.Tensor]:
@@ -421,7 +436,7 @@ def plot(records: list[dict], path: str, title: str) -> None:
     import matplotlib.pyplot
 
     panels = defaultdict(lambda: defaultdict(list))
-    for r in records:
+    for r in sorted(records, key=lambda r: (r["dtype"], r["mask"] != "full", r["d"])):
         if "tflops" in r and r.get("ratio") != 0 and (r["B"], r["H"], r["N"], r["d"]) != SEED:  # 0: wrong
             panels[f"{r['dtype']}, d {r['d']}, {r['mask']}"][r["peer"]].append((r["N"], r["tflops"]))
     names = list(dict.fromkeys(r["peer"] for r in records))
@@ -444,6 +459,8 @@ def run_sweep(args, about: dict) -> int:
     if args.load:
         with open(args.load) as file:
             result = json.load(file)
+        cells = [Cell(*(r[name] for name in Cell._fields)) for r in result["sweep"]]
+        result["sweep"] = filtered(args, cells, result["sweep"])
     records, status = result["sweep"], 0
     try:
         if not args.load:
