@@ -88,7 +88,6 @@ __device__ Floats load4(const T *from, int count, bool aligned) {
     Four<T> four;
     Floats floats;
     if (aligned && count >= 4) four = *(const Four<T> *)from;
-#pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (!aligned && c < count) four.x[c] = from[c];
         floats.x[c] = c < count ? (float)four.x[c] : 0.f;
@@ -99,7 +98,6 @@ __device__ Floats load4(const T *from, int count, bool aligned) {
 template <class T>
 __device__ void store4(T *to, const Floats &floats, int count, bool aligned) {
     Four<T> four;
-#pragma unroll
     for (int c = 0; c < 4; ++c) {
         four.x[c] = (T)floats.x[c];
         if (!aligned && c < count) to[c] = four.x[c];
@@ -124,7 +122,7 @@ __device__ void for_patches(int rows, int columns, const Use &use) {
 struct Patch {
     Floats row[4];
 };
-__device__ Patch multiply(const float *A, int A_step, const float *B, int B_stride, int n) {
+__device__ Patch multiply(float *A, int A_step, float *B, int B_stride, int n) {
     Patch AB = {};
     for (int x0 = 0; x0 < n; x0 += 32) {
         Patch sum = {}, a, b;
@@ -132,8 +130,8 @@ __device__ Patch multiply(const float *A, int A_step, const float *B, int B_stri
         for (int x = x0; x < min(x0 + 32, n); x += 4) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                a.row[r] = *(const Floats *)&A[r * A_step + x];
-                b.row[r] = *(const Floats *)&B[(x + r) * B_stride];
+                a.row[r] = floats_at(&A[r * A_step + x]);
+                b.row[r] = floats_at(&B[(x + r) * B_stride]);
             }
 #pragma unroll
             for (int n = 0; n < 64; ++n) {
@@ -192,7 +190,6 @@ __global__ void __launch_bounds__(kThreads, 2)
             const int count = row < keys ? a.d - x : 0;
             const Floats k = load4(K[j0 + row] + x, count, aligned);
             floats_at(&Vj[row * D + x]) = load4(V[j0 + row] + x, count, aligned);
-#pragma unroll
             for (int c = 0; c < 4; ++c) Kj_T[(x + c) * Bc + row] = k.x[c];
         });
 
@@ -212,9 +209,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             // 9. Sij = softmax_scale * Qi Kj^T
             for_patches<4>(rows, keys, [&](int row, int x, int step) {
                 Patch S = multiply(&Qi[row * Q_stride], step * Q_stride, &Kj_T[x], Bc, D);
-#pragma unroll
                 for (int r = 0; r < 4; ++r) {
-#pragma unroll
                     for (int c = 0; c < 4; ++c) S.row[r].x[c] *= a.softmax_scale;
                     floats_at(&Sij[(row + r * step) * S_stride + x]) = S.row[r];
                 }
@@ -255,14 +250,9 @@ __global__ void __launch_bounds__(kThreads, 2)
             for_patches<4>(rows, a.d, [&](int row, int x, int step) {
                 const auto count = [&](int at) { return factor_PV[at] == kHidden ? 0 : a.d - x; };
                 Patch Oi;
-#pragma unroll
-                for (int r = 0; r < 4; ++r)
-                    Oi.row[r] = load4(O[i0 + row + r * step] + x, count(row + r * step), aligned);
+                for (int r = 0, at = row; r < 4; ++r, at += step) Oi.row[r] = load4(O[i0 + at] + x, count(at), aligned);
                 const Patch PV = multiply(&Sij[row * S_stride], step * S_stride, &Vj[x], D, keys_and_zeros);
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const int at = row + r * step;
-#pragma unroll
+                for (int r = 0, at = row; r < 4; ++r, at += step) {
                     for (int c = 0; c < 4; ++c)
                         Oi.row[r].x[c] = fmaf(factor_Oi[at], Oi.row[r].x[c], factor_PV[at] * PV.row[r].x[c]);
                     store4(O[i0 + at] + x, Oi.row[r], count(at), aligned);

@@ -145,7 +145,7 @@ def seed(request):
 
 @pytest.fixture
 def shared_memory_limit(cuda_backend):
-    """Sets the bytes of shared memory that a block of flash.cu may use, until the test ends."""
+    """Sets the bytes of shared memory that a block may use, until the test ends."""
     if cuda_backend.name == "hopper":
         pytest.skip("hopper runs on Hopper alone")
     set_limit = minimal_attn._C.shared_memory_limit
