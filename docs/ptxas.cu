@@ -23,16 +23,16 @@ __device__ __forceinline__ float sum(const float (&x)[Count]) {
 
 extern __device__ float elsewhere(float);  // in another file
 
-#define KERNEL(NAME)                                                                                         \
-    static __device__ __forceinline__ float NAME(const Descriptor &B, uint32_t (&A)[4], const int *flags,    \
-                                                 float *out, int n);                                         \
-    __global__ void __launch_bounds__(128) NAME##_kernel(const int *flags, float *out, int n) {              \
-        extern __shared__ __align__(1024) unsigned char tile[];                                              \
-        uint32_t A[4] = {(uint32_t)flags[threadIdx.x], (uint32_t)flags[threadIdx.x + 128], 1, 2};            \
-        out[threadIdx.x] = NAME(descriptor(tile, 0), A, flags, out, n);                                      \
-    }                                                                                                        \
-    static __device__ __forceinline__ float NAME(const Descriptor &B, uint32_t (&A)[4], const int *flags,    \
-                                                 float *out, int n)
+#define KERNEL(NAME)                                                                                                  \
+    static __device__ __forceinline__ float NAME(const Descriptor &B, uint32_t (&A)[4], const int *flags, float *out, \
+                                                 int n);                                                              \
+    __global__ void __launch_bounds__(128) NAME##_kernel(const int *flags, float *out, int n) {                       \
+        extern __shared__ __align__(1024) unsigned char tile[];                                                       \
+        uint32_t A[4] = {(uint32_t)flags[threadIdx.x], (uint32_t)flags[threadIdx.x + 128], 1, 2};                     \
+        out[threadIdx.x] = NAME(descriptor(tile, 0), A, flags, out, n);                                               \
+    }                                                                                                                 \
+    static __device__ __forceinline__ float NAME(const Descriptor &B, uint32_t (&A)[4], const int *flags, float *out, \
+                                                 int n)
 
 KERNEL(WITHOUT_WARNING) {
     float x[32] = {}, y[32] = {};
@@ -55,7 +55,7 @@ KERNEL(C7511_shared_accumulator) {
     float x[64] = {}, s = 0.f;
     for (int j = 0; j < n; ++j) {
         begin(x, A, B);
-        begin(*(float(*)[32])x, A, B + 64);
+        begin(*(float (*)[32])x, A, B + 64);
         wgmma_wait<1>(x);
         for (int i = 0; i < 64; ++i) s += x[i];
         wgmma_wait<0>(x);
@@ -82,17 +82,6 @@ KERNEL(C7514_wait_under_a_condition) {
         s += sum(x);
     }
     return s;
-}
-
-KERNEL(C7515_accumulator_carried_round_a_loop) {
-    float x[32] = {};
-    for (int j = 0; j < n; ++j) {
-        begin(x, A, B);
-        for (int i = 0; i < 4; ++i) A[i] = 3 * A[i] + flags[j];
-    }
-    wgmma_wait<0>(x);
-    for (int i = 0; i < 32; ++i) out[128 * i] += x[i];
-    return 0.f;
 }
 
 KERNEL(C7517_read_before_the_wait) {
