@@ -6,7 +6,7 @@ namespace minimal_attn::hopper {
 
 template <class Tile>
 bool make_input_maps(Parameters &p, const Attention &a) {
-    // Without keys a tile of something is loaded, too, and nobody sees it.
+    // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
     const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
     return make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) &&
@@ -14,8 +14,8 @@ bool make_input_maps(Parameters &p, const Attention &a) {
            make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc);
 }
 
-// Sets `counters` to 0, if there are any, and launches. Without them the kernel may begin while the one before it in
-// the stream ends (programmatic dependent launch).
+// Sets `counters`, if not null, to 0, and launches. Without counters the kernel may begin while the one before it in the
+// stream ends (programmatic dependent launch).
 template <class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), const Parameters &p, const Plan &plan, void *counters,
                           int64_t counter_bytes, cudaStream_t stream) {

@@ -1,61 +1,69 @@
+// scheduler.h: which work tile a block computes next, and how many blocks there are.
+//
+// A block takes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out, the
+// longest first. If there are few tiles, or all are alike, their order is fixed: round after round, to and fro, so that
+// the block with the longest tile of one round gets the shortest of the next. That saves setting the counter to 0, and
+// the kernel can overlap the one before it.
 #pragma once
+#include <algorithm>
+
 #include "hopper/params.h"
 #include "hopper/pipeline.h"
+
 namespace minimal_attn::hopper {
 
-constexpr int kQueueStages = 2;  // one work tile ends while the next one is loaded and begun
+constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 
-// Under a mask so many of the last heads are worked on together that a block gets 4 of their tiles (2 and 3 are up to 3
-// % slower, 8 is the same), but no more than have their K and V in 32 MB of the L2 cache.
+// Under a mask the last heads are interleaved, the longest tiles of all of them first, so that blocks end together. A
+// block gets this many of their tiles (2 and 3: up to 3 % slower; 8: the same). Their K and V must fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Tiles are dealt out in a fixed order, there and back, the longest first, instead of being counted: without a mask any
-// number; under one up to two a block, or so many, if of half types batches have one mask, and K and V are short and
-// stay in the L2 cache: N 1000 at d 64 and 128 9 to 11 and 3 to 5 % faster; at N 4096, where tiles differ more, 2 %
-// slower. Of float32 with a workspace all are counted.
+// Under a mask the order is fixed up to 2 tiles a block, or up to 4 with at most 2048 keys that stay in the L2 cache: at
+// N 1000 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096, where tiles differ more, 2 % slower.
 constexpr int kFixedRounds = 4, kShortKeys = 2048;
 
-// A tile of queries i0 <= i < i1 of head h in batch b, and the keys that some of its rows see.
-struct alignas(16) WorkTile {  // aligned: read by fewer instructions, up to 2 % of half types at d 64
-    int b, h, i0, i1;          // b < 0: there is no more work
-    Keys visible;
-    BandOf<int> band;
-    int key_head;  // whose keys and values head h reads
+// Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
+struct alignas(16) WorkTile {
+    int b, h, i0, i1;  // b < 0: no work tile is left
+    Keys visible;      // the keys that any of its rows sees
+    BandOf<int> band;  // its batch's mask
+    int key_head;      // the head of K and V that head h reads
 };
 
-// From p, if it can be: its limits in 64 bits are many instructions before a work's first load.
+// Taken from p if possible: computing it in 64 bits would delay the first load of a work tile.
 __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
     return p.same_band ? p.band : narrow(band_of(p.a, b));
 }
 
-// Keys that all 64 rows from i0 on see: their scores need no mask. With a negative scale none: all tiles are negated.
+// The keys that all 64 rows from i0 on see: no mask there. None if the scale is negative, since masking negates Sij.
 __device__ inline Keys fully_visible_keys(const Parameters &p, const WorkTile &work, int i0) {
     Keys fully_visible = keys_of_all(work.band, i0, i0 + 64);
     if (p.a.softmax_scale < 0.f) fully_visible.end = 0;
     return fully_visible;
 }
 
-// Which tile of queries a block computes next, and in what order.
 template <class Tile>
 struct TileScheduler {
     const Parameters &p;
 
-    // The tile after tile n; after -1 the block's first
+    // The number of the work tile after n; after -1 the block's first one.
     __device__ int next(int n) const {
         if (n < 0) return blockIdx.x;
         if (p.tile_counter) return p.grid + atomicAdd(p.tile_counter, 1);
         const int next_round = (n / p.grid + 1) * p.grid;
         return next_round + (next_round - 1 - n);
     }
+    // Work tile n. Of a head the last rows come first: under a causal mask they see the most keys.
     __device__ WorkTile tile(int n) const {
         if (n >= p.work_tiles) return {-1};
         const int rest = n - p.sequential_heads * p.Tr;
-        const int head = rest < 0 ? n / p.Tr : p.sequential_heads + rest % p.interleaved_heads, b = head / p.Hq,
-                  h = head % p.Hq;
-        const int i1 = p.a.Nq - (rest < 0 ? n % p.Tr : rest / p.interleaved_heads) * Tile::Br,
-                  i0 = max(i1 - Tile::Br, 0);
+        const int head = rest < 0 ? n / p.Tr : p.sequential_heads + rest % p.interleaved_heads;
+        const int b = head / p.Hq, h = head % p.Hq;
+        const int tile_of_head = rest < 0 ? n % p.Tr : rest / p.interleaved_heads;
+        const int i1 = p.a.Nq - tile_of_head * Tile::Br, i0 = max(i1 - Tile::Br, 0);
         const BandOf<int> band = band_of_batch(p, b);
         Keys visible = keys_of_any(band, i0, i1);
+        // Without a visible key one tile is computed all the same, and masked.
         const int none = Tile::kAlignKeys ? band.keys.begin / Tile::Bc * Tile::Bc : 0;
         if (empty(visible)) visible = {none, none + 1};
         if (Tile::kAlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
@@ -63,11 +71,11 @@ struct TileScheduler {
     }
 };
 
-// The order in which work tiles are computed, which the plan and the launch agree on.
+// The order of work tiles, which the plan and the launch compute alike.
 struct Order {
     int grid;
-    bool uses_counter;      // a counter in memory deals out the work tiles; else their order is fixed
-    int interleaved_heads;  // heads that are worked on together
+    bool uses_counter;  // else the order is fixed
+    int interleaved_heads;
 };
 
 template <class Tile>
@@ -83,7 +91,7 @@ Order order_of(const Attention &a, int multiprocessors, int element, bool may_be
     return {(int)grid, uses_counter, (int)(in_order ? heads : some)};
 }
 
-// What both launches fill in the same way; `counter` is null where the order is fixed.
+// Sets what TileScheduler reads. `counter` is used where the order needs one.
 template <class Tile>
 void fill_schedule(Parameters &p, const Attention &a, const Plan &plan, const Order &order, int *counter) {
     p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv, p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br;
