@@ -77,8 +77,8 @@ struct SharedStorage {
     Barrier O_staged[Tile::Consumers];  // only for StoreO::through_V
 };
 
-// Whether a consumer stages O for TMA. TMA stores 64 rows, so all must belong to the work tile. In a stage of V the
-// work tile must have had a tile of its own, whose `empty` then says that the O staged before is stored.
+// Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V
+// the work tile must also have loaded a Vj into every stage: only then has the O staged there before been stored.
 template <class Tile>
 __device__ bool stages_O(const Parameters &p, const WorkTile &work, int warpgroup) {
     if (Tile::O == StoreO::direct) return false;
@@ -126,8 +126,8 @@ __device__ void schedule_and_load_K(const Parameters &p, SharedStorage<Tile> &sh
     }
 }
 
-// Thread 32. Step 8: Qi, 64 rows for each consumer; with StoreO::through_Q then step 13: O of the work tile before. This
-// can't deadlock: the next Qi in O's stage belongs to a work tile that is only published once this O is staged.
+// Thread 32. Step 8: Qi, 64 rows for each consumer. With through_Q then step 13: O of the work tile before. This can't
+// deadlock: the next Qi in O's stage belongs to a work tile that is only published once this O is staged.
 template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
@@ -268,8 +268,8 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&
     for (int x = Begin; x < End; ++x) sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(Sij[x], c, -softmax.cm[x / 2 % 2]));
 }
 
-// With a stale maximum a thread's Pij of a tile may add up to this much, those of a row to 4 times as much. Equal scores
-// add up to 64; float16 ends at 65504. Oi can't overflow while V is below 3e35 / (number of tiles).
+// With a stale maximum a thread's Pij of a tile may add up to this much, those of a row to 4 times as much. Equal
+// scores add up to 64; float16 ends at 65504. Oi can't overflow while V is below 3e35 / (number of tiles).
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread's exponentials before the wait for Pij Vj. Three consumers have no registers for more. With two, 16 and 28

@@ -14,8 +14,8 @@ bool make_input_maps(Parameters &p, const Attention &a) {
            make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc);
 }
 
-// Sets `counters`, if not null, to 0, and launches. Without counters the kernel may begin while the one before it in the
-// stream ends (programmatic dependent launch).
+// Sets `counters`, if not null, to 0, and launches. Without counters the kernel may begin while the one before it in
+// the stream ends (programmatic dependent launch).
 template <class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), const Parameters &p, const Plan &plan, void *counters,
                           int64_t counter_bytes, cudaStream_t stream) {

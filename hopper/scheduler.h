@@ -18,8 +18,8 @@ constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 // block gets this many of their tiles (2 and 3: up to 3 % slower; 8: the same). Their K and V must fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Under a mask the order is fixed up to 2 tiles a block, or up to 4 with at most 2048 keys that stay in the L2 cache: at
-// N 1000 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096, where tiles differ more, 2 % slower.
+// Under a mask the order is fixed up to 2 tiles a block; for 16-bit types up to 4, with at most 2048 keys that stay in
+// the L2 cache: at N 1000 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096, where tiles differ more, 2 % slower.
 constexpr int kFixedRounds = 4, kShortKeys = 2048;
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
