@@ -172,7 +172,35 @@ def draw_split():
     p.save("split.svg")
 
 
+def draw_mask():
+    """Which tiles of scores are loaded and masked, with causal and a left window."""
+    p = Picture(760, 270)
+    size, left, top, window = 9, 80, 36, 11  # pixels of a score, its corner, keys that a query sees
+    p.text(left + 12 * size, 24, "keys j")
+    p.text(38, top + 12 * size, "queries i")
+    for i0 in range(0, 24, 4):
+        for j0 in range(0, 24, 4):
+            seen = [max(i - window + 1, 0) <= j <= i for i in range(i0, i0 + 4) for j in range(j0, j0 + 4)]
+            fill = GREEN if all(seen) else ORANGE if any(seen) else GREY
+            p.box(left + j0 * size, top + i0 * size, 4 * size, 4 * size, "", fill)
+    seen = [(i, j) for i in range(24) for j in range(max(i - window + 1, 0), i + 1)]
+    dots = "".join(f"M{left + j * size + 3} {top + i * size + 4}h3" for i, j in seen)
+    p.parts.append(f'<path d="{dots}" stroke="#333" stroke-width="3"/>')
+    for n, (fill, words) in enumerate(
+        (
+            (GREEN, "inside keys_of_all: every row sees every key, no mask"),
+            (ORANGE, "inside keys_of_any: masked, score by score (keys_of_row)"),
+            (GREY, "outside keys_of_any: never loaded"),
+        )
+    ):
+        p.box(320, 60 + 40 * n, 28, 28, "", fill)
+        p.text(360, 79 + 40 * n, words, "start")
+    p.text(320, 200, "dots: visible scores; causal, window_size=(10, 0)", "start", 12)
+    p.save("mask.svg")
+
+
 if __name__ == "__main__":
+    draw_mask()
     draw_ways()
     draw_timelines()
     draw_split()
