@@ -158,9 +158,10 @@ struct Plan {
 
 // The backends, which main.cpp lists. Each computes the whole contract on its device. A launch gets the plan's
 // workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
-void forward_cpu(const Attention &attention);
 Plan plan_paper(const Attention &attention, const Device &device);
 const char *launch_paper(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
+Plan plan_cpu(const Attention &attention, const Device &device);
+const char *launch_cpu(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_portable(const Attention &attention, const Device &device);
 const char *launch_portable(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 namespace hopper {
@@ -169,5 +170,10 @@ const char *launch_half(const Attention &attention, const Plan &plan, void *work
 Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
+
+// For tests. The instruction sets that this CPU has, the best first, null at the end; and the best one that plan_cpu may
+// choose from now on: returns the one until now, or null where this CPU hasn't `name`.
+const char *const *cpu_instructions();
+const char *limit_cpu_instructions(const char *name);
 
 }  // namespace minimal_attn

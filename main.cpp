@@ -109,14 +109,7 @@ const std::vector<Backend> &backends() {
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, plan_portable, launch_portable},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, plan_paper, launch_paper},
 #endif
-        {"cpu", at::kCPU, serves_all, has_contiguous_rows,
-         [](const Attention &a, const Device &) {
-             return Plan{"cpu", 0, 128, 64, (a.d + 15) / 16 * 16, a.B * a.Hq, at::get_num_threads()};
-         },
-         [](const Attention &a, const Plan &, void *, CUstream_st *) -> const char * {
-             forward_cpu(a);
-             return nullptr;
-         }},
+        {"cpu", at::kCPU, serves_all, has_contiguous_rows, plan_cpu, launch_cpu},
     };
     return list;
 }
@@ -460,6 +453,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "shared_memory_limit", [](int bytes) { return shared_memory_limit.exchange(bytes); },
         "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last "
         "limit");
+    m.def(
+        "cpu_instructions",
+        [] {
+            std::vector<std::string> names;
+            for (auto name = cpu_instructions(); *name; ++name) names.push_back(*name);
+            return names;
+        },
+        "The instruction sets that the CPU backend can use here, the best first");
+    m.def(
+        "limit_cpu_instructions",
+        [](const std::string &name) {
+            const char *before = limit_cpu_instructions(name.c_str());
+            TORCH_CHECK_VALUE(before, "name must be one of cpu_instructions(), but was \"", name, "\"");
+            return std::string(before);
+        },
+        "Use no better instruction set than this one; returns the last limit");
 }
 
 }  // namespace minimal_attn

@@ -1,6 +1,7 @@
 """The backends that tests run on, and what a test does with one: draw inputs, call it, compare.
 
 pytest --seed 123                     the inputs of an earlier failure (each test prints its seed)
+pytest --cpu-instructions AVX2        the CPU backend with no better instruction set than this one
 pytest --shared-memory-limit 65536    as on a GPU with 64 KB of shared memory a block
 pytest -m sanitizer                   few and tiny cases, for compute-sanitizer
 """
@@ -25,11 +26,14 @@ ERROR_BOUND = {torch.float32: 1.5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, help="seed of the random inputs; by default another for each test")
+    parser.addoption("--cpu-instructions", help="the best instruction set that the CPU backend may use")
     parser.addoption("--shared-memory-limit", type=int, help="bytes of shared memory that a block may use")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sanitizer: tiny cases that reach every code path of the kernels")
+    if name := config.getoption("--cpu-instructions"):
+        minimal_attn._C.limit_cpu_instructions(name)
     if limit := config.getoption("--shared-memory-limit"):
         minimal_attn._C.shared_memory_limit(limit)
 

@@ -1,0 +1,110 @@
+// cpu/decode.h: Algorithm 1 for at most few_rows rows of Q a key head, as in decoding: K and V are read once, and that is
+// what takes the time. A lane is a channel in products, and a key in the softmax. kernel.h includes it once for each
+// instruction set.
+
+[[gnu::always_inline]] inline float sum_of(Vec x) {
+    for (int s = W / 2; s > 0; s /= 2)
+        for (int c = 0; c < s; ++c) x[c] += x[c + s];
+    return x[0];
+}
+
+[[gnu::always_inline]] inline float max_of(Vec x) {
+    for (int s = W / 2; s > 0; s /= 2)
+        for (int c = 0; c < s; ++c) x[c] = x[c] > x[c + s] ? x[c] : x[c + s];
+    return x[0];
+}
+
+// Step 9 for one row q: the scores of n keys. W dot products are a vector each; transposed, their sum is one.
+inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row, float scale, float *Si) {
+    for (int j0 = 0; j0 < n; j0 += W) {
+        Vec x[W];
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) {
+            const float *k = K + std::min(j0 + j, n - 1) * K_row;
+            Vec sum = {};
+            for (int64_t c = 0; c < D; c += W) sum += load_vec(k + c) * vec(q + c);
+            x[j] = sum;
+        }
+        transpose(x);
+#pragma GCC unroll 4
+        for (int s = W / 2; s > 0; s /= 2)
+#pragma GCC unroll 8
+            for (int j = 0; j < s; ++j) x[j] += x[j + s];
+        vec(Si + j0) = scale * x[0];
+    }
+}
+
+// Steps 10 and 11 for one row. mi is one number in all lanes of a vector; li is the sum of its lanes.
+inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
+    Vec m = vec(mi), l = {};
+    for (int j = 0; j < n; j += W) m = max(vec(Si + j), m);
+    m = Vec{} + max_of(m);
+    const Vec alpha = exp(vec(mi) - finite_max(m));
+    vec(mi) = m;
+    for (int j = 0; j < n; j += W) l += vec(Si + j) = exp(vec(Si + j) - finite_max(m));
+    vec(li) = alpha * vec(li) + l;
+    return alpha;
+}
+
+// Step 12: Oi = alpha Oi + Pij Vj, R vectors of channels at a time.
+template <int C, int R>
+void add_PV(int n, int64_t D, int64_t c, const Vec *alpha, const KeyTile &tile, const float *Pij, float *Oi) {
+    for (; c + R * W <= D; c += R * W)
+        multiply<R, C>(0, C, n, Pij, Bc, 1, tile.Vj + c, tile.V_row, [&](int row, int r, Vec sum) {
+            Vec &o = vec(Oi + row * D + c + r * W);
+            o = alpha[row] * o + sum;
+        });
+    if constexpr (R > 1) add_PV<C, R / 2>(n, D, c, alpha, tile, Pij, Oi);
+}
+
+// C rows of Q.
+template <class T, int C = few_rows>
+void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    if constexpr (C > 1)
+        if (t.rows < C) return forward_few<T, C - 1>(a, t, next, buffers);
+    constexpr int R = sums / C >= 8 ? 8 : 4;
+    const int64_t D = round_up(a.d, 16);
+    const Band band = band_of(a, t.b);
+    const Keys seen = keys_of_any(band, t.query(0), t.query(C - 1) + 1);
+    float *Pij = buffers.Sij, *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
+
+    // 8. Qi, Oi, li, mi
+    load_queries<T>(a, t, C, buffers);
+    std::fill(Oi, Oi + C * D, 0.f);
+    std::fill(li, li + C * W, 0.f);
+    std::fill(mi, mi + C * W, -INFINITY);
+    prefetch_tile<T>(a, next, next.b == t.b && next.h == t.h);
+    const auto hold_rows = [&](int row) {
+        hold_sums<1>(D / W, mi + row * W, li + row * W, Oi + row * D, buffers.mi_held + row * W,
+                     buffers.li_held + row * W, buffers.li_lost + row * W, buffers.Oi_held + row * D,
+                     buffers.Oi_lost + row * D);
+    };
+    if (buffers.Oi_held) start_held_sums(C * W, C * D, buffers);
+
+    // 5. for j
+    for (int j = seen.begin; j < seen.end;) {
+        const KeyTile tile = load_tile<T>(a, t, seen, j, a.d == D, buffers);
+        const int n = tile.keys.end - j, n_vectors = round_up(n, W);
+        Vec alpha[C];
+        for (int row = 0; row < C; ++row) {
+            float *Si = Pij + row * Bc;
+            dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si);
+            const Keys keys = keys_of_row(band, t.query(row));
+            std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
+            std::fill(Si + clamp(keys.end - j, 0, n), Si + n_vectors, -INFINITY);
+            alpha[row] = update_softmax_of_row(n, Si, mi + row * W, li + row * W);
+        }
+        add_PV<C, R>(n, D, 0, alpha, tile, Pij, Oi);
+        if (buffers.Oi_held && tile.ends_sum())
+            for (int row = 0; row < C; ++row) hold_rows(row);
+        j = tile.keys.end;
+    }
+
+    // 13. O, l and m
+    for (int row = 0; row < C; ++row) {
+        if (buffers.Oi_held) hold_rows(row);
+        float *l = buffers.Oi_held ? buffers.li_held : li, *o = buffers.Oi_held ? buffers.Oi_held : Oi;
+        end_row<T>(a, t, row, !empty(keys_of_row(band, t.query(row))), sum_of(vec(l + row * W)), mi[row * W],
+                   o + row * D);
+    }
+}

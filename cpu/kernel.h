@@ -1,0 +1,230 @@
+// cpu/kernel.h: Algorithm 1 for one tile of queries. forward.cpp includes it once for each instruction set, in a
+// namespace that gives
+//     W             lanes of a vector
+//     max_R         vectors of a strip
+//     sums          sums of a product that stay in registers
+//
+// A query is a lane, as it is a thread on a GPU: scores and output are kept transposed. So the max and the sum of a row
+// need no shuffles, mi, li and alpha are vectors, and both products have one form, which reads K and V where they are:
+//
+//     Sij(j, i)  = sum over channels c of Kj(j, c) Qi(c, i)
+//     Oi(c, i)  += sum over keys j of     Vj(j, c) Pij(j, i)
+//
+//                      P queries                               P queries
+//                   +------------+                          +------------+
+//       channels c  |     Qi     |                  keys j  |    Pij     |
+//                   +------------+                          +------------+
+//      channels c         |                     keys j            |
+//     +----------+  +-----v------+            +----------+  +-----v------+
+//  j  |    Kj    |->|    Sij     |         c  |  Vj^T    |->|     Oi     |      (V is read along c, as it lies)
+//     +----------+  +------------+            +----------+  +------------+
+//       broadcast      vectors                  broadcast      vectors
+//
+// R vectors are a strip, what a warp is on a GPU: its P = R * W queries go through a tile of keys together.
+
+namespace {
+
+#include "cpu/vector.h"
+#include "cpu/rows.h"
+#include "cpu/softmax.h"
+#include "cpu/split.h"
+#include "cpu/decode.h"
+
+// So many products are summed in registers before the sum goes to memory: shorter sums round less, but each costs a pass
+// over Sij (up to 4 % of the time for 32 channels instead of 64; 16 up to 13 %).
+constexpr int channels_per_sum = 32;
+
+// The rows of a tile from `lane` on.
+template <int R>
+struct Strip {
+    static constexpr int P = R * W;
+    int lane;
+    int64_t first_row;  // of the key head
+    Keys seen_by_any, seen_by_all;
+    float *Qi, *Oi, *mi, *li;
+
+    Strip(const Band &band, const QueryTile &t, int lane, int64_t D, const Buffers &buffers)
+        : lane(lane), first_row(t.first_row + lane) {
+        const int first = t.query(lane), end = t.query(std::min(t.rows, lane + P) - 1) + 1;
+        seen_by_any = keys_of_any(band, first, end), seen_by_all = keys_of_all(band, first, end);
+        Qi = buffers.Qi + lane * D, Oi = buffers.Oi + lane * D, mi = buffers.mi + lane, li = buffers.li + lane;
+    }
+};
+
+// -inf for the scores of hidden keys: key j is seen from query j - band.last to query j - band.first.
+template <int R>
+void mask(const Attention &a, const Band &band, int64_t group, const Strip<R> &strip, Keys keys, float *Sij) {
+    VecInt lane;
+    for (int c = 0; c < W; ++c) lane[c] = c;
+    const auto lane_of = [&](int64_t i) {
+        return (int)clamp(clamp(i, (int64_t)0, (int64_t)a.Nq) * group - strip.first_row, (int64_t)0, (int64_t)(R * W));
+    };
+    for (int64_t j = keys.begin; j < keys.end; ++j, Sij += R * W) {
+        const int first = lane_of(j - band.last), end = lane_of(j - band.first + 1);
+        for (int r = 0; r < R; ++r) {
+            Vec &s = vec(Sij + r * W);
+            const VecInt is_hidden = (lane + r * W < first) | (lane + r * W >= end);
+            s = is_hidden ? Vec{} - INFINITY : s;
+        }
+    }
+}
+
+// Step 9: Sij = softmax_scale Qi Kj^T for the keys of the tile from `skip` on, n of them.
+template <int R>
+void compute_S(const Attention &a, const Strip<R> &strip, const KeyTile &tile, int skip, int n, bool with_amx,
+               const Buffers &buffers) {
+    constexpr int P = R * W, C = sums / R;
+    float *Sij = buffers.Sij;
+    if (with_amx) {
+        const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
+        const float *Qi = buffers.Qi_split + strip.lane * tiles_of_d * y_tile * 3 / 2;
+        multiply_split(2 * tiles_of_n, R, tiles_of_d, buffers.Kj_split, Qi, Sij, P);
+        for (int64_t at = 0; at < n * P; at += W) vec(Sij + at) *= a.softmax_scale;
+        return;
+    }
+    const float *Kj = tile.Kj + skip * tile.K_row;
+    for (int c = 0; c < a.d; c += channels_per_sum) {
+        const bool is_last = c + channels_per_sum >= a.d;
+        const float scale = is_last ? a.softmax_scale : 1.f;  // of the whole sum: a part may overflow
+        const auto add = [&](int j, int r, Vec sum) {
+            Vec &s = vec(Sij + j * P + r * W);
+            s = scale * ((c == 0 ? Vec{} : s) + sum);
+        };
+        multiply<R, C>(0, n, std::min(channels_per_sum, a.d - c), Kj + c, tile.K_row, 1, strip.Qi + c * P, P, add);
+    }
+}
+
+// Step 12: Oi = alpha Oi + Pij Vj; the division by li waits for the end of the row.
+template <int R>
+void add_PV(const Attention &a, const Strip<R> &strip, const KeyTile &tile, int skip, int n, bool with_amx,
+            const Vec (&alpha)[R], const Buffers &buffers) {
+    constexpr int P = R * W, C = sums / R;
+    const auto add = [&](int c, int r, Vec sum) {
+        Vec &o = vec(strip.Oi + c * P + r * W);
+        o = alpha[r] * o + sum;
+    };
+    if (with_amx) {
+        const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
+        split_P<R>(n, buffers);
+        multiply_split(2 * tiles_of_d, R, tiles_of_n, buffers.Vj_split, buffers.Pij_split, buffers.products, P);
+        for (int c = 0; c < a.d; ++c)
+            for (int r = 0; r < R; ++r) add(c, r, vec(buffers.products + c * P + r * W));
+        return;
+    }
+    multiply<R, C>(0, a.d, n, tile.Vj + skip * tile.V_row, 1, tile.V_row, buffers.Sij, P, add);
+}
+
+template <int R>
+void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
+    const int lane = strip.lane;
+    hold_sums<R>(D, strip.mi, strip.li, strip.Oi, buffers.mi_held + lane, buffers.li_held + lane,
+                 buffers.li_lost + lane, buffers.Oi_held + lane * D, buffers.Oi_lost + lane * D);
+}
+
+// Steps 9 to 12 for one strip and one tile of keys. What it computes depends on the strip's rows and the tile's place
+// alone, not on the other strips of the thread's tile: so results have the same bits for any Br and number of threads.
+template <int R>
+void update(const Attention &a, const Band &band, const QueryTile &t, const Strip<R> &strip, const KeyTile &tile,
+            bool with_amx, const Buffers &buffers) {
+    Keys keys = {std::max(tile.keys.begin, strip.seen_by_any.begin), std::min(tile.keys.end, strip.seen_by_any.end)};
+    if (empty(keys)) return;
+    if (with_amx) keys = tile.keys;  // split as a whole
+    const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
+    compute_S(a, strip, tile, skip, n, with_amx, buffers);
+    if (keys.begin < strip.seen_by_all.begin || keys.end > strip.seen_by_all.end)
+        mask(a, band, t.group, strip, keys, buffers.Sij);
+    Vec alpha[R];
+    update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
+    add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
+    if (buffers.Oi_held && tile.ends_sum()) hold_strip(strip, round_up(a.d, 16), buffers);
+}
+
+// Step 8: Qi, and Oi = 0, li = 0, mi = -inf.
+template <class T, int P>
+void start_rows(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
+    const int64_t D = round_up(a.d, 16);
+    load_queries<T>(a, t, lanes, buffers);
+    for (int i = 0; i < lanes; i += W)
+        for (int c = 0; c < D; c += W)
+            transpose(buffers.rows + i * D + c, D, buffers.Qi + i / P * P * D + c * P + i % P, P);
+    std::fill(buffers.Oi, buffers.Oi + lanes * D, 0.f);
+    std::fill(buffers.li, buffers.li + lanes, 0.f);
+    std::fill(buffers.mi, buffers.mi + lanes, -INFINITY);
+    if (buffers.Oi_held) start_held_sums(lanes, lanes * D, buffers);
+}
+
+// Step 13.
+template <class T, int P>
+void end_rows(const Attention &a, const Band &band, const QueryTile &t, int lanes, const Buffers &buffers) {
+    const int64_t D = round_up(a.d, 16);
+    const float *Oi = buffers.Oi_held ? buffers.Oi_held : buffers.Oi,
+                *li = buffers.Oi_held ? buffers.li_held : buffers.li;
+    for (int i = 0; i < lanes; i += W)
+        for (int c = 0; c < D; c += W) transpose(Oi + i / P * P * D + c * P + i % P, P, buffers.rows + i * D + c, D);
+    for (int lane = 0; lane < t.rows; ++lane) {
+        const bool sees_key = !empty(keys_of_row(band, t.query(lane)));
+        end_row<T>(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D);
+    }
+}
+
+// All of Algorithm 1 for a tile of queries. `next` is the tile that this thread probably takes next.
+template <class T, int R = max_R>
+void forward(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    if constexpr (R > 1)
+        if (t.rows <= R / 2 * W) return forward<T, R / 2>(a, t, next, buffers);  // a thinner strip will do
+    constexpr int P = R * W, max_strips = 256 / P;
+    const int64_t D = round_up(a.d, 16);
+    const int lanes = round_up(t.rows, P);
+    const Band band = band_of(a, t.b);
+    const Keys seen = keys_of_any(band, t.query(0), t.query(t.rows - 1) + 1);
+    // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
+    const bool in_place = R > 1;
+
+    // 8. Qi, Oi, li, mi
+    start_rows<T, P>(a, t, lanes, buffers);
+    prefetch_tile<T>(a, next, next.b == t.b && next.h == t.h);
+    bool splits_well[max_strips] = {}, any_splits = false;
+    if constexpr (fits_amx<R>)
+        for (int lane = 0; lane < lanes && buffers.Qi_split; lane += P) {
+            // The strip of fewer rows would be thinner, if its tile had these alone: it must have the same bits.
+            splits_well[lane / P] = t.rows - lane > P / 2 && split_queries<P>(a, lane, buffers);
+            any_splits |= splits_well[lane / P];
+        }
+    if (any_splits) begin_amx();
+
+    // 5. for j: the tiles of keys that a query of this tile sees
+    const Keys wanted = any_splits ? Keys{std::max(band.keys.begin, seen.begin / Bc * Bc),
+                                          std::min(band.keys.end, (int)round_up(seen.end, Bc))}
+                                   : seen;
+    for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
+        KeyTile tile = load_tile<T>(a, t, wanted, j, in_place, buffers);
+        if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
+        for (int lane = 0; lane < lanes; lane += P) {
+            const Strip<R> strip(band, t, lane, D, buffers);
+            update(a, band, t, strip, tile, tile.is_split && splits_well[lane / P], buffers);
+        }
+        j = tile.keys.end;
+    }
+    if (any_splits) end_amx();
+
+    // 13. O, l and m
+    if (buffers.Oi_held)
+        for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(band, t, lane, D, buffers), D, buffers);
+    end_rows<T, P>(a, band, t, lanes, buffers);
+}
+
+template <class T>
+void forward_tile(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    if (rows_of_key_head(a) <= few_rows)
+        forward_few<T>(a, t, next, buffers);
+    else
+        forward<T>(a, t, next, buffers);
+}
+
+}  // namespace
+
+constexpr Forward forward_of(Dtype dtype) {
+    return dtype == Dtype::float32   ? forward_tile<float>
+           : dtype == Dtype::float16 ? forward_tile<c10::Half>
+                                     : forward_tile<c10::BFloat16>;
+}

@@ -1,0 +1,76 @@
+// cpu/tiles.h: what a thread works on and where: its tile of queries, its buffers. The same for every instruction set.
+#pragma once
+
+#include "flash.h"
+
+#include <algorithm>
+
+namespace minimal_attn::cpu {
+
+constexpr int Bc = 64;  // keys of a tile; tiles begin at multiples of it, whatever the mask
+
+// li and Oi are sums over so many tiles of keys, then they are added to li_held and Oi_held. One float32 sum over all
+// keys would lose a unit in the last place with every tile.
+constexpr int tiles_per_sum = 32;
+
+// With so few rows of Q a key head (decode) lanes are channels instead of queries: see decode.h.
+constexpr int few_rows = 3;
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+inline int64_t rows_of_key_head(const Attention &a) { return a.Nq * (a.Hq / a.Hkv); }
+
+// Query heads that share a key head share its tiles of keys: row i * group + g is query i of the g-th of these heads.
+struct QueryTile {
+    int64_t b, h, group;  // batch, key head, query heads of a key head
+    int64_t first_row;
+    int rows;
+
+    int query(int lane) const { return group == 1 ? first_row + lane : (first_row + lane) / group; }
+    int64_t head(int lane) const { return group == 1 ? h : h * group + (first_row + lane) % group; }
+};
+
+template <class T>
+T *row_of(const void *x, const Strides &stride, int64_t b, int64_t h, int64_t i) {
+    return (T *)x + b * stride.batch + h * stride.head + i * stride.row;
+}
+
+// A thread's memory, in float32. All but mi and li grow with D, d rounded up to a multiple of 16; KB for d = 64 and
+// Br = 128:
+//     Qi 32, Oi 32            (strip, channel, query)
+//     rows 32                 (query, channel): Q before it is transposed, O after
+//     Kj 16, Vj 16            (key, channel), where they are converted or copied
+//     Sij up to 16            (key, query) of one strip, then Pij
+//     mi, li 1
+//     Oi_held 32, Oi_lost 32  beyond 32 tiles of keys: sums of Oi, and what their rounding lost
+//     ..._split 48 24 24 24   with AMX: operands as three bfloat16 (amx.h), and products 16
+struct Buffers {
+    float *Qi, *Oi, *rows, *Kj, *Vj, *Sij, *mi, *li;
+    // null where they aren't needed
+    float *Oi_held = nullptr, *Oi_lost = nullptr, *li_held = nullptr, *li_lost = nullptr, *mi_held = nullptr;
+    float *Qi_split = nullptr, *Kj_split = nullptr, *Vj_split = nullptr, *Pij_split = nullptr, *products = nullptr;
+    int64_t size = 0;  // of all, in floats
+
+    // memory is a multiple of 64 bytes, and so is the beginning of every buffer; null to know the size.
+    Buffers(float *memory, const Attention &a, int Br, bool uses_amx) {
+        constexpr int max_P = 64, split_d = 32;
+        const int64_t D = round_up(a.d, 16), lanes = round_up(Br, max_P), D_split = round_up(a.d, split_d);
+        const auto take = [&](float *&buffer, int64_t floats) {
+            buffer = memory ? memory + size : nullptr;
+            size += floats;
+        };
+        take(Qi, lanes * D), take(Oi, lanes * D), take(rows, lanes * D), take(mi, lanes), take(li, lanes);
+        take(Kj, Bc * D), take(Vj, Bc * D), take(Sij, Bc * max_P);
+        if (a.Nk > Bc * tiles_per_sum) {
+            take(Oi_held, lanes * D), take(Oi_lost, lanes * D);
+            take(li_held, lanes), take(li_lost, lanes), take(mi_held, lanes);
+        }
+        if (uses_amx) {
+            take(Qi_split, lanes * D_split * 3 / 2), take(Kj_split, Bc * D_split * 3 / 2);
+            take(Vj_split, Bc * D_split * 3 / 2), take(Pij_split, Bc * max_P * 3 / 2);
+            take(products, D_split * max_P);
+        }
+    }
+};
+
+}  // namespace minimal_attn::cpu
