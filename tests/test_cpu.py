@@ -123,6 +123,16 @@ def test_any_number_of_rows(cpu, instructions, dtype, rows, shared):
             assert torch.equal(actual, 2 * expected if expected is state[1] else expected)
 
 
+def test_explain(cpu, instructions):
+    """AMX is for large tiles alone; a decoding call is one tile of queries a key head."""
+    q, k, v = cpu.qkv(B=2, Hq=4, Hkv=4, Nq=300, Nk=300)
+    found = cpu.explain(q, k, v)
+    assert (found.kernel, found.grid, found.workspace) == (instructions, 8 * -(-300 // found.Br), 0)
+    found = cpu.explain(q[:, :, :2], k, v)
+    assert found.kernel == ("AVX-512" if instructions == "AMX" else instructions)
+    assert (found.Br, found.grid) == (2, 8)
+
+
 @pytest.mark.parametrize("d", [32, 40, 64, 80, 128, 256])
 def test_tiles_large_enough_for_any_instructions(cpu, instructions, dtype, d):
     """Of ordinary numbers; of some that have no parts, or too small ones; of keys that nobody may see."""
