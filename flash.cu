@@ -3,30 +3,32 @@
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V, a tile of Br queries x Bc keys at a time
 //
-// Who runs it. Grid: one block for each query head h of each batch b, with its own Q, K, V and O. A block has 256
-// threads. They share the numbers of a tile in patches of 4 x 4 (both products), and the rows of Sij by 8 lanes a row.
+// Who runs it. Grid: one block for each query head h of each batch b. A block has 256 threads. They share both products
+// of a tile in patches of 4 x 4 numbers, and the rows of Sij by 8 threads a row.
 //
-// What lives where. HBM keeps Q, K, V, and between two tiles also O, l and m, in float32. On chip, in the shared memory
-// of the block, are (in float32, D = d rounded up to a multiple of 4):
-//     Qi              Br x D      rows 4 numbers longer, so that two rows begin in different banks
-//     Kj (transposed) D x Bc      so that both products read their right factor along its rows
-//     Vj              Bc x D
-//     Sij, then Pij   Br x Bc     rows 4 numbers longer, too
-//     li, mi, and the two factors of step 12: Br each
-// For d = 64 on an H100: Br = 64, Bc = 112, 103 KB. In registers: a thread's patch of Sij, of Pij Vj and of Oi.
+// What lives where. HBM keeps Q, K and V, and between two tiles O, l and m. The shared memory of a block has (float32,
+// where D is d rounded up to a multiple of 4):
+//     Qi               Br x D     rows are padded by 4 numbers, so that neighbouring rows begin in different banks
+//     Kj, transposed   D x Bc     so that both products read their right operand by rows
+//     Vj               Bc x D
+//     Sij, then Pij    Br x Bc    rows are padded, too
+//     li, mi, and two factors of step 12, Br each
+// For d = 64 on an H100 these are 103 KB: Br = 64, Bc = 112. Registers hold a thread's patch of Sij, Pij Vj and Oi.
 //
 // Which barrier orders what:
-//     before step 6    every warp is done with the last Vj             -> Kj and Vj are overwritten
-//     after step 8     Kj, Vj, Qi, li, mi have arrived, Pij is free    -> Sij is written
-//     after step 9     Sij is complete                                 -> its rows are read
-//     after step 11    Pij and the factors are complete                -> step 12 reads them
-// An element of O, l or m in HBM is read and written by one thread, once the barrier before step 6 follows step 2.
+//     before step 6    all reads of the last Vj are done              -> Kj and Vj are overwritten
+//     after step 8     Kj, Vj, Qi, li, mi are loaded, Pij is read     -> Sij is written
+//     after step 9     Sij is complete                                -> its rows are read
+//     after step 11    Pij and the factors are complete               -> step 12 reads them
+//     before step 16   O, l and m are complete in HBM                 -> they are read
+// Between steps 6 and 16 the same thread always reads and writes the same numbers of O, l and m in HBM.
 //
-// What the paper leaves out and the contract (flash.h) asks for: softmax_scale and a mask (step 9), any Nq, Nk and d,
-// several query heads for each key head, an earlier (O, l, m) to go on with (step 2), scores that are not finite.
+// What the contract (flash.h) adds to the paper: softmax_scale (step 9), a mask (steps 5, 7, 10), an earlier state
+// (O, l, m) to go on with (step 2), scores of -inf alone (step 16), any Nq, Nk and d, and query heads that share a key
+// head.
 //
-// What FlashAttention-2 changes (portable/ does it): the loop over i is outside and becomes part of the grid, so that
-// one head fills many multiprocessors; Oi, li and mi stay in registers while j advances, and O is divided by l once.
+// What FlashAttention-2 changes (see portable/): the loop over i becomes the outer one and is spread over the grid, so
+// that one head fills many multiprocessors. Oi, li and mi then stay in registers, and Oi is divided by li once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -39,8 +41,8 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowLanes = 8;     // so many neighbouring threads share a row of Sij
-constexpr float kHidden = -1.f;  // in place of a factor of step 12: the row sees no key of the tile
+constexpr int kRowLanes = 8;     // threads that share a row of Sij, neighbours in a warp
+constexpr float kHidden = -1.f;  // factor_PV of a row that sees no key of the tile: Oi stays as it is
 
 MINIMAL_ATTN_HOST_DEVICE constexpr int up_to_4s(int n) { return (n + 3) / 4 * 4; }
 
@@ -52,8 +54,8 @@ struct Tiles {
     MINIMAL_ATTN_HOST_DEVICE int floats() const { return Br * (Q_stride() + S_stride() + 5) + 2 * Bc * D; }
 };
 
-// O, l and m in HBM between two tiles. O and m are the results themselves if these are float32 and wanted, else they are
-// in the workspace, as l is. l is float64: a float32 sum of thousands of tiles would be wrong by 1e-5 (2^17 keys).
+// O, l and m in HBM between two tiles. O and m are the results themselves if those are float32 and wanted, else they
+// are in the workspace. So does l, which is float64: the float32 sum of a thousand tiles may be wrong by 1e-5.
 struct State {
     float *O;
     Strides O_stride;
@@ -63,7 +65,7 @@ struct State {
 
 // ------------------------------------------------------------------------------ HBM
 
-// The rows of one head of a (B, H, N, d) tensor.
+// The rows of one head of a (B, H, N, d) tensor in HBM.
 template <class T>
 struct Rows {
     T *first;
@@ -82,7 +84,7 @@ using Floats = Four<float>;
 
 __device__ Floats &floats_at(float *shared) { return *(Floats *)shared; }
 
-// Only `count` of the four exist, the others are 0.
+// Where fewer than four exist, `count` of them are read or written; the others are 0.
 template <class T>
 __device__ Floats load4(const T *from, int count, bool aligned) {
     Four<T> four;
@@ -107,7 +109,7 @@ __device__ void store4(T *to, const Floats &floats, int count, bool aligned) {
 
 // ------------------------------------------------------------------------------ how the threads share a tile
 
-// use(row, x, step) for each patch of a tile, each by one thread: its columns are x .. x + 3, its Height rows are row,
+// Calls use(row, x, step) for each patch of a tile, in one thread. Its columns are x .. x + 3, its Height rows are row,
 // row + step, ..: far apart, so that neighbouring threads read neighbouring rows, which lie in different banks.
 template <int Height, class Use>
 __device__ void for_patches(int rows, int columns, const Use &use) {
@@ -117,8 +119,8 @@ __device__ void for_patches(int rows, int columns, const Use &use) {
         use(patch / across, patch % across * 4, step);
 }
 
-// A patch of the product A B in shared memory, sums of n products: four rows of A, A_step apart, by four columns of B.
-// Each 32 products are summed on their own first: one long sum loses several times as much to rounding.
+// A patch of the product of A and B in shared memory, sums of n terms: four rows of A, A_step apart, four columns of B.
+// Sums of 32 terms are added up, since rounding costs one long sum several times as much.
 struct Patch {
     Floats row[4];
 };
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     double *const li = (double *)(Sij + Br * S_stride);
     float *const mi = (float *)(li + Br), *const factor_Oi = mi + Br, *const factor_PV = factor_Oi + Br;
 
-    // The block's head: of Q, of the K and V that it shares with its group, and of the results
+    // What belongs to the block's head
     const int64_t head = first_head + blockIdx.x, b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
     const Rows<const T> Q((const T *)a.q, a.q_stride, b, h);
     const Rows<const T> K((const T *)a.k, a.k_stride, b, h_kv), V((const T *)a.v, a.v_stride, b, h_kv);
@@ -173,19 +175,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
             const int i = i0 + row;
-            // If l is 0 nothing has counted yet, whatever O and m are: a row that sees a key begins anew.
+            // If l is 0 no key has counted yet, whatever O and m are. A row that sees a key begins anew then.
             const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(band, i)));
             store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d - x : 0, aligned), a.d - x, aligned);
             if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;
         });
 
     // 3., 4. Divide Q, O, l and m into Tr tiles of Br rows, which begin at i0, K and V into Tc of Bc keys, at j0
-    // 5. for 1 <= j <= Tc: of the keys that the mask lets some query see
+    // 5. for 1 <= j <= Tc, among the keys that some query sees
     const Keys seen = keys_of_any(band, 0, a.Nq);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
         const int keys = min(Bc, seen.end - j0), keys_and_zeros = up_to_4s(keys);
         __syncthreads();
-        // 6. Load Kj, Vj. Past the last key are zeros, since Pij = 0 times NaN would be NaN.
+        // 6. Load Kj, Vj. The rows past the last key are zeros: there Pij = 0, but 0 times NaN would be NaN.
         for_patches<1>(keys_and_zeros, a.d, [&](int row, int x, int) {
             const int count = row < keys ? a.d - x : 0;
             const Floats k = load4(K[j0 + row] + x, count, aligned);
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             const Keys seen_by_i = keys_of_any(band, i0, i0 + rows);
             if (seen_by_i.end <= j0 || seen_by_i.begin >= j0 + keys) continue;  // the mask hides all of Sij
 
-            // 8. Load Qi, li, mi. Oi follows in step 12: each thread loads what it updates.
+            // 8. Load Qi, li, mi. Each thread loads its part of Oi in step 12.
             for_patches<1>(up_to_4s(rows), a.d, [&](int row, int x, int) {
                 floats_at(&Qi[row * Q_stride + x]) = load4(Q[i0 + row] + x, row < rows ? a.d - x : 0, aligned);
             });
@@ -232,16 +234,15 @@ __global__ void __launch_bounds__(kThreads, 2)
                     lij += S[j];
                 }
                 lij = row_sum<kRowLanes>(lij);
+                if (lane > 0) continue;
                 // 11. mi_new = max(mi, mij), li_new = exp(mi - mi_new) li + exp(mij - mi_new) lij
                 const float mi_new = fmaxf(mi[row], mij), origin = mi_new == -INFINITY ? 0.f : mi_new;
-                const double old_l = (double)expf(mi[row] - origin) * li[row];
-                const float weight = expf(mij - origin);
-                const double li_new = old_l + (double)weight * lij;
-                __syncwarp();
-                if (lane > 0) continue;
+                const float alpha = expf(mi[row] - origin), beta = expf(mij - origin);
+                const double old_l = alpha * li[row], li_new = old_l + (double)beta * lij;
+                // The factors of step 12. If all scores so far are -inf, li_new is 0, and so is Oi until step 16.
                 const float divisor = li_new == 0. ? INFINITY : (float)li_new;
                 factor_Oi[row] = (float)old_l / divisor;
-                factor_PV[row] = begin < end ? weight / divisor : kHidden;
+                factor_PV[row] = begin < end ? beta / divisor : kHidden;
                 if (begin < end) li[row] = li_new, mi[row] = mi_new;
             }
             __syncthreads();
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }  // 14. end for
     }      // 15. end for
 
-    // 16. Return O, rounded to q's dtype, and the state; 0 / 0 where a row sees keys, but with scores of -inf alone
+    // 16. Return O, in the dtype that the caller wants, and l. A row whose scores are all -inf is 0 / 0, as in softmax
     __syncthreads();
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
@@ -312,8 +313,8 @@ const char *launch(const Attention &a, const Plan &plan, const State &state, CUs
 }  // namespace
 
 Plan plan_paper(const Attention &a, const Device &device) {
-    // M, in floats: so much that two blocks fit on a multiprocessor, where one computes while the other waits for HBM or
-    // at a barrier. But all that a block may have if tiles would get fewer than 48 keys: d > 128 on an H100.
+    // M, in floats, lets two blocks share a multiprocessor: one computes while the other waits for HBM or at a barrier.
+    // If tiles would then have fewer than 48 keys (d > 128 on an H100), M is all that a block may have.
     const int reserved = 1024;  // bytes of each block that the system takes
     int M = (device.shared_memory / 2 - reserved) / 4;
     if (tiles_of(a, M).Bc < std::min(48, a.Nk)) M = device.shared_memory / 4;
