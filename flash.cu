@@ -12,7 +12,7 @@
 //     Kj, transposed   D x Bc     so that both products read their right operand by rows
 //     Vj               Bc x D
 //     Sij, then Pij    Br x Bc    rows are padded, too
-//     li, mi, and two factors of step 12, Br each
+//     li (float64), mi, and two factors of step 12, Br each
 // For d = 64 on an H100 these are 103 KB: Br = 64, Bc = 112. Registers hold a thread's patch of Sij, Pij Vj and Oi.
 //
 // Which barrier orders what:
@@ -55,7 +55,7 @@ struct Tiles {
 };
 
 // O, l and m in HBM between two tiles. O and m are the results themselves if those are float32 and wanted, else they
-// are in the workspace. So does l, which is float64: the float32 sum of a thousand tiles may be wrong by 1e-5.
+// are in the workspace. So is l, which is float64: the float32 sum of a thousand tiles may be wrong by 1e-5.
 struct State {
     float *O;
     Strides O_stride;
