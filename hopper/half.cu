@@ -22,16 +22,19 @@
 // | consumer warpgroups | 4 to 15       | 128, 160 or 232 for  | Sij, softmax, Oi of 64 rows each; writes O, or      |
 // |                     |               | 1, 2 or 3 consumers  | stages it for TMA                                   |
 //
-// | barrier                   | arrives                            | waits                  | then                   |
-// |---------------------------|------------------------------------|------------------------|------------------------|
-// | tile_queue full           | thread 0                           | all but thread 0       | the work tile is there |
-// | tile_queue empty          | threads 32, 64; each consumer warp | thread 0               | nobody needs it        |
-// | Q full, K full, V full    | thread 32, 0, 64, and TMA          | consumer warpgroups    | the tile is there      |
-// | Q empty (one a consumer)  | its 4 warps                        | thread 32              | Qi is read, O staged   |
-// | K empty, V empty          | each consumer warp                 | thread 0, thread 64    | all have read the tile |
-// | O_staged (one a consumer) | its 4 warps                        | thread 64              | O is staged in Vj      |
-// | named kTurn + consumer    | the consumer before it, 128        | that consumer, 128     | it may issue products  |
-// | named kVZeroed + consumer | its 128 threads                    | its 128 threads        | Vj's hidden rows are 0 |
+// | barrier                 | arrives                   | waits                             | then                    |
+// |-------------------------|---------------------------|-----------------------------------|-------------------------|
+// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | the work tile is there  |
+// | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free        |
+// | Q full, K full, V full  | threads 32, 0, 64; TMA    | consumers                         | the tile is there       |
+// | Q empty (per consumer)  | that consumer             | thread 32                         | Qi is read, O staged    |
+// | K empty                 | consumers                 | thread 0                          | Kj is read              |
+// | V empty                 | consumers                 | thread 64; consumers that stage O | Vj is read              |
+// | O_staged (per consumer) | that consumer             | thread 64                         | O is in a stage of V    |
+// | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
+// | named kVZeroed + index  | that consumer             | that consumer                     | hidden rows of Vj are 0 |
+//
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 #include "hopper/epilogue.h"
 #include "hopper/launch.h"
 #include "hopper/scheduler.h"
@@ -67,7 +70,10 @@ struct Tile {
     static_assert(O != StoreO::through_V || (Consumers <= Stages && QBytes <= KBytes));
 };
 
-// Bytes at d 128: Qi 2 consumers x 2 stages x 16 KB, Kj and Vj 2 x 32 KB each, the rest less than 1 KB.
+// KB, all stages   | few_queries | d 64 | d 96 | d 128 | d 192 | d 256
+// Qi               | 16          | 48   | 96   | 64    | 48    | 64
+// Kj; Vj the same  | 16          | 64   | 48   | 64    | 84    | 80
+// sum              | 48          | 176  | 192  | 192   | 216   | 224, and less than 1 KB for the rest
 template <class Tile>
 struct SharedStorage {
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];
@@ -420,7 +426,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
-    hopper_kernel(const __grid_constant__ Parameters p) {
+    half_hopper_kernel(const __grid_constant__ Parameters p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
@@ -463,24 +469,19 @@ TileOf tile_of(const Attention &a) {
 template <class Use>
 auto with_tile(TileOf tile, const Use &use) {
     switch (tile) {
-        case TileOf::few_queries:  // 48 KB: three blocks hide each other's latencies
+        case TileOf::few_queries:  // so small that three blocks share a multiprocessor and hide each other's latencies
             return use(Tile<64, 64, 64, 2, 2, StoreO::direct, 3>());
-        case TileOf::d64:  // 176 KB. Three consumers were 7 % faster than two: exponentials are half of the work
+        case TileOf::d64:  // three consumers were 7 % faster than two: exponentials are half of the work
             return use(Tile<64, 192, 128, 2, 4, StoreO::through_Q>());
-        case TileOf::d96:  // 192 KB. 128 x 128 was 5 to 12 % faster at N 512, 4 to 12 % slower from N 2048 on
+        case TileOf::d96:  // 128 x 128 was 5 to 12 % faster at N 512, 4 to 12 % slower from N 2048 on
             return use(Tile<96, 192, 96, 2, 2, StoreO::through_Q>());
-        case TileOf::d128:  // 192 KB. One Qi and Bc 144 to 176 lost 9 to 21 % at N 512, gained at most 2 % at N 8192
+        case TileOf::d128:  // one stage of Q and Bc 144 to 176 lost 9 to 21 % at N 512, gained at most 2 % at N 8192
             return use(Tile<128, 128, 128, 2, 2, StoreO::through_Q>());
-        case TileOf::d192:  // 216 KB. Two Qi and Bc 80 were 8 % slower at N 8192
+        case TileOf::d192:  // two stages of Q and Bc 80 were 8 % slower at N 8192
             return use(Tile<192, 128, 112, 1, 2, StoreO::through_V>());
-        default:  // d256, 224 KB. Bc 64 was up to 8 % slower
+        default:  // d256: Bc 64 was up to 8 % slower
             return use(Tile<256, 128, 80, 1, 2, StoreO::through_V>());
     }
-}
-
-template <class Tile>
-Order order_of_halves(const Attention &a, int multiprocessors) {
-    return order_of<Tile>(a, multiprocessors, 2, true);
 }
 
 template <class T, class Tile>
@@ -491,8 +492,8 @@ const char *launch(const Attention &a, const Plan &plan, void *workspace, CUstre
     p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : sizeof(T), a.d);
     p.tma_stores_O = Tile::O != StoreO::direct && !a.l && p.aligned &&
                      make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
-    fill_schedule<Tile>(p, a, plan, order_of_halves<Tile>(a, plan.multiprocessors), (int *)workspace);
-    return launch_kernel(hopper_kernel<T, Tile>, p, plan, p.tile_counter, sizeof(int), stream);
+    fill_schedule<Tile>(p, a, plan, order_of<Tile>(a, plan.multiprocessors, sizeof(T), true), (int *)workspace);
+    return launch_kernel(half_hopper_kernel<T, Tile>, p, plan, p.tile_counter, sizeof(int), stream);
 }
 
 }  // namespace
@@ -501,12 +502,11 @@ Plan plan_half(const Attention &a, const Device &device) {
     const TileOf choice = tile_of(a);
     return with_tile(choice, [&](auto tile) {
         using Tile = decltype(tile);
-        const Order order = order_of_halves<Tile>(a, device.multiprocessors);
+        const Order order = order_of<Tile>(a, device.multiprocessors, sizeof(__half), true);
         Plan plan{"half", (int)choice, Tile::Br, Tile::Bc, Tile::D};
         plan.grid = order.grid, plan.threads = Tile::Threads, plan.shared_memory = sizeof(SharedStorage<Tile>);
         plan.workspace = order.uses_counter ? sizeof(int) : 0;
-        plan.multiprocessors = device.multiprocessors;
-        plan.error = why_no_encoder();
+        plan.multiprocessors = device.multiprocessors, plan.error = why_no_encoder();
         return plan;
     });
 }
