@@ -39,6 +39,7 @@
 #include <cuda_pipeline.h>
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "device.h"
@@ -200,6 +201,10 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
 
 // ------------------------------------------------------------------------------ step 1, on the host: tiles, plan, launch
 
+// A call whose keys are more than two sums of kTilesOfSum tiles has sums in the workspace (flush_sums), at most so many
+// floats: 512 MB. That is thousands of blocks, which keep a GPU busy; the next ones take another launch.
+constexpr int64_t kMostSums = 1 << 27;
+
 // A file's Kernels lists its tiles for d up to 64, 128 and 256 (D64, D128, D256) and has kernel<T, Tile>().
 template <class Kernels, class Use>
 auto with_tiles_for(int d, const Use &use) {
@@ -209,45 +214,48 @@ auto with_tiles_for(int d, const Use &use) {
 }
 
 // Takes the first tile of the list that fits the shared memory of a block (64 KB on a T4; 99 on sm_86, sm_89 and sm_120;
-// 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at most 55 KB.
-template <class Tile, class... Smaller>
-Plan plan_tile(const Attention &a, const Device &device, const char *kernel, TileList<Tile, Smaller...>,
-               int index = 0) {
+// 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at most 55
+// KB.
+template <class Kernels, class Tile, class... Smaller>
+Plan plan_tile(const Attention &a, const Device &device, const char *name, TileList<Tile, Smaller...>, int index = 0) {
     if constexpr (sizeof...(Smaller) > 0)
         if (Tile::SharedBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
-            return plan_tile(a, device, kernel, TileList<Smaller...>(), index + 1);
+            return plan_tile<Kernels>(a, device, name, TileList<Smaller...>(), index + 1);
     const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
-    return {kernel, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, 0};
+    const int64_t block_sums = a.Nk > 2 * Kernels::kTilesOfSum * Tile::Bc ? Tile::SumFloats * sizeof(float) : 0;
+    const int64_t workspace = std::min(blocks, kMostSums / Tile::SumFloats) * block_sums;
+    return {name, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, workspace};
 }
 
 template <class Kernels>
 Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
-    return with_tiles_for<Kernels>(a.d, [&](auto tiles) { return plan_tile(a, device, name, tiles); });
+    return with_tiles_for<Kernels>(a.d, [&](auto tiles) { return plan_tile<Kernels>(a, device, name, tiles); });
 }
 
-// A grid has at most 2^31 - 1 blocks; more take several launches.
+// Several launches take more blocks than a grid can have or the workspace has sums for.
 template <class Kernels, class T, class Tile>
-cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, CUstream_st *stream) {
+cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile>();
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SharedBytes);
-    const int64_t most = (int64_t(1) << 31) - 1;
+    const int64_t most = sums ? kMostSums / Tile::SumFloats : (int64_t(1) << 31) - 1;
     for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
         const int grid = (int)std::min(plan.grid - first, most);
-        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned);
+        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned, sums);
         error = cudaGetLastError();
     }
     return error;
 }
 
 template <class Kernels, class T>
-const char *launch_kernel(const Attention &a, const Plan &plan, CUstream_st *stream) {
+const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     const int64_t element = sizeof(T);
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
                          is_aligned(a.v, a.v_stride, element, a.d) &&
                          is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
     return why_not(with_tiles_for<Kernels>(a.d, [&](auto tiles) {
-        return with_tile(plan.tile, tiles,
-                         [&](auto tile) { return launch_tile<Kernels, T, decltype(tile)>(a, plan, aligned, stream); });
+        return with_tile(plan.tile, tiles, [&](auto tile) {
+            return launch_tile<Kernels, T, decltype(tile)>(a, plan, aligned, (float *)workspace, stream);
+        });
     }));
 }
 

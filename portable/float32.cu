@@ -29,12 +29,51 @@ struct FloatTile {
     static constexpr int QStride = D + 4, KStride = D + 4, VStride = D, PStride = Bc + TX;
     static constexpr int Floats = Br * QStride + Bc * KStride + Bc * VStride + Br * PStride;
     static constexpr int SharedBytes = Floats * 4;
+    static constexpr int SumFloats = Threads * R * (2 * (4 * CO + 1) + 1);  // of a block in the workspace (flush_sums)
     static_assert(32 % TX == 0, "a row of threads must not leave its warp");
 };
 
 __device__ void load4(float (&x)[4], const float *from) {
     const float4 four = *(const float4 *)from;
     x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+
+// Long calls flush li and Oi after so many tiles of keys (flush_sums).
+constexpr int kTilesOfSum = 64;
+
+// 9. Sij = Qi Kj^T. The next operands are read while these are multiplied; else the FMA units wait for shared memory
+// (H200, d 64: 36 instead of 38 TFLOP/s). For d > 128 a score is the sum of two chains: one of 256 FMAs loses too much.
+template <class Tile>
+__device__ void multiply_QK(float (&Sij)[Tile::R][Tile::CS], const float *Qi, const float *Kj, int tx, int ty, int d) {
+    constexpr int R = Tile::R, CS = Tile::CS, TX = Tile::TX, TY = Tile::TY, Chains = Tile::D > 128 ? 2 : 1;
+    float sum[Chains][R][CS] = {}, q[2][R][4], k[2][CS][4];
+    const auto load_qk = [&](int buffer, int x) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) load4(q[buffer][r], &Qi[(ty + TY * r) * Tile::QStride + x]);
+#pragma unroll
+        for (int c = 0; c < CS; ++c) load4(k[buffer][c], &Kj[(tx + TX * c) * Tile::KStride + x]);
+    };
+    load_qk(0, 0);
+#pragma unroll 1
+    for (int x0 = 0; x0 < d; x0 += 8) {
+#pragma unroll
+        for (int now = 0; now < 2; ++now) {
+            load_qk(1 - now, x0 + 4 * now + 4);  // the last one reads padding, which is not used
+#pragma unroll
+            for (int c = 0; c < CS; ++c)
+#pragma unroll
+                for (int r = 0; r < R; ++r)
+#pragma unroll
+                    for (int x = 0; x < 4; ++x) {
+                        float &s = sum[now % Chains][r][c];
+                        s = fmaf(q[now][r][x], k[now][c][x], s);
+                    }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int c = 0; c < CS; ++c) Sij[r][c] = Chains == 1 ? sum[0][r][c] : sum[0][r][c] + sum[Chains - 1][r][c];
 }
 
 // 9. - 11. softmax_scale and the mask, mi, li and Pij; and step 12's Oi = diag(alpha) Oi
@@ -74,8 +113,43 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
     }
 }
 
+// Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Over
+// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). Sums in the workspace are relative
+// to the mi of the last flush, which is there, too, as is what each addition lost (Kahan's sum). A thread has its own
+// floats; neighbours' lie side by side.
+template <class Tile>
+__device__ void flush_sums(float *sums, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
+                           const float (&mi)[Tile::R], bool is_first, bool is_last) {
+    constexpr int Threads = Tile::Threads, Count = 1 + 4 * Tile::CO;  // of a row: li and Oi
+    sums += (int64_t)blockIdx.x * Tile::SumFloats + threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < Tile::R; ++r, sums += (1 + 2 * Count) * Threads) {
+        float m_old = -INFINITY, m_safe, sum[Count] = {}, lost[Count] = {};
+        if (!is_first) {  // all loads of a row are under way together
+            m_old = sums[0];
+#pragma unroll
+            for (int n = 0; n < Count; ++n) sum[n] = sums[(1 + 2 * n) * Threads], lost[n] = sums[(2 + 2 * n) * Threads];
+        }
+        const float alpha = update_row_max(m_old, mi[r], m_safe);
+#pragma unroll
+        for (int n = 0; n < Count; ++n) {
+            float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
+            const float y = fmaf(alpha, lost[n], x);
+            x = fmaf(alpha, sum[n], y);
+            lost[n] = fabsf(x) < INFINITY ? y - fmaf(-alpha, sum[n], x) : 0.f;
+        }
+        if (is_last) continue;
+        sums[0] = mi[r];
+#pragma unroll
+        for (int n = 0; n < Count; ++n) {
+            float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
+            sums[(1 + 2 * n) * Threads] = x, sums[(2 + 2 * n) * Threads] = lost[n], x = 0.f;
+        }
+    }
+}
+
 template <class T, class Tile>
-__device__ void float_block(const Attention &a, int64_t index, bool aligned) {
+__device__ void float_block(const Attention &a, int64_t index, bool aligned, float *sums) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, TX = Tile::TX, TY = Tile::TY, Threads = Tile::Threads;
     constexpr int QStride = Tile::QStride, KStride = Tile::KStride, VStride = Tile::VStride, PStride = Tile::PStride;
     constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO;
@@ -98,35 +172,21 @@ __device__ void float_block(const Attention &a, int64_t index, bool aligned) {
     // 5. for j: the first tile begins at the first key that some query of this block sees, so no tile holds a key before
     // leftpad_k. The last tile may hold keys that no query sees; the mask hides them.
     if (!empty(block.seen)) load_K(block.seen.begin);
+    const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
+    int next_flush = first_flush;
     for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
+        if (j0 == next_flush) {
+            flush_sums<Tile>(sums, Oi, li, mi, next_flush == first_flush, false);
+            next_flush += kTilesOfSum * Bc;
+        }
         // 6. Kj, Vj from HBM
         wait_for_tiles();
         load_tile<Bc, D, VStride, Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row, block.band.keys.end - j0,
                                            a.d, aligned);
 
-        // 9. Sij = Qi Kj^T. Here and in step 12 the next operands are read while these are multiplied; else the FMA
-        // units wait for shared memory (H200, d 64: 36 instead of 38 TFLOP/s).
-        float Sij[R][CS] = {}, q[2][R][4], k[2][CS][4];
-        const auto load_qk = [&](int buffer, int x) {
-#pragma unroll
-            for (int r = 0; r < R; ++r) load4(q[buffer][r], &Qi[(ty + TY * r) * QStride + x]);
-#pragma unroll
-            for (int c = 0; c < CS; ++c) load4(k[buffer][c], &Kj[(tx + TX * c) * KStride + x]);
-        };
-        load_qk(0, 0);
-#pragma unroll 1
-        for (int x0 = 0; x0 < a.d; x0 += 8) {
-#pragma unroll
-            for (int now = 0; now < 2; ++now) {
-                load_qk(1 - now, x0 + 4 * now + 4);  // the last one reads padding, which is not used
-#pragma unroll
-                for (int c = 0; c < CS; ++c)
-#pragma unroll
-                    for (int r = 0; r < R; ++r)
-#pragma unroll
-                        for (int x = 0; x < 4; ++x) Sij[r][c] = fmaf(q[now][r][x], k[now][c][x], Sij[r][c]);
-            }
-        }
+        // 9.
+        float Sij[R][CS];
+        multiply_QK<Tile>(Sij, Qi, Kj, tx, ty, a.d);
         wait_for_tiles();
         if (j0 + Bc < block.seen.end) load_K(j0 + Bc);
         // 9. - 11.
@@ -169,6 +229,8 @@ __device__ void float_block(const Attention &a, int64_t index, bool aligned) {
                 for (int x = 0; x < 4; ++x) Oi[r][c][x] += PV[r][c][x];
     }
 
+    if (next_flush > first_flush) flush_sums<Tile>(sums, Oi, li, mi, false, true);
+
     // 12. - 13. O = Oi / li, l and m to HBM
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -184,13 +246,14 @@ __device__ void float_block(const Attention &a, int64_t index, bool aligned) {
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
-    float_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned) {
-    if constexpr (!on_tensor_cores<T>()) float_block<T, Tile>(a, first_block + blockIdx.x, aligned);
+    float_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
+    if constexpr (!on_tensor_cores<T>()) float_block<T, Tile>(a, first_block + blockIdx.x, aligned, sums);
 }
 
 // Tiles in order of preference: D, Br, Bc, TX, TY, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s on an
 // H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct FloatKernels {
+    static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
     template <class T, class Tile>
     static auto kernel() {
         return float_kernel<T, Tile>;
@@ -215,9 +278,9 @@ Plan plan_float32(const Attention &a, const Device &device) {
     return plan_kernel<FloatKernels>(a, device, a.dtype == Dtype::float32 ? kFloat32 : kBfloat16OnFmaUnits);
 }
 
-const char *launch_float32(const Attention &a, const Plan &plan, CUstream_st *stream) {
-    return a.dtype == Dtype::float32 ? launch_kernel<FloatKernels, float>(a, plan, stream)
-                                     : launch_kernel<FloatKernels, __nv_bfloat16>(a, plan, stream);
+const char *launch_float32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return a.dtype == Dtype::float32 ? launch_kernel<FloatKernels, float>(a, plan, workspace, stream)
+                                     : launch_kernel<FloatKernels, __nv_bfloat16>(a, plan, workspace, stream);
 }
 
 }  // namespace portable

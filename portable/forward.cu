@@ -21,9 +21,9 @@ Plan plan_portable(const Attention &a, const Device &device) {
     return plan;
 }
 
-const char *launch_portable(const Attention &a, const Plan &plan, void *, CUstream_st *stream) {
-    return plan.kernel == portable::kHalf ? portable::launch_half(a, plan, stream)
-                                          : portable::launch_float32(a, plan, stream);
+const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
+                                          : portable::launch_float32(a, plan, workspace, stream);
 }
 
 }  // namespace minimal_attn

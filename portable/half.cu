@@ -28,6 +28,8 @@ struct HalfTile {
     static constexpr int Stride = D + 8, SStride = Bc + 4;
     static constexpr int PStride = 2 * SStride;  // Pij, in T, begins where the row of Sij, in float32, began
     static constexpr int SharedBytes = (Br + 2 * Bc) * Stride * 2 + Br * (SStride + 1) * 4;
+    static constexpr int RowLanes = 32 / WarpRows, LaneKeys = Bc / RowLanes;  // a lane's part of a row of Sij
+    static constexpr int SumFloats = Br * D + 2 * Threads;  // of a block in the workspace (flush_sums)
     static_assert(Bc == 32 || Bc == 64, "D is a multiple of Bc, and Bc / 8 lanes store a row");
 };
 
@@ -60,6 +62,19 @@ __device__ void load_fragment(Fragment &fragment, const T *tile, int stride) {
     }
 }
 
+using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
+
+// Long calls flush li and Oi after so many tiles of keys (flush_sums).
+constexpr int kTilesOfSum = 512;
+
+// WMMA hides which row an element of Oi has. So alpha is loaded as a fragment like it, all of whose columns are the alphas
+// of 16 rows: a matrix by columns, with a stride of 0.
+__device__ Accumulator load_diagonal(const float *alphas) {
+    Accumulator diag;
+    nvcuda::wmma::load_matrix_sync(diag, alphas, 0, nvcuda::wmma::mem_col_major);
+    return diag;
+}
+
 __device__ RowEnd shuffle(const RowEnd &end, int lane) {
     return {0.f,
             0.f,
@@ -69,14 +84,121 @@ __device__ RowEnd shuffle(const RowEnd &end, int lane) {
             (bool)__shfl_sync(~0u, end.reads_o_in, lane)};
 }
 
+// 9. - 11. softmax_scale and the mask, mi and li of row i of the block, and Pij in Sij's place. Returns alpha. A lane has
+// LaneKeys keys of its row, from j_lane on.
+template <class Tile, class T>
+__device__ float softmax(const Attention &a, const Block<T> &block, int i, int j0, int row, int j_lane, float *Sij,
+                         float &li, float &mi) {
+    constexpr int SStride = Tile::SStride, LaneKeys = Tile::LaneKeys;
+    float s[LaneKeys];
+#pragma unroll
+    for (int c = 0; c < LaneKeys; c += 4) *(float4 *)&s[c] = *(const float4 *)&Sij[row * SStride + j_lane + c];
+    const bool masked = j0 < block.by_all.begin || j0 + Tile::Bc > block.by_all.end;
+    const Keys keys = masked ? keys_of_row(block.band, i) : Keys{};
+    float m_new = mi;
+#pragma unroll
+    for (int c = 0; c < LaneKeys; ++c) {
+        const int j = j0 + j_lane + c;
+        s[c] *= a.softmax_scale;
+        if (masked && (j < keys.begin || j >= keys.end)) s[c] = -INFINITY;
+        m_new = fmaxf(m_new, s[c]);
+    }
+    float m_safe;
+    const float alpha = update_row_max(mi, row_max<Tile::RowLanes>(m_new), m_safe);
+    // li is the sum of this lane's keys. The lanes of the row add theirs up after the last tile.
+    float l = 0.f;
+#pragma unroll
+    for (int c = 0; c < LaneKeys; ++c) {
+        s[c] = exp_fast(s[c] - m_safe);
+        l += s[c];
+    }
+    li = alpha * li + l;
+    __syncwarp();  // all lanes of a row have read their part of Sij: Pij may take its place
+#pragma unroll
+    for (int c = 0; c < LaneKeys; c += 8) store<8>((T *)Sij + row * Tile::PStride + j_lane + c, s + c);
+    return alpha;
+}
+
+// Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Tensor
+// cores truncate: over 2^20 keys one running sum of Oi is off by 2e-3, sums of kTilesOfSum tiles by 1e-4. Sums in the
+// workspace are relative to the mi of the last flush, which is there, too. A lane has its own; neighbours lie side by side.
+template <class Tile, int M, int X>
+__device__ void flush_sums(float *sums, Accumulator (&Oi)[M][X], float &li, float mi, float *alphas, bool is_first,
+                           bool is_last) {
+    const int lane = threadIdx.x % 32;
+    sums += (int64_t)blockIdx.x * Tile::SumFloats + threadIdx.x;
+    float m_old = -INFINITY, m_safe, l_old = 0.f;
+    if (!is_first) m_old = sums[0], l_old = sums[Tile::Threads];
+    const float alpha = update_row_max(m_old, mi, m_safe);
+    li = fmaf(alpha, l_old, li);
+    if (!is_last) sums[0] = mi, sums[Tile::Threads] = li, li = 0.f;
+    sums += 2 * Tile::Threads;
+    if (lane % Tile::RowLanes == 0) alphas[lane / Tile::RowLanes] = alpha;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        const Accumulator diag = load_diagonal(alphas + 16 * m);
+        constexpr int Count = Accumulator::num_elements;
+#pragma unroll
+        for (int x = 0; x < X; ++x, sums += Count * Tile::Threads) {
+            float sum[Count] = {};
+            if (!is_first) {
+#pragma unroll
+                for (int e = 0; e < Count; ++e) sum[e] = sums[e * Tile::Threads];
+            }
+#pragma unroll
+            for (int e = 0; e < Count; ++e) Oi[m][x].x[e] = fmaf(diag.x[e], sum[e], Oi[m][x].x[e]);
+            if (is_last) continue;
+#pragma unroll
+            for (int e = 0; e < Count; ++e) sums[e * Tile::Threads] = Oi[m][x].x[e], Oi[m][x].x[e] = 0.f;
+        }
+    }
+    __syncwarp();  // all lanes have read alphas
+}
+
+// 12. - 13. O = Oi / li, l and m to HBM, of the warp's rows from warp_row on. Oi goes through Sij, Bc columns at a time.
+template <class Tile, class T, int M, int X>
+__device__ void store_rows(const Attention &a, const Block<T> &block, const Accumulator (&Oi)[M][X], float li, float mi,
+                           float *Sij, int warp_row, bool aligned) {
+    namespace wmma = nvcuda::wmma;
+    constexpr int D = Tile::D, Bc = Tile::Bc, N = Bc / 16, WarpRows = Tile::WarpRows, RowLanes = Tile::RowLanes;
+    constexpr int SStride = Tile::SStride;
+    const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / RowLanes;
+    li = row_sum<RowLanes>(li);
+    RowEnd end{};
+    if (i < a.Nq) {
+        end = end_row(a, block, i, li, mi);
+        if (lane % RowLanes == 0) store_state(a, block, i, end);
+    }
+#pragma unroll
+    for (int x0 = 0; x0 < D; x0 += Bc) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                wmma::store_matrix_sync(Sij + 16 * m * SStride + 16 * n, Oi[m][x0 / 16 + n], SStride,
+                                        wmma::mem_row_major);
+        __syncwarp();
+        // Now neighbouring lanes take neighbouring columns, 8 each, so that HBM gets whole rows.
+        constexpr int LanesARow = Bc / 8, RowsAtOnce = 32 / LanesARow;
+#pragma unroll
+        for (int r = 0; r < WarpRows; r += RowsAtOnce) {
+            const int row = r + lane / LanesARow, x = lane % LanesARow * 8;
+            const RowEnd row_end = shuffle(end, row * RowLanes);
+            if (warp_row + row < block.rows)
+                store_o<8>(a, block, block.i0 + warp_row + row, x0 + x, row_end, Sij + row * SStride + x, aligned);
+        }
+        __syncwarp();
+    }
+}
+
 template <class T, class Tile>
-__device__ void half_block(const Attention &a, int64_t index, bool aligned) {
+__device__ void half_block(const Attention &a, int64_t index, bool aligned, float *sums) {
     namespace wmma = nvcuda::wmma;
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, WarpRows = Tile::WarpRows;
     constexpr int Stride = Tile::Stride, SStride = Tile::SStride, PStride = Tile::PStride;
-    constexpr int M = WarpRows / 16, N = Bc / 16, X = D / 16;          // fragments of 16 x 16
-    constexpr int RowLanes = 32 / WarpRows, LaneKeys = Bc / RowLanes;  // a lane's share of a row of Sij
-    using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+    constexpr int RowLanes = Tile::RowLanes, LaneKeys = Tile::LaneKeys;
+    constexpr int M = WarpRows / 16, N = Bc / 16, X = D / 16;  // fragments of 16 x 16
     using RowMajorA = wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major>;
     using RowMajorB = wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major>;
     using TransposedB = wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major>;
@@ -110,7 +232,13 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
     if (!empty(block.seen)) load_K(block.seen.begin);
+    const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
+    int next_flush = first_flush;
     for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
+        if (j0 == next_flush) {
+            flush_sums<Tile>(sums, Oi, li, mi, alphas, next_flush == first_flush, false);
+            next_flush += kTilesOfSum * Bc;
+        }
         // 6. Kj, Vj from HBM
         wait_for_tiles();
         load_tile<Bc, D, Stride, Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row, block.band.keys.end - j0,
@@ -148,43 +276,16 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         wait_for_tiles();
         if (j0 + Bc < block.seen.end) load_K(j0 + Bc);
 
-        // 9. softmax_scale, and -inf where hidden; 10. - 11. mi, and what its move is for li and Oi
-        float s[LaneKeys];
-#pragma unroll
-        for (int c = 0; c < LaneKeys; c += 4) *(float4 *)&s[c] = *(const float4 *)&Sij[row * SStride + j_lane + c];
-        const bool masked = j0 < block.by_all.begin || j0 + Bc > block.by_all.end;
-        const Keys keys = masked ? keys_of_row(block.band, i) : Keys{};
-        float m_new = mi;
-#pragma unroll
-        for (int c = 0; c < LaneKeys; ++c) {
-            const int j = j0 + j_lane + c;
-            s[c] *= a.softmax_scale;
-            if (masked && (j < keys.begin || j >= keys.end)) s[c] = -INFINITY;
-            m_new = fmaxf(m_new, s[c]);
-        }
-        float m_safe;
-        const float alpha = update_row_max(mi, row_max<RowLanes>(m_new), m_safe);
-        // 10. - 11. Pij = exp(Sij - mi), li += rowsum(Pij), of this lane's keys; the others join at the end
-        float l = 0.f;
-#pragma unroll
-        for (int c = 0; c < LaneKeys; ++c) {
-            s[c] = exp_fast(s[c] - m_safe);
-            l += s[c];
-        }
-        li = alpha * li + l;
-        __syncwarp();  // all lanes of a row have read their part of Sij: Pij may take its place
-#pragma unroll
-        for (int c = 0; c < LaneKeys; c += 8) store<8>((T *)Sij + row * PStride + j_lane + c, s + c);
+        // 9. - 11.
+        const float alpha = softmax<Tile>(a, block, i, j0, row, j_lane, Sij, li, mi);
         if (lane % RowLanes == 0) alphas[row] = alpha;
         __syncwarp();
 
-        // 12. Oi = diag(alpha) Oi + Pij Vj. WMMA hides which row an element of Oi has; so alpha is loaded as a fragment
-        // like it, whose columns are all the 16 alphas of these rows: a matrix by columns, with a stride of 0.
+        // 12. Oi = diag(alpha) Oi + Pij Vj
         if (__any_sync(~0u, alpha != 1.f)) {
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                Accumulator diag;
-                wmma::load_matrix_sync(diag, alphas + 16 * m, 0, wmma::mem_col_major);
+                const Accumulator diag = load_diagonal(alphas + 16 * m);
 #pragma unroll
                 for (int x = 0; x < X; ++x)
 #pragma unroll
@@ -207,50 +308,26 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         __syncwarp();  // Pij is read: the next Sij may take its place
     }
 
-    // 12. - 13. O = Oi / li, l and m to HBM; Oi leaves through Sij, Bc columns at a time
-    li = row_sum<RowLanes>(li);
-    RowEnd end{};
-    if (i < a.Nq) {
-        end = end_row(a, block, i, li, mi);
-        if (lane % RowLanes == 0) store_state(a, block, i, end);
-    }
-#pragma unroll
-    for (int x0 = 0; x0 < D; x0 += Bc) {
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-                wmma::store_matrix_sync(Sij + 16 * m * SStride + 16 * n, Oi[m][x0 / 16 + n], SStride,
-                                        wmma::mem_row_major);
-        __syncwarp();
-        // Now neighbouring lanes take neighbouring columns, 8 each, so that HBM gets whole rows.
-        constexpr int LanesARow = Bc / 8, RowsAtOnce = 32 / LanesARow;
-#pragma unroll
-        for (int r = 0; r < WarpRows; r += RowsAtOnce) {
-            const int row = r + lane / LanesARow, x = lane % LanesARow * 8;
-            const RowEnd row_end = shuffle(end, row * RowLanes);
-            if (warp_row + row < block.rows)
-                store_o<8>(a, block, block.i0 + warp_row + row, x0 + x, row_end, Sij + row * SStride + x, aligned);
-        }
-        __syncwarp();
-    }
+    if (next_flush > first_flush) flush_sums<Tile>(sums, Oi, li, mi, alphas, false, true);
+    store_rows<Tile>(a, block, Oi, li, mi, Sij, warp_row, aligned);
 }
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
-    half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned) {
-    if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
+    half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
+    if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned, sums);
 }
 
 // Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s
 // on an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct HalfKernels {
+    static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
     template <class T, class Tile>
     static auto kernel() {
         return half_kernel<T, Tile>;
     }
     using D64 = TileList<HalfTile<64, 128, 64, 32, 3>,    // 71 KB: 165
-                         HalfTile<64, 64, 64, 32, 4>>;    // 44 KB: 141; fits a T4, and few queries
+                         HalfTile<64, 64, 64, 32, 5>>;    // 44 KB: 141; fits a T4, and few queries
     using D128 = TileList<HalfTile<128, 128, 64, 32, 2>,  // 103 KB: 211
                           HalfTile<128, 64, 32, 32, 2>>;  // 43 KB: 152; fits a T4, and few queries
     using D256 = TileList<HalfTile<256, 128, 64, 16, 1>,  // 167 KB: 181
@@ -264,9 +341,9 @@ namespace portable {
 
 Plan plan_half(const Attention &a, const Device &device) { return plan_kernel<HalfKernels>(a, device, kHalf); }
 
-const char *launch_half(const Attention &a, const Plan &plan, CUstream_st *stream) {
-    return a.dtype == Dtype::float16 ? launch_kernel<HalfKernels, __half>(a, plan, stream)
-                                     : launch_kernel<HalfKernels, __nv_bfloat16>(a, plan, stream);
+const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return a.dtype == Dtype::float16 ? launch_kernel<HalfKernels, __half>(a, plan, workspace, stream)
+                                     : launch_kernel<HalfKernels, __nv_bfloat16>(a, plan, workspace, stream);
 }
 
 // PTX for sm_75 may be what runs on a newer GPU, so the loaded code is asked and not the device.

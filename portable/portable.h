@@ -11,11 +11,11 @@ inline constexpr char kFloat32[] = "float32", kHalf[] = "half", kBfloat16OnFmaUn
 
 // float32.cu: float32, and bfloat16 where no tensor core multiplies it. All products on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);
-const char *launch_float32(const Attention &a, const Plan &plan, CUstream_st *stream);
+const char *launch_float32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
-const char *launch_half(const Attention &a, const Plan &plan, CUstream_st *stream);
+const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // half.cu: whether the code that this device loaded multiplies bfloat16 on tensor cores. Returns null or an error.
 const char *has_bfloat16_tensor_cores(bool &yes);

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import check_l_m, check_o
+from conftest import ERROR_BOUND, check_l_m, check_o
 from reference import attention, relative_error, worst_error
 
 N, d = 300, 64
@@ -210,6 +210,65 @@ def test_very_many_keys(cuda_backend):
     expected = attention(q, k, v).o
     error = (cuda_backend.forward(q, k, v) - expected).norm() / expected.norm()
     assert error < (7e-7 if cuda_backend.name == "hopper" else 3e-6)
+
+
+def keys_of_normal_scores(q, k, v):
+    return q, k, v
+
+
+def equal_keys(q, k, v):
+    """Terms that all round the same way."""
+    return q, torch.zeros_like(k), v[:, :, :1].abs().add(0.5).expand_as(v)
+
+
+def one_key_above_equal_ones(q, k, v):
+    """The sums begin with the one key, so each of the equal terms is added to a larger number."""
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[:, :, 5, 0] = q.size(-1) ** 0.5, 8 + v[:, :, 0, 0].clamp(-1, 1)
+    above = v[:, :, 5].clone()
+    v = 1.3 + 0.1 * v
+    v[:, :, 5] = above
+    return q, k, v
+
+
+@pytest.mark.parametrize("Nk", [1 << 17, 1 << 20])
+@pytest.mark.parametrize("keys", [keys_of_normal_scores, equal_keys, one_key_above_equal_ones])
+def test_long_sums(backend, dtype, keys, Nk):
+    """No sum of l or Oi is so long that its roundings show: the error is that of a short one, or SDPA's."""
+    if backend.name == "hopper" and dtype == torch.float16 and Nk > 1 << 17:
+        pytest.skip("tensor cores truncate each addition to Oi, which has no sums in between")
+    q, k, v = (t.to(dtype) for t in keys(*backend.qkv(B=1, Hq=2, Hkv=2, Nq=3, Nk=Nk, d=8)))
+    expected = attention(q, k, v).o
+    ours = relative_error(backend.forward(q, k, v), expected)
+    sdpa = relative_error(torch.nn.functional.scaled_dot_product_attention(q, k, v), expected)
+    bound = 2 * ERROR_BOUND[dtype]
+    if backend.name == "paper" and dtype == torch.float32:
+        bound = Nk / 64 * 2**-23  # the paper has one sum
+    assert ours <= max(bound, 1.2 * sdpa)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_constant_rows_of_any_d(backend, d):
+    """A score of d equal products: the roundings of one chain of additions add up."""
+    ours = manual = 0
+    for _ in range(4):
+        q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=100, Nk=700, d=d)
+        q, k = q[..., :1].expand_as(q), k[..., :1].expand_as(k)
+        expected = attention(q, k, v).o
+        ours += worst_error(backend.forward(q, k, v), expected) / 4
+        manual += worst_error(attention(q, k, v, dtype=torch.float32).o, expected) / 4
+    times = {"hopper": 2.5, "paper": 3}.get(backend.name, 1.5)  # tensor cores truncate; one chain of any d
+    assert ours <= max(times * manual, 9e-7)
+
+
+def test_scores_of_256_channels(backend):
+    """m of a single key is its score. One chain of 256 FMAs has an rms error of 2.0e-7, two have 1.4e-7."""
+    if backend.name in ("hopper", "paper"):
+        pytest.skip("hopper: tensor cores truncate; paper: one chain")
+    q, k, v = backend.qkv(B=1, Hq=40, Hkv=40, Nq=500, Nk=1, d=256)
+    _, _, m = backend.forward(q, k, v, return_state=True)
+    expected = (q.double() @ k.double().mT)[..., 0] / 16
+    assert (m - expected).square().mean().sqrt() < 1.7e-7
 
 
 @pytest.mark.parametrize("inputs", ["q", "k", "v"])
