@@ -383,7 +383,7 @@ def begin_change():
 
 def install(own, requirements):
     environment = dict(os.environ, PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1")
-    [packages] = glob.glob(os.path.join(VENV, "lib", "python*", "site-packages"))
+    packages = own["sites"][0]
     before = os.stat(packages).st_mtime_ns
     begin_change()
     failed = call([own["python"], "-m", "pip", "install"] + requirements, env=environment)
