@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             // 13. li = li_new, mi = mi_new, to HBM
             for (int row = threadIdx.x; row < rows; row += kThreads) l[i0 + row] = li[row], m[i0 + row] = mi[row];
         }  // 14. end for
-    }      // 15. end for
+    }  // 15. end for
 
     // 16. Return O, in the dtype that the caller wants, and l. A row whose scores are all -inf is 0 / 0, as in softmax
     __syncthreads();

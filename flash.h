@@ -56,7 +56,6 @@ struct Attention {
     void *o;
     float *l, *m;  // (B, Hq, Nq), contiguous
     Strides o_stride;
-
 };
 
 // Whether anything but the number of keys bounds what a query sees.
@@ -145,14 +144,14 @@ struct Device {
 
 // How a backend computes one call. Made once a call, on the host, before anything is allocated or launched.
 struct Plan {
-    const char *kernel;        // as minimal_attn.explain names it
-    int tile;                  // which of the kernel's tiles, in an order of its own
-    int Br, Bc, D;             // that tile: queries, keys, columns; d is rounded up to D
-    int64_t grid;              // blocks, or on the CPU tiles of queries
-    int threads;               // of a block
-    int shared_memory;         // bytes of a block
-    int64_t workspace;         // bytes in the device's memory
-    int multiprocessors;       // the device's
+    const char *kernel;           // as minimal_attn.explain names it
+    int tile;                     // which of the kernel's tiles, in an order of its own
+    int Br, Bc, D;                // that tile: queries, keys, columns; d is rounded up to D
+    int64_t grid;                 // blocks, or on the CPU tiles of queries
+    int threads;                  // of a block
+    int shared_memory;            // bytes of a block
+    int64_t workspace;            // bytes in the device's memory
+    int multiprocessors;          // the device's
     const char *error = nullptr;  // why this device can't run it
 };
 

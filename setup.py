@@ -95,6 +95,7 @@ def cpp(cxx, cuda, targets):
 def cu(cxx, cuda, targets):
     codes = [code for codes in targets.values() for code in codes]
     flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-I."]
+    flags += ["-diag-suppress=177"]  # functions that aren't called: Hopper's, when compiled for other GPUs
     flags += ["-Xcompiler=-Wall,-Wno-unused-function,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
     flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
     if not any(os.path.isfile(f"{folder}/cuda_runtime.h") for folder in cuda_includes(cuda)):
