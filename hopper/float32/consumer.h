@@ -1,0 +1,117 @@
+// consumer.h: the steps of a consumer warpgroup, which has 64 rows of a work tile. A thread has two of them, 8 apart.
+#pragma once
+#include "hopper/epilogue.h"
+#include "hopper/float32/tile.h"
+
+namespace minimal_attn::hopper {
+
+// Tensor cores truncate sums towards 0, so Sij and Tij = Pij Vj are too small, in the mean by these parts of themselves.
+// The exponent's factor and O's weight correct that for free: a quarter less error. m stays uncorrected.
+template <int D>
+constexpr double kTruncationS = (D <= 64 || D > 128 ? 0.8 : 1.4) * 0x1p-23;
+template <int D>
+constexpr float kLog2eS = 1.4426950408889634 * (1 + kTruncationS<D>);
+// Of sums of 64 keys; of 32 keys, for D > 128, it is half as much, which a float can't express.
+template <int D>
+constexpr float kTruncationT = D <= 128 ? 0x1p-23f : 0.f;
+
+// A thread's first row, counted from the work tile's first. Computed again where it is needed: registers are short.
+__device__ inline int row_of_thread() {
+    const unsigned thread = opaque(threadIdx.x);
+    return 64 * (thread / 128 - 1) + thread % 128 / 32 * 16 + thread % 32 / 4;
+}
+
+// x, in shared memory, for all lanes, read by the lane whose arrival will release x's stage: an arrival doesn't wait for
+// another lane's load, which could then read the next tile's x.
+__device__ inline float read_by_lane0(const float &x, bool is_lane_0) { return broadcast_lane0(is_lane_0 ? x : 0.f); }
+
+// Whether this is lane 0, by a shuffle, so that ptxas keeps the answer. Else it reads threadIdx.x again in each turn of a
+// loop, which takes a while (S2R).
+__device__ inline bool is_lane0_kept() { return __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32) % 32 == 0; }
+
+// 9. Sij = Qi Kj^T of columns x0 to x1. The products with a low part come first, while the sum is small.
+template <class Tile, int Count>
+__device__ void issue_QK(float (&Sij)[Count], const unsigned char *Qi, const unsigned char *Kj, int x0, int x1) {
+    constexpr int QBox = 64 * 128, KBox = Tile::Bc * 128;
+    Descriptor Q = descriptor(Qi, 0), K = descriptor(Kj, 0);
+    Q.low = broadcast_lane0(Q.low);  // else what depends on it is kept in local memory
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < 3; ++product)
+#pragma unroll
+        for (int x = x0; x < x1; x += 16)
+            wgmma_ABt(__half(), Sij, Q + x / kBoxColumns * (2 * QBox) + x % kBoxColumns * 2 + (product == 0) * QBox,
+                      K + x / kBoxColumns * (2 * KBox) + x % kBoxColumns * 2 + (product == 1) * KBox,
+                      x > x0 || product > 0);
+    wgmma_commit();
+}
+
+// 12. Tij = Pij Vj
+template <class Tile, int CountT, int CountP>
+__device__ void issue_PV(float (&Tij)[CountT], const uint32_t (&hi)[CountP], const uint32_t (&lo)[CountP],
+                         const unsigned char *Vj) {
+    const Descriptor V = descriptor(Vj, 2 * Tile::Bc * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < Tile::Bc; j += 16) {
+        wgmma_AB(__half(), Tij, &hi[j / 4], V + Tile::Bc * 128 + j * 128, j > 0);
+        wgmma_AB(__half(), Tij, &lo[j / 4], V + j * 128);
+    }
+#pragma unroll
+    for (int j = 0; j < Tile::Bc; j += 16) wgmma_AB(__half(), Tij, &hi[j / 4], V + j * 128);
+    wgmma_commit();
+}
+
+// Whether hi and lo carry scores in units of `unit()` (kMaxScoreUnit), and m is a float in it. False for NaN, too.
+template <class Unit>
+__device__ bool scores_fit(const Attention &a, const Unit &unit) {
+    const float scale = fabsf(a.softmax_scale);
+    return unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMaxScoreUnit;
+}
+
+// 9. Negates Sij if softmax_scale is negative, and masks it, for a tile of keys from j0 on.
+template <int Count>
+__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const WorkTile &work, int j0) {
+    if (a.softmax_scale < 0.f) negate(Sij);
+    mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
+}
+
+// Whether a row of O is so small that what hi and lo of Vj or Pij lose may count: the fallback then computes the rows
+// again. Means of n ordinary numbers are 32 times these bounds (docs/float32.md). A row with l = 0 sees no key.
+template <class Tile, int Count>
+__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work &work, float unitO) {
+    const float unit = work.inverse_scale_V * inverse_of_power(unitO), n = work.visible.end - work.visible.begin;
+    bool small = false;
+    for (int r = 0; r < 2; ++r) {
+        float most = 0.f;
+#pragma unroll
+        for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
+        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p11f / kPScale<Tile> * n) && l[r] > 0.f &&
+                 work.i0 + row_of_thread() + 8 * r < work.i1;
+    }
+    return __any_sync(~0u, small);
+}
+
+// 12. - 13. O to HBM. store_state does what is rare: this code runs once a work tile, and is waited for, line by line of
+// the instruction cache, so it should be short.
+template <class Tile, int Count>
+__device__ void store_O(const Parameters &p, const WorkTile &work, int i, const float (&Oi)[Count],
+                        const SoftmaxState &softmax, const float (&l)[2], float c, float unit, float unitO) {
+    constexpr float truncation = kTruncationT<Tile::D>;
+    // A row that sees no key has l = 0.
+    if (p.a.l || !p.aligned || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
+        return store_state<Tile::SubtractFirst>(p, work, i, Oi, softmax, c, unit, unitO, truncation);
+    const int quad = opaque(threadIdx.x) % 4, first = first_column(quad);
+    float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + first;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float4 x[Count / 8];
+        exchange_columns(x, Oi, r, quad);
+        const float near = __fdividef(1.f, l[r]),
+                    inverse = fmaf(near, fmaf(-l[r], near, 1.f), near);  // one Newton step
+        const float weight = inverse * undo_truncation(unitO, l[r], truncation);
+        store_row(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - first : 0, weight, x);
+    }
+}
+
+}  // namespace minimal_attn::hopper

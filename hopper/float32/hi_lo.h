@@ -1,0 +1,101 @@
+// hi_lo.h: a float32 as two float16s. x * scale = hi + lo, 22 bits together; the scale is a power of 2 of the whole tile.
+// Then x y = hi hi + hi lo + lo hi, three products of the tensor cores. docs/float32.md has the error analysis.
+#pragma once
+#include "hopper/pipeline.h"
+#include "hopper/softmax.h"
+
+namespace minimal_attn::hopper {
+
+// The scale brings a tile's largest number to 2^kMaxExponent or above. For K and V it is first guessed from four rows,
+// with room for numbers four times as large, so that a tile is read only once.
+constexpr int kGuessExponent = 13, kMaxExponent = 14;
+
+// V: each column of Vj must have a largest number, scaled, of at least kMinColumn, or be 0. lo of smaller numbers is
+// subnormal and loses 2^-25. Columns of fewer than 16 rows may be smaller: 1 in 100 is, by chance.
+constexpr float kMinColumn = 1.f, kMinColumnOfFew = 1.f / 256;
+constexpr uint32_t kTwoMinColumns = 0x3c003c00;  // kMinColumn as two float16s
+
+// Q and K: what subnormal lo lose is harmless if d * softmax_scale is at most kMaxScoreUnit in units of scores, which
+// are the product of both inverse scales: a score then loses less than 2^-17, in the mean 2^-22.
+constexpr float kMaxScoreUnit = 0x1p-9f;
+
+// Tiles of zeros lose nothing, so they count as if their largest number were 2^-10, which makes units small.
+constexpr float kInverseScaleOfZeros = 0x1p-24f;
+__device__ inline float nonzero_inverse_scale(float inverse_scale) {
+    return inverse_scale > 0.f ? inverse_scale : kInverseScaleOfZeros;
+}
+
+// The power of 2 that brings `largest`, a float's bits, to 2^exponent or above; between 2^-100 and 2^100, so that its
+// inverse is normal. For 0 it is 2^127, of which inverse_of_power makes 0.
+__device__ inline float power_for(int largest, int exponent) {
+    return largest == 0 ? 0x1p127f : __int_as_float(clamp(127 + exponent + 127 - (largest >> 23), 27, 227) << 23);
+}
+
+// max(|x|, |y|), or NaN if one of them is NaN
+__device__ inline float max_abs(float x, float y) {
+    float max;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return max;
+}
+__device__ inline float max_abs(const float4 &x) { return max_abs(max_abs(x.x, x.y), max_abs(x.z, x.w)); }
+
+// The same of two pairs of float16s. The signs of the result are arbitrary.
+__device__ inline uint32_t max_abs_of_halves(uint32_t x, uint32_t y) {
+    uint32_t max;
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(max) : "r"(x), "r"(y));
+    return max;
+}
+
+// Whether neither of two non-negative float16s is inf or NaN
+__device__ inline bool are_finite(uint32_t two) { return !((two + 0x04000400) & 0x80008000); }
+
+// Two numbers, already scaled
+__device__ inline void split(float2 x, uint32_t &hi, uint32_t &lo) {
+    const __half2 high = __float22half2_rn(x),
+                  low = __float22half2_rn({x.x - __half2float(high.x), x.y - __half2float(high.y)});
+    hi = *(const uint32_t *)&high, lo = *(const uint32_t *)&low;
+}
+
+struct Eight {
+    float4 four[2];
+
+    __device__ float operator[](int n) const {
+        const float4 &x = four[n / 4];
+        return n % 4 == 0 ? x.x : n % 4 == 1 ? x.y : n % 4 == 2 ? x.z : x.w;
+    }
+};
+__device__ inline float max_abs(const Eight &x) { return max_abs(max_abs(x.four[0]), max_abs(x.four[1])); }
+
+// Eight numbers to 16 bytes of hi and 16 of lo. note(c, hi) is called with each pair of hi.
+template <class Note>
+__device__ void split(const Eight &x, float scale, unsigned char *to_hi, unsigned char *to_lo, const Note &note) {
+    uint32_t hi[4], lo[4];
+    for (int c = 0; c < 4; ++c) {
+        split({x[2 * c] * scale, x[2 * c + 1] * scale}, hi[c], lo[c]);
+        note(c, hi[c]);
+    }
+    *(uint4 *)to_hi = {hi[0], hi[1], hi[2], hi[3]};
+    *(uint4 *)to_lo = {lo[0], lo[1], lo[2], lo[3]};
+}
+
+// Pij's scale. With a current maximum Pij <= 1, and 2^15 leaves room for rounding. With a stale one Pij may reach 15.99,
+// and 2^12 times that is where float16 ends.
+template <class Tile>
+constexpr float kPScale = Tile::UsesStaleMax ? 0x1p12f : 0x1p15f;
+
+// Dither, below 2^-25: a thread adds it to one Pij of each pair and subtracts it from the other. Small Pij lose up to
+// 2^-25, equal ones always the same amount; the dither varies by lane and tile, so that such losses average out.
+__device__ inline float dither_at(int j0) {
+    const uint32_t turn = j0 * 0x9e3779b9 + (opaque(threadIdx.x) << 30);
+    return __uint_as_float(0x33000000 | turn >> 9) - 0x1p-25f;
+}
+
+// A thread's x-th pair of Pij. The dither's signs follow the Thue-Morse sequence, so that losses of every second or
+// fourth key don't add up either.
+template <class Tile>
+__device__ void split_P(float P0, float P1, float dither, int x, uint32_t &hi, uint32_t &lo) {
+    const float d = 0x96 >> x / 2 & 1 ? -dither : dither;
+    split({fmaf(P0, kPScale<Tile>, d), fmaf(P1, kPScale<Tile>, -d)}, hi, lo);
+}
+
+}  // namespace minimal_attn::hopper

@@ -1,0 +1,79 @@
+// splitters.h: who splits K and V for the workspace: the producer's last warps all the time, and each consumer
+// warpgroup while it waits for its next work tile.
+#pragma once
+#include "hopper/float32/workspace.h"
+
+namespace minimal_attn::hopper {
+
+template <class Tile>
+struct SharedMemory : ConsumerMemory<Tile> {
+    Barrier tile_loaded[Tile::Splitters];
+    // What each splitter splits now. Of two warps also the job before, which the second one publishes meanwhile.
+    SplitJob current_job[Tile::Splitters][Tile::SplitterWarps];
+    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // of each group; or its last one
+};
+
+// A consumer warpgroup splits a job, straight from global memory. False: there are no more jobs.
+template <class Tile>
+__device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup) {
+    SplitJob &next = shared.next_job[warpgroup];
+    if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
+    named_barrier_sync(barrier_of_group(warpgroup), 128);
+    SplitJob job = next;
+    if (job.head < 0) return false;
+    for (; job.n < job.end; ++job.n) {
+        const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
+        const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.b * stride.batch +
+                                   job.h * stride.head + job.j() * Tile::Bc * stride.row;
+        const float inverse_scale = split_to_workspace(
+            SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, InGlobal{first, stride.row},
+            p.a.d, [&] { return job.valid_rows<Tile>(); },
+            [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
+        if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
+        __syncwarp();
+    }
+    return true;
+}
+
+// A splitter group of the producer. It has one float32 tile: the next one is loaded when all have read this one. The
+// first thread takes jobs and loads; the last warp's first thread publishes, which waits for all stores. A lone warp
+// loads, then publishes, and only then waits for work tiles to be taken, as those may wait for what it publishes.
+template <class Tile>
+__device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &shared, int splitter) {
+    constexpr int Warps = Tile::SplitterWarps;
+    const int group = Tile::Consumers + splitter;
+    SplitJob &next = shared.next_job[group];
+    const auto is_leader = [] { return opaque(threadIdx.x) % (32 * Warps) == 0; };
+    const auto is_publisher = [] { return opaque(threadIdx.x) % (32 * Warps) == 32 * (Warps - 1); };
+    const auto load_next = [&] {  // false: it is too early
+        if (next.not_before > *(volatile int *)p.workspace.tiles_taken) return false;
+        if (next.head >= 0)
+            load_tile<Tile::Bc, Tile::Boxes, 32>(shared.float32_tiles[splitter], next.is_V() ? p.V : p.K,
+                                                 next.j() * Tile::Bc, next.h, next.b, shared.tile_loaded[splitter]);
+        return true;
+    };
+    if (is_leader()) next = take_split_job<Tile>(p);
+    float inverse_scale;  // of `last`
+    for (int parity = 0;; parity ^= 1) {
+        // Jobs are in shared memory, since registers are short. A lone warp has one place for both.
+        SplitJob &job = shared.current_job[splitter][parity % Warps];
+        SplitJob &last = shared.current_job[splitter][(parity + 1) % Warps];
+        const bool is_loaded = is_leader() && load_next();
+        if (is_publisher() && last.head >= 0) publish(p.workspace, last, inverse_scale);
+        if (is_leader()) {
+            while (!is_loaded && !load_next()) __nanosleep(100);
+            job = next;  // nobody reads the old one any more: all threads have met since
+            if (job.head >= 0 && ++next.n >= next.end) next = take_split_job<Tile>(p);
+        }
+        __syncwarp();
+        named_barrier_sync(barrier_of_group(group), 32 * Warps);
+        if (job.head < 0) return;
+        wait(shared.tile_loaded[splitter], parity);
+        inverse_scale = split_to_workspace(
+            SplitterGroup<Tile::D, Tile::Bc, Warps>{shared.groups[group], group},
+            InShared{shared.float32_tiles[splitter]}, p.a.d, [&] { return job.valid_rows<Tile>(); },
+            [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
+    }
+}
+
+}  // namespace minimal_attn::hopper

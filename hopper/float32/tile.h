@@ -1,0 +1,62 @@
+// tile.h: the sizes of a float32 kernel, and what producer, splitters and consumers share.
+#pragma once
+#include "hopper/float32/split.h"
+#include "hopper/scheduler.h"
+
+namespace minimal_attn::hopper {
+
+// D, Br, Bc; stages of the pipeline of Kj and Vj; splitter groups of the producer warpgroup; blocks on a multiprocessor.
+template <int D_, int Br_, int Bc_, int Stages_, int Splitters_, int BlocksPerSM_ = 1>
+struct Float32Tile {
+    static constexpr int D = D_, Br = Br_, Bc = Bc_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
+    static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
+    // Registers of a thread. The producer warpgroup keeps what the consumers can spare: more loads under way. There is
+    // no float division in it, since that calls a subroutine, which doesn't know of setmaxnreg.
+    static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
+    static constexpr int ProducerRegisters = Consumers == 1 ? 96 : Consumers == 4 ? 32 : D > 128 ? 40 : 56;
+    static constexpr int ConsumerRegisters =
+        (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
+    // A tile has as many bytes in hi and lo as in float32s: boxes of 128 bytes a row.
+    static constexpr int Boxes = D / 32, QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
+    // Lone warps are faster than two together: one loads and publishes while another splits. Each takes a float32 tile of
+    // shared memory, though, so where there is room for one tile only, two warps share it.
+    static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
+    // One tile of keys and of queries: small.cu
+    static constexpr bool IsSingle = Consumers == 1;
+    // For D > 128 exponentials are few beside the products, so m is always subtracted first and l is a Kahan sum.
+    static constexpr bool SubtractFirst = D > 128, UsesStaleMax = !SubtractFirst && !IsSingle;
+    static constexpr bool kAlignKeys = true;
+    static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
+    static_assert(Splitters * SplitterWarps <= 3);  // the producer's first warp has other things to do
+};
+
+// A work tile, and what the producer has worked out about it for the consumers.
+struct Float32Work : WorkTile {
+    int n;          // its number, TileScheduler's
+    int position;   // in the tile queue, so that a consumer needn't keep it in a register
+    bool fallback;  // hi and lo don't carry K or V (or there is no key): the fallback computes all rows
+    // The largest inverse scale of the head's Kj, which is the unit of m (Sij is in units of its own Kj), and of its Vj,
+    // where 0 is a V of zeros. In the single-tile kernel inf if hi and lo don't carry it; `fallback` is false there.
+    float inverse_scale_K, inverse_scale_V;
+    int ends[4];                       // of the keys that each consumer's rows see
+    alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
+};
+
+// Shared memory, as far as consumers know it
+template <class Tile>
+struct ConsumerMemory {
+    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QBytes];
+    unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
+    // What each splitter splits; the single-tile kernel splits in place. Here, since tiles begin at multiples of 1024.
+    unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];
+    Float32Work work[kQueueStages];
+    StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
+    float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
+    float inverse_scale_Q[Tile::Consumers];
+    alignas(16) int deferred[4 * Tile::Consumers];  // each warp's list (fallback.h): its first work tile, or -1
+    GroupScratch groups[Tile::Consumers + Tile::Splitters];
+    float flushed_l[Tile::Br];  // see flush_row_sum
+    float m_of_O[Tile::Br];     // see flush_O
+};
+
+}  // namespace minimal_attn::hopper
