@@ -91,6 +91,7 @@ template <int R, int C, class Use>
     for (; x0 < end; x0 += C) {
         const float *Ax = A + x0 * A_x;
         Vec sum[C][R] = {};
+#pragma GCC unroll 4
         for (int64_t y = 0; y < n; ++y)
             for (int c = 0; c < C; ++c)
                 for (int r = 0; r < R; ++r) sum[c][r] += Ax[c * A_x + y * A_y] * load_vec(B + y * B_y + r * W);
