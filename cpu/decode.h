@@ -14,13 +14,17 @@
     return x[0];
 }
 
-// Step 9 for one row q: the scores of n keys. W dot products are a vector each; transposed, their sum is one.
-inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row, float scale, float *Si) {
+// Step 9 for one row q: the scores of n keys. W dot products are a vector each; transposed, their sum is one. visit(j) is
+// called once for each key, W keys at a time.
+template <class Visit>
+[[gnu::always_inline]] inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row,
+                                                float scale, float *Si, const Visit &visit) {
     for (int j0 = 0; j0 < n; j0 += W) {
         Vec x[W];
 #pragma GCC unroll 16
         for (int j = 0; j < W; ++j) {
             const float *k = K + std::min(j0 + j, n - 1) * K_row;
+            visit(j0 + j);
             Vec sum = {};
             for (int64_t c = 0; c < D; c += W) sum += load_vec(k + c) * vec(q + c);
             x[j] = sum;
@@ -81,14 +85,19 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     };
     if (buffers.Oi_held) start_held_sums(C * W, C * D, buffers);
 
+    // Where K and V are read in place, the next tile of keys begins its way from memory row by row, beside the products.
+    const bool in_place = std::is_same_v<T, float> && a.d == D;
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
-        const KeyTile tile = load_tile<T>(a, t, seen, j, a.d == D, buffers);
+        const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !in_place, buffers);
         const int n = tile.keys.end - j, n_vectors = round_up(n, W);
         Vec alpha[C];
         for (int row = 0; row < C; ++row) {
             float *Si = Pij + row * Bc;
-            dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si);
+            dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
+                if (row > 0 || !in_place || tile.keys.end + key >= seen.end) return;
+                prefetch(tile.Kj + (n + key) * tile.K_row, D), prefetch(tile.Vj + (n + key) * tile.V_row, D);
+            });
             const Keys keys = keys_of_row(band, t.query(row));
             std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
             std::fill(Si + clamp(keys.end - j, 0, n), Si + n_vectors, -INFINITY);

@@ -199,7 +199,7 @@ void forward(const Attention &a, const QueryTile &t, const QueryTile &next, cons
                                           std::min(band.keys.end, (int)round_up(seen.end, Bc))}
                                    : seen;
     for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
-        KeyTile tile = load_tile<T>(a, t, wanted, j, in_place, buffers);
+        KeyTile tile = load_tile<T>(a, t, wanted, j, in_place, true, buffers);
         if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
         for (int lane = 0; lane < lanes; lane += P) {
             const Strip<R> strip(band, t, lane, D, buffers);

@@ -32,13 +32,14 @@ const float *load_keys(const T *x, int64_t stride, Keys keys, int d, bool in_pla
     return buffer;
 }
 
-// Kj and Vj from key j on, and the next tile of keys begins its way from memory.
+// Kj and Vj from key j on, and, if it `prefetches`, the next tile of keys begins its way from memory.
 template <class T>
-KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, int j, bool in_place, const Buffers &buffers) {
+KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, int j, bool in_place, bool prefetches,
+                  const Buffers &buffers) {
     const T *K = row_of<const T>(a.k, a.k_stride, t.b, t.h, 0), *V = row_of<const T>(a.v, a.v_stride, t.b, t.h, 0);
     KeyTile tile{};
     tile.keys = {j, std::min(wanted.end, j / Bc * Bc + Bc)};
-    for (int64_t next = tile.keys.end; next < std::min(wanted.end, tile.keys.end + Bc); ++next)
+    for (int64_t next = tile.keys.end; prefetches && next < std::min(wanted.end, tile.keys.end + Bc); ++next)
         prefetch(K + next * a.k_stride.row, a.d), prefetch(V + next * a.v_stride.row, a.d);
     tile.Kj = load_keys(K, a.k_stride.row, tile.keys, a.d, in_place, buffers.Kj, &tile.K_row);
     tile.Vj = load_keys(V, a.v_stride.row, tile.keys, a.d, in_place, buffers.Vj, &tile.V_row);
