@@ -41,7 +41,7 @@ struct State {
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
 inline void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
-    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, but its layout is ", t.layout());
+    TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a dense tensor, but its layout is ", t.layout());
     TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on q's device ", q.device(), ", but is on ",
                       t.device());
     TORCH_CHECK_VALUE(t.scalar_type() == dtype, name, " must be ", name_of(dtype), ", but is ",
@@ -70,7 +70,10 @@ inline void check_q_k_v(const Arguments &a) {
 
 inline void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
     if (!t) return;
-    check_like_q(q, *t, name, t->scalar_type() == at::kLong ? at::kLong : at::kInt);
+    const auto dtype = t->scalar_type();
+    TORCH_CHECK_VALUE(dtype == at::kInt || dtype == at::kLong, name, " must be int32 or int64, but is ",
+                      name_of(dtype));
+    check_like_q(q, *t, name, dtype);
     TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
                       q.sym_size(0), ",), but has shape ", t->sym_sizes());
 }

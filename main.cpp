@@ -1,6 +1,6 @@
 // main.cpp: from Python's arguments to a backend's launch, and the result back.
 //
-// minimal_attn.forward (minimal_attn/__init__.py) -> pybind11 below -> PyTorch's dispatcher, operator
+// minimal_attn.forward (minimal_attn/_forward.py) -> pybind11 below -> PyTorch's dispatcher, operator
 // minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a backend.
 // The dispatcher chooses between Autograd (refuses gradients), Meta (shapes only), CPU and CUDA.
 
@@ -69,7 +69,7 @@ bool has_aligned_rows(const Tensor &t) {
     return fits;
 }
 
-std::string why_not_hopper(const Tensor &q) {
+std::string refusal_of_hopper(const Tensor &q) {
     const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
     if (gpu->major != 9 || gpu->minor != 0)
         return c10::str("compute capability 9.0, but q is on ", q.device(), ", a ", gpu->name,
@@ -87,7 +87,7 @@ std::string why_not_hopper(const Tensor &q) {
 struct Backend {
     std::string name;
     at::DeviceType device;
-    std::string (*why_not)(const Tensor &q);  // what it serves, and why that isn't q; empty if it is
+    std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
     bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
@@ -98,7 +98,7 @@ const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, why_not_hopper, has_aligned_rows,
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows,
          [](const Attention &a, const Device &device) {
              return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
          },
@@ -129,9 +129,9 @@ const Backend *check_backend(const Arguments &a) {
         if (!is_auto && backend.name != a.backend) continue;
         is_known = true;
         if (backend.device != device) continue;
-        const std::string why_not = backend.why_not(a.q);
-        if (why_not.empty()) return &backend;
-        TORCH_CHECK_VALUE(is_auto, "backend \"", backend.name, "\" serves ", why_not);
+        const std::string refusal = backend.refusal(a.q);
+        if (refusal.empty()) return &backend;
+        TORCH_CHECK_VALUE(is_auto, "backend \"", backend.name, "\" serves ", refusal);
     }
     size_t length = std::min<size_t>(a.backend.size(), 40);
     while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
@@ -139,7 +139,7 @@ const Backend *check_backend(const Arguments &a) {
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
-    TORCH_CHECK_VALUE(is_auto, "backend must serve q's device ", a.q.device(), ", but was \"", name, "\"");
+    TORCH_CHECK_VALUE(is_auto, "backend must serve q's device ", a.q.device(), ", but \"", name, "\" doesn't");
     TORCH_CHECK_VALUE(false, "q must be on the cpu, but is on ", a.q.device(),
                       ": this build of minimal_attn has no CUDA code; rebuild it where the GPU is, by make build");
 }
@@ -219,10 +219,11 @@ void check_launch(const char *error, const Tensor &q) {
     if (!error) return;
 #ifdef WITH_CUDA
     const auto *gpu = at::cuda::getCurrentDeviceProperties();
-    TORCH_CHECK(false, "q is on ", q.device(), ", a ", gpu->name, " of compute capability ", gpu->major, ".",
-                gpu->minor, ", where minimal_attn can't run: ", error, ". This build has code for ",
-                cuda_architectures(), "; code for this GPU is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".",
-                gpu->minor, " make build");
+    const bool has_no_code = std::string_view(error).find("no kernel image") != std::string_view::npos;
+    TORCH_CHECK(!has_no_code, "q is on ", q.device(), ", a ", gpu->name, " of compute capability ", gpu->major, ".",
+                gpu->minor, ", for which this build has no code (", error, "): it has code for ", cuda_architectures(),
+                "; code for this GPU is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".", gpu->minor, " make build");
+    TORCH_CHECK(false, "the launch on ", q.device(), ", a ", gpu->name, ", failed: ", error);
 #endif
 }
 
@@ -246,7 +247,7 @@ Tensor per_batch(const MaybeTensor &t) {
     return (t->scalar_type() == at::kLong ? t->clamp(-most, most).to(at::kInt) : *t).contiguous();
 }
 
-// The part of flash.h's struct that plans depend on: everything but what lies in memory.
+// The part of flash.h's struct that the shapes, strides and options decide.
 Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const Tensor &v) {
     Attention attention{};
     attention.dtype = dtype_of(q);
@@ -383,7 +384,8 @@ std::variant<Tensor, std::tuple<Tensor, Tensor, Tensor>> eager(
 pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
-                       const MaybeTensor &offsets, const std::string &backend) {
+                       const MaybeTensor &offsets, const std::string &backend,
+                       const std::optional<std::tuple<Tensor, Tensor, Tensor>> &state, bool return_state) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
@@ -392,15 +394,18 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool c
     check_options(a);
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
+    MaybeTensor o_in, l_in, m_in;
+    if (state) std::tie(o_in, l_in, m_in) = *state;
+    check_state(q, {o_in, l_in, m_in});
     pybind11::dict others;
     bool is_slower = false;
     for (const Backend &other : backends()) {
         if (&other == taken) is_slower = true;
         if (&other == taken) continue;
         const auto device = c10::DeviceTypeName(other.device, true);
-        const std::string why_not = other.device == q.device().type() ? other.why_not(q) : "";
+        const std::string refusal = other.device == q.device().type() ? other.refusal(q) : "";
         others[other.name.c_str()] = other.device != q.device().type() ? "serves " + device + " tensors"
-                                     : !why_not.empty()                ? "serves " + why_not
+                                     : !refusal.empty()                ? "serves " + refusal
                                      : is_slower                       ? "is slower"
                                                                        : "backend=\"" + backend + "\" was given";
     }
@@ -408,7 +413,10 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool c
     for (const auto &[t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
         if (t->numel() > 0 && !taken->reads(*t)) copied.append(name);
     Attention attention = describe(a, q, k, v);
-    // Plans ask only whether these are there.
+    // Plans ask only whether these are there, so that any pointer does.
+    float any;
+    if (state || return_state) attention.l = attention.m = &any;
+    if (state) attention.o_in = attention.l_in = attention.m_in = &any, attention.o_in_stride = strides_of(*o_in);
     const auto given = [&](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
     attention.seqlens_k = given(seqlens_k), attention.leftpad_k = given(leftpad_k), attention.offset = given(offsets);
     const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};

@@ -19,7 +19,7 @@
 // | Q                   | 1 (thread 32) | 32                   | loads Qi; stores O that was staged in a stage of Q  |
 // | V                   | 2 (thread 64) | 32                   | loads Vj; stores O that was staged in a stage of V  |
 // | none                | 3             | 32                   | ends                                                |
-// | consumer warpgroups | 4 to 15       | 128, 160 or 232 for  | Sij, softmax, Oi of 64 rows each; writes O, or      |
+// | consumer warpgroups | 4 to 15       | 128, 232 or 160 for  | Sij, softmax, Oi of 64 rows each; writes O, or      |
 // |                     |               | 1, 2 or 3 consumers  | stages it for TMA                                   |
 //
 // | barrier                 | arrives                   | waits                             | then                    |
@@ -133,7 +133,8 @@ __device__ void schedule_and_load_K(const Parameters &p, SharedStorage<Tile> &sh
 }
 
 // Thread 32. Step 8: Qi, 64 rows for each consumer. With through_Q then step 13: O of the work tile before. This can't
-// deadlock: the next Qi in O's stage belongs to a work tile that is only published once this O is staged.
+// deadlock, since kQueueStages = QStages = 2: the next Qi in O's stage belongs to a work tile that is only published
+// once this O is staged.
 template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
@@ -257,7 +258,8 @@ __device__ void mask_and_track_max(float (&Sij)[Count], float (&largest)[2], con
     for (int x = 0; x < Count; x += 2) largest[x / 2 % 2] = fmaxf(largest[x / 2 % 2], fmaxf(Sij[x], Sij[x + 1]));
 }
 
-// Steps 10 and 11: Pij by the exact maximum. True: the next tile needs the exact maximum, too.
+// Steps 10 and 11: Pij by the exact maximum. True: the next tile needs it, too, since its scores are so large that m is
+// subtracted first (softmax.h), which stale_softmax can't do.
 template <class T, int Count>
 __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
     const bool needs_max = update_row_max<false>(Sij, softmax, c);
@@ -275,7 +277,7 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&
 }
 
 // With a stale maximum a thread's Pij of a tile may add up to this much, those of a row to 4 times as much. Equal
-// scores add up to 64; float16 ends at 65504. Oi can't overflow while V is below 3e35 / (number of tiles).
+// scores add up to 64 with Bc 128. No Pij is above 256, and float16 ends at 65504. Oi can't overflow while V is below 3e35 / (number of tiles).
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread's exponentials before the wait for Pij Vj. Three consumers have no registers for more. With two, 16 and 28

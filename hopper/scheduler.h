@@ -1,7 +1,7 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
-// A block takes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out, the
-// longest first. If there are few tiles, or all are alike, their order is fixed: round after round, to and fro, so that
+// A block takes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out: head
+// after head, in the end the tiles of the last heads together, the longest first. If there are few tiles, or all are alike, their order is fixed: round after round, to and fro, so that
 // the block with the longest tile of one round gets the shortest of the next. That saves setting the counter to 0, and
 // the kernel can overlap the one before it.
 #pragma once
@@ -14,8 +14,8 @@ namespace minimal_attn::hopper {
 
 constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 
-// Under a mask the last heads are interleaved, the longest tiles of all of them first, so that blocks end together. A
-// block gets this many of their tiles (2 and 3: up to 3 % slower; 8: the same). Their K and V must fit the L2 cache.
+// Under a mask the last heads are interleaved, the longest tiles of all of them first, so that blocks end together. So
+// many heads are interleaved that each block gets about 4 of their tiles (2 and 3: up to 3 % slower; 8: the same). Their K and V must fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
 // Under a mask the order is fixed up to 2 tiles a block; for 16-bit types up to 4, with at most 2048 keys that stay in

@@ -2,36 +2,34 @@
 
 import torch
 
-# Keywords of other libraries' attention, and what says the same here.
+# Keywords of other libraries' attention, and what to do here.
 _ELSEWHERE = {
-    "is_causal": "causal=True (aligned to the last key; is_causal is aligned to the first: offset=0)",
-    "scale": "softmax_scale",
-    "attn_mask": "causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
-    "attn_bias": "causal, window_size, seqlens_k and leftpad_k; there is no bias yet",
-    "bias": "causal, window_size, seqlens_k and leftpad_k; there is no bias yet",
-    "dropout_p": "nothing: there is no dropout",
-    "enable_gqa": "nothing: k and v may always have fewer heads than q",
-    "cu_seqlens_q": "nothing: packed sequences aren't supported; pad them and pass seqlens_k",
-    "cu_seqlens_k": "nothing: packed sequences aren't supported; pad them and pass seqlens_k",
-    "cu_seqlens": "nothing: packed sequences aren't supported; pad them and pass seqlens_k",
-    "cache_seqlens": "seqlens_k",
-    "cache_leftpad": "leftpad_k",
-    "key_padding_mask": "seqlens_k and leftpad_k",
-    "sliding_window": "window_size=(sliding_window - 1, 0)",
-    "return_lse": "return_state=True: the log-sum-exp is m + log(l)",
-    "return_attn_probs": "return_state=True: the log-sum-exp is m + log(l)",
-    "softcap": "nothing: there is no softcap yet",
-    "alibi_slopes": "nothing: there is no ALiBi yet",
-    "block_table": "nothing: there is no paged cache yet",
-    "deterministic": "nothing: the same inputs always give the same bits",
-    "machine": "backend",
+    "is_causal": "use causal=True (it aligns the last query with the last key; with offset=0 the first ones)",
+    "scale": "use softmax_scale",
+    "attn_mask": "use causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
+    "attn_bias": "there is no bias yet",
+    "bias": "there is no bias yet",
+    "dropout_p": "there is no dropout",
+    "enable_gqa": "k and v may always have fewer heads than q",
+    "cu_seqlens": "packed sequences aren't supported yet; pad them and use seqlens_k",
+    "cu_seqlens_q": "packed sequences aren't supported yet; pad them and use seqlens_k",
+    "cu_seqlens_k": "packed sequences aren't supported yet; pad them and use seqlens_k",
+    "cache_seqlens": "use seqlens_k",
+    "cache_leftpad": "use leftpad_k",
+    "key_padding_mask": "use seqlens_k and leftpad_k",
+    "sliding_window": "use window_size=(sliding_window - 1, 0)",
+    "return_lse": "use return_state=True: the log-sum-exp is m + log(l)",
+    "return_attn_probs": "use return_state=True: the log-sum-exp is m + log(l)",
+    "softcap": "there is no softcap yet",
+    "alibi_slopes": "there is no ALiBi yet",
+    "block_table": "there is no paged cache yet",
+    "deterministic": "the same inputs always give the same bits",
 }
 
 
 def unknown_keyword(function, unknown):
     name = next(iter(unknown))
-    hint = f"; here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    hint = hint.replace("here it is nothing: ", "")
+    hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     return TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
 
 

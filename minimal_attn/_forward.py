@@ -73,7 +73,7 @@ def forward(
         k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device. Hkv divides Hq: query head h reads
             key head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose
             last dimension isn't contiguous is copied once.
-        causal: query i sees the keys j <= i + offset, whatever window_size says of the right.
+        causal: query i sees the keys j <= i + offset. This replaces window_size's right by 0.
         window_size: (left, right): query i sees the keys i + offset - left <= j <= i + offset + right. -1 is
             no bound.
         softmax_scale: any finite float32. None: 1 / sqrt(d).
@@ -187,7 +187,8 @@ def explain(
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
 
-    The arguments and their errors are those of `forward`. Nothing is launched.
+    The arguments and their errors are those of `forward`, except that inputs may require grad. Nothing is
+    launched, copied or allocated.
     """
     if unknown:
         raise unknown_keyword("explain", unknown)
@@ -208,6 +209,8 @@ def explain(
                 offset,
                 offsets,
                 backend,
+                state,
+                return_state,
             )
         )
     except TypeError as error:

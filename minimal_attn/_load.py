@@ -16,7 +16,8 @@ def reason(error):
     if (HERE.parent / "setup.py").exists():
         todo = f"run make in {HERE.parent}, or Python in another folder if minimal_attn is installed"
     if any((HERE / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
-        return f"{HERE} was built with another torch than this one, {torch.__version__}: {todo} ({error})"
+        torch_here = f"most often it was built with another torch than this one, {torch.__version__}"
+        return f"{HERE}'s extension can't be loaded ({error}); {torch_here}: {todo}"
     if any(HERE.glob("_C.*.so")):
         return f"{HERE} was built for another Python than {sys.executable}: {todo}"
     return f"{HERE} isn't built: {todo}"

@@ -167,3 +167,15 @@ def test_every_argument(backend):
     )
     assert found.backend == backend.name
     backend.explain(q, k, v, offset=3)
+
+
+def test_state_changes_the_workspace_as_it_does_in_forward(cuda_backend):
+    """paper keeps O in the workspace unless O is float32 and wanted."""
+    q, k, v = cuda_backend.qkv(dtype=torch.float16)
+    state = cuda_backend.forward(q, k, v, return_state=True)
+    alone, wanted = cuda_backend.explain(q, k, v), cuda_backend.explain(q, k, v, return_state=True)
+    assert wanted == cuda_backend.explain(q, k, v, state=state)
+    if cuda_backend.name == "paper":
+        assert wanted.workspace < alone.workspace
+    with pytest.raises(ValueError, match="state's l must have shape"):
+        cuda_backend.explain(q, k, v, state=(state[0], state[1][..., :5], state[2]))
