@@ -3,8 +3,8 @@
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V, a tile of Br queries x Bc keys at a time
 //
-// Who runs it. Grid: one block for each query head h of each batch b. A block has 256 threads. They share both products
-// of a tile in patches of 4 x 4 numbers, and the rows of Sij by 8 threads a row.
+// Who runs it. Grid: one block for each query head h of each batch b. A block has 256 threads. In both
+// products of a tile a thread computes patches of 4 x 4 numbers; in the softmax 8 threads work on one row.
 //
 // What lives where. HBM keeps Q, K and V, and between two tiles O, l and m. The shared memory of a block has (float32,
 // where D is d rounded up to a multiple of 4):
@@ -16,7 +16,7 @@
 // For d = 64 on an H100 these are 103 KB: Br = 64, Bc = 112. Registers hold a thread's patch of Sij, Pij Vj and Oi.
 //
 // Which barrier orders what:
-//     before step 6    all reads of the last Vj are done              -> Kj and Vj are overwritten
+//     before step 6    step 2 is done, and all reads of the last Vj   -> O, l, m are read; Kj, Vj are overwritten
 //     after step 8     Kj, Vj, Qi, li, mi are loaded, Pij is read     -> Sij is written
 //     after step 9     Sij is complete                                -> its rows are read
 //     after step 11    Pij and the factors are complete               -> step 12 reads them
@@ -54,8 +54,8 @@ struct Tiles {
     MINIMAL_ATTN_HOST_DEVICE int floats() const { return Br * (Q_stride() + S_stride() + 5) + 2 * Bc * D; }
 };
 
-// O, l and m in HBM between two tiles. O and m are the results themselves if those are float32 and wanted, else they
-// are in the workspace. So is l, which is float64: the float32 sum of a thousand tiles may be wrong by 1e-5.
+// O, l and m in HBM between two tiles. O and m are the results themselves if those are float32 and wanted, else part of
+// the workspace. l is always in the workspace, in float64: a float32 sum of a thousand tiles may be wrong by 1e-5.
 struct State {
     float *O;
     Strides O_stride;
@@ -136,13 +136,13 @@ __device__ Patch multiply(float *A, int A_step, float *B, int B_stride, int n) {
                 b.row[r] = floats_at(&B[(x + r) * B_stride]);
             }
 #pragma unroll
-            for (int n = 0; n < 64; ++n) {
-                const int y = n / 16, r = n / 4 % 4, c = n % 4;
+            for (int yrc = 0; yrc < 64; ++yrc) {
+                const int y = yrc / 16, r = yrc / 4 % 4, c = yrc % 4;
                 sum.row[r].x[c] = fmaf(a.row[r].x[y], b.row[y].x[c], sum.row[r].x[c]);
             }
         }
 #pragma unroll
-        for (int n = 0; n < 16; ++n) AB.row[n / 4].x[n % 4] += sum.row[n / 4].x[n % 4];
+        for (int rc = 0; rc < 16; ++rc) AB.row[rc / 4].x[rc % 4] += sum.row[rc / 4].x[rc % 4];
     }
     return AB;
 }
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
             const int i = i0 + row;
-            // If l is 0 no key has counted yet, whatever O and m are. A row that sees a key begins anew then.
+            // l_in = 0: no key has counted so far. Then a row that sees a key starts from 0; any other keeps its O and m.
             const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(band, i)));
             store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d - x : 0, aligned), a.d - x, aligned);
             if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;

@@ -41,9 +41,9 @@ struct Attention {
     float softmax_scale;
 
     // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and Nk.
-    // Query i sees of them i + p + first <= j <= i + p + last, where p = offset[b], or without it n - Nq if
-    // offset_from_end, else 0: an int offset is already in first and last. Where there is no bound these are
-    // -+kNoBound, so that sums can't overflow. The arrays are (B,) on the device of q, or null.
+    // Of these, query i sees i + p + first <= j <= i + p + last. p is offset[b] if offset is given, else n - Nq if
+    // offset_from_end, else 0 (an int offset is already added to first and last). Without a bound these are -+kNoBound,
+    // so that sums can't overflow. The arrays are (B,) on the device of q, or null.
     const int *seqlens_k, *leftpad_k, *offset;
     bool offset_from_end;
     int64_t first, last;
@@ -117,14 +117,14 @@ MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i
 }
 
 // How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. A term whose flag is false must be left out, not multiplied by
-// 0, since it may be NaN; so must o_in where there is none.
+// 0, since it may be NaN. Without an earlier state there is no o_in, whatever reads_o_in is.
 struct RowEnd {
     float l, m, weight_Oi, weight_o_in;
     bool reads_Oi, reads_o_in;
 };
 
-// Steps 12 and 13 for the last time: joins a row's li and mi (and Oi, not divided by li yet) with the earlier state's
-// l_in and m_in as if that were one more tile, and divides by l. Without a state l_in = 0 and m_in = -inf.
+// The end of a row where Oi is divided by l once, as in FlashAttention-2: joins li, mi and the undivided Oi with the
+// earlier state's l_in and m_in, as if that were one more tile. Without a state l_in = 0 and m_in = -inf.
 MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float mi, float l_in, float m_in) {
     if (!sees_key) return {l_in, m_in, 0.f, 1.f, false, true};
     // Nothing has counted yet. If every score was -inf, 0 / 0, as in softmax
