@@ -42,13 +42,13 @@ struct Float32Work : WorkTile {
     alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
 };
 
-// Shared memory, as far as consumers know it
+// Shared memory that both kernels have. All tiles begin at multiples of 1024 bytes, since TMA swizzles them by address.
 template <class Tile>
 struct ConsumerMemory {
+    static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
-    // What each splitter splits; the single-tile kernel splits in place. Here, since tiles begin at multiples of 1024.
-    unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];
+    unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];  // what each splitter splits
     Float32Work work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
