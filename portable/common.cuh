@@ -222,8 +222,8 @@ Plan plan_tile(const Attention &a, const Device &device, const char *name, TileL
         if (Tile::SharedBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
             return plan_tile<Kernels>(a, device, name, TileList<Smaller...>(), index + 1);
     const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
-    const int64_t block_sums = a.Nk > 2 * Kernels::kTilesOfSum * Tile::Bc ? Tile::SumFloats * sizeof(float) : 0;
-    const int64_t workspace = std::min(blocks, kMostSums / Tile::SumFloats) * block_sums;
+    const bool is_long = a.Nk > 2 * Kernels::kTilesOfSum * Tile::Bc;
+    const int64_t workspace = is_long ? std::min(blocks * Tile::SumFloats, kMostSums) * sizeof(float) : 0;
     return {name, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, workspace};
 }
 
@@ -237,7 +237,7 @@ template <class Kernels, class T, class Tile>
 cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile>();
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SharedBytes);
-    const int64_t most = sums ? kMostSums / Tile::SumFloats : (int64_t(1) << 31) - 1;
+    const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : (int64_t(1) << 31) - 1;
     for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
         const int grid = (int)std::min(plan.grid - first, most);
         kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned, sums);

@@ -42,11 +42,13 @@ __device__ void load4(float (&x)[4], const float *from) {
 constexpr int kTilesOfSum = 64;
 
 // 9. Sij = Qi Kj^T. The next operands are read while these are multiplied; else the FMA units wait for shared memory
-// (H200, d 64: 36 instead of 38 TFLOP/s). For d > 128 a score is the sum of two chains: one of 256 FMAs loses too much.
+// (H200, d 64: 36 instead of 38 TFLOP/s). For d > 128 a score is the sum of four chains, two for each 128 channels: one
+// chain of 256 FMAs rounds too often.
 template <class Tile>
 __device__ void multiply_QK(float (&Sij)[Tile::R][Tile::CS], const float *Qi, const float *Kj, int tx, int ty, int d) {
     constexpr int R = Tile::R, CS = Tile::CS, TX = Tile::TX, TY = Tile::TY, Chains = Tile::D > 128 ? 2 : 1;
-    float sum[Chains][R][CS] = {}, q[2][R][4], k[2][CS][4];
+    constexpr int Channels = Tile::D > 128 ? 128 : Tile::D;  // of a chain, or of two
+    float q[2][R][4], k[2][CS][4];
     const auto load_qk = [&](int buffer, int x) {
 #pragma unroll
         for (int r = 0; r < R; ++r) load4(q[buffer][r], &Qi[(ty + TY * r) * Tile::QStride + x]);
@@ -54,26 +56,34 @@ __device__ void multiply_QK(float (&Sij)[Tile::R][Tile::CS], const float *Qi, co
         for (int c = 0; c < CS; ++c) load4(k[buffer][c], &Kj[(tx + TX * c) * Tile::KStride + x]);
     };
     load_qk(0, 0);
+#pragma unroll
+    for (int first = 0; first < Tile::D; first += Channels) {
+        if (first > 0 && first >= d) break;
+        float sum[Chains][R][CS] = {};
 #pragma unroll 1
-    for (int x0 = 0; x0 < d; x0 += 8) {
+        for (int x0 = first; x0 < min(d, first + Channels); x0 += 8) {
 #pragma unroll
-        for (int now = 0; now < 2; ++now) {
-            load_qk(1 - now, x0 + 4 * now + 4);  // the last one reads padding, which is not used
+            for (int now = 0; now < 2; ++now) {
+                load_qk(1 - now, x0 + 4 * now + 4);  // the last one reads padding, which is not used
 #pragma unroll
-            for (int c = 0; c < CS; ++c)
+                for (int c = 0; c < CS; ++c)
 #pragma unroll
-                for (int r = 0; r < R; ++r)
+                    for (int r = 0; r < R; ++r)
 #pragma unroll
-                    for (int x = 0; x < 4; ++x) {
-                        float &s = sum[now % Chains][r][c];
-                        s = fmaf(q[now][r][x], k[now][c][x], s);
-                    }
+                        for (int x = 0; x < 4; ++x) {
+                            float &s = sum[now % Chains][r][c];
+                            s = fmaf(q[now][r][x], k[now][c][x], s);
+                        }
+            }
         }
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < CS; ++c) {
+                const float s = Chains == 1 ? sum[0][r][c] : sum[0][r][c] + sum[Chains - 1][r][c];
+                Sij[r][c] = first == 0 ? s : Sij[r][c] + s;
+            }
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int c = 0; c < CS; ++c) Sij[r][c] = Chains == 1 ? sum[0][r][c] : sum[0][r][c] + sum[Chains - 1][r][c];
 }
 
 // 9. - 11. softmax_scale and the mask, mi, li and Pij; and step 12's Oi = diag(alpha) Oi

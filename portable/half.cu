@@ -29,7 +29,8 @@ struct HalfTile {
     static constexpr int PStride = 2 * SStride;  // Pij, in T, begins where the row of Sij, in float32, began
     static constexpr int SharedBytes = (Br + 2 * Bc) * Stride * 2 + Br * (SStride + 1) * 4;
     static constexpr int RowLanes = 32 / WarpRows, LaneKeys = Bc / RowLanes;  // a lane's part of a row of Sij
-    static constexpr int SumFloats = Br * D + 2 * Threads;  // of a block in the workspace (flush_sums)
+    static constexpr int SumFloats =
+        0;  // no flush_sums as in float32.cu: its registers would spill on sm_75 and sm_100
     static_assert(Bc == 32 || Bc == 64, "D is a multiple of Bc, and Bc / 8 lanes store a row");
 };
 
@@ -63,9 +64,6 @@ __device__ void load_fragment(Fragment &fragment, const T *tile, int stride) {
 }
 
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
-
-// Long calls flush li and Oi after so many tiles of keys (flush_sums).
-constexpr int kTilesOfSum = 512;
 
 // WMMA hides which row an element of Oi has. So alpha is loaded as a fragment like it, all of whose columns are the alphas
 // of 16 rows: a matrix by columns, with a stride of 0.
@@ -119,43 +117,6 @@ __device__ float softmax(const Attention &a, const Block<T> &block, int i, int j
     return alpha;
 }
 
-// Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Tensor
-// cores truncate: over 2^20 keys one running sum of Oi is off by 2e-3, sums of kTilesOfSum tiles by 1e-4. Sums in the
-// workspace are relative to the mi of the last flush, which is there, too. A lane has its own; neighbours lie side by side.
-template <class Tile, int M, int X>
-__device__ void flush_sums(float *sums, Accumulator (&Oi)[M][X], float &li, float mi, float *alphas, bool is_first,
-                           bool is_last) {
-    const int lane = threadIdx.x % 32;
-    sums += (int64_t)blockIdx.x * Tile::SumFloats + threadIdx.x;
-    float m_old = -INFINITY, m_safe, l_old = 0.f;
-    if (!is_first) m_old = sums[0], l_old = sums[Tile::Threads];
-    const float alpha = update_row_max(m_old, mi, m_safe);
-    li = fmaf(alpha, l_old, li);
-    if (!is_last) sums[0] = mi, sums[Tile::Threads] = li, li = 0.f;
-    sums += 2 * Tile::Threads;
-    if (lane % Tile::RowLanes == 0) alphas[lane / Tile::RowLanes] = alpha;
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-        const Accumulator diag = load_diagonal(alphas + 16 * m);
-        constexpr int Count = Accumulator::num_elements;
-#pragma unroll
-        for (int x = 0; x < X; ++x, sums += Count * Tile::Threads) {
-            float sum[Count] = {};
-            if (!is_first) {
-#pragma unroll
-                for (int e = 0; e < Count; ++e) sum[e] = sums[e * Tile::Threads];
-            }
-#pragma unroll
-            for (int e = 0; e < Count; ++e) Oi[m][x].x[e] = fmaf(diag.x[e], sum[e], Oi[m][x].x[e]);
-            if (is_last) continue;
-#pragma unroll
-            for (int e = 0; e < Count; ++e) sums[e * Tile::Threads] = Oi[m][x].x[e], Oi[m][x].x[e] = 0.f;
-        }
-    }
-    __syncwarp();  // all lanes have read alphas
-}
-
 // 12. - 13. O = Oi / li, l and m to HBM, of the warp's rows from warp_row on. Oi goes through Sij, Bc columns at a time.
 template <class Tile, class T, int M, int X>
 __device__ void store_rows(const Attention &a, const Block<T> &block, const Accumulator (&Oi)[M][X], float li, float mi,
@@ -193,7 +154,7 @@ __device__ void store_rows(const Attention &a, const Block<T> &block, const Accu
 }
 
 template <class T, class Tile>
-__device__ void half_block(const Attention &a, int64_t index, bool aligned, float *sums) {
+__device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     namespace wmma = nvcuda::wmma;
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, WarpRows = Tile::WarpRows;
     constexpr int Stride = Tile::Stride, SStride = Tile::SStride, PStride = Tile::PStride;
@@ -232,13 +193,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned, floa
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
     if (!empty(block.seen)) load_K(block.seen.begin);
-    const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
-    int next_flush = first_flush;
     for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
-        if (j0 == next_flush) {
-            flush_sums<Tile>(sums, Oi, li, mi, alphas, next_flush == first_flush, false);
-            next_flush += kTilesOfSum * Bc;
-        }
         // 6. Kj, Vj from HBM
         wait_for_tiles();
         load_tile<Bc, D, Stride, Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row, block.band.keys.end - j0,
@@ -308,26 +263,25 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned, floa
         __syncwarp();  // Pij is read: the next Sij may take its place
     }
 
-    if (next_flush > first_flush) flush_sums<Tile>(sums, Oi, li, mi, alphas, false, true);
     store_rows<Tile>(a, block, Oi, li, mi, Sij, warp_row, aligned);
 }
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
-    half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
-    if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned, sums);
+    half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *) {
+    if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
 }
 
 // Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s
 // on an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct HalfKernels {
-    static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
+    static constexpr int kTilesOfSum = 0;
     template <class T, class Tile>
     static auto kernel() {
         return half_kernel<T, Tile>;
     }
     using D64 = TileList<HalfTile<64, 128, 64, 32, 3>,    // 71 KB: 165
-                         HalfTile<64, 64, 64, 32, 5>>;    // 44 KB: 141; fits a T4, and few queries
+                         HalfTile<64, 64, 64, 32, 4>>;    // 44 KB: 141; fits a T4, and few queries
     using D128 = TileList<HalfTile<128, 128, 64, 32, 2>,  // 103 KB: 211
                           HalfTile<128, 64, 32, 32, 2>>;  // 43 KB: 152; fits a T4, and few queries
     using D256 = TileList<HalfTile<256, 128, 64, 16, 1>,  // 167 KB: 181
