@@ -52,7 +52,7 @@ def test_pictures_of_masks(backend, column):
     assert seen.int().tolist() == [[int(x) for x in row] for row in rows]
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
 def test_links(page):
     for link in re.findall(r"\]\(([^)#:]+)(?:#L\d+)?\)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(link).exists(), f"{page} links to {link}"
