@@ -1,9 +1,9 @@
 // flash.cu: Algorithm 1 of FlashAttention (Dao, Fu, Ermon, Rudra, Re 2022, arXiv:2205.14135) as it is printed.
-// Read this file first, with the paper beside it: the comments with a number are the paper's steps.
+// Read this file first, with the paper beside it: comments that begin with a number are the paper's steps.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V, a tile of Br queries x Bc keys at a time
 //
-// Who runs it. Grid: one block for each query head h of each batch b. A block has 256 threads. In both
+// Launch. Grid: one block for each query head h of each batch b. A block has 256 threads. In both
 // products of a tile a thread computes patches of 4 x 4 numbers; in the softmax 8 threads work on one row.
 //
 // What lives where. HBM keeps Q, K and V, and between two tiles O, l and m. The shared memory of a block has (float32,
