@@ -270,7 +270,7 @@ def peers_for(args, dtype: str) -> dict[str, tuple]:
     for name in args.backend:
         if serves(name, args.device, dtype):
             peers[ours(name)] = partial(minimal_attn.forward, backend=name), nullcontext
-    if args.mode == "ladder" and ours("cpu") in peers and hasattr(minimal_attn._C, "cpu_instructions"):
+    if args.mode == "ladder" and ours("cpu") in peers:
         function, _ = peers.pop(ours("cpu"))
         for name in reversed(minimal_attn._C.cpu_instructions()):
             peers[f"{ours('cpu')}, {name}"] = function, partial(cpu_instructions, name)
