@@ -61,19 +61,21 @@ void add_PV(int n, int64_t D, int64_t c, const Vec *alpha, const KeyTile &tile, 
     if constexpr (R > 1) add_PV<C, R / 2>(n, D, c, alpha, tile, Pij, Oi);
 }
 
-// C rows of Q.
+// At most C rows of Q. Step 12 multiplies C rows; those that the tile doesn't have stay 0.
 template <class T, int C = few_rows>
 void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    constexpr int fewer = C > 4 ? C / 2 : C - 1;
     if constexpr (C > 1)
-        if (t.rows < C) return forward_few<T, C - 1>(a, t, next, buffers);
+        if (t.rows <= fewer) return forward_few<T, fewer>(a, t, next, buffers);
     constexpr int R = sums / C >= 8 ? 8 : 4;
     const int64_t D = round_up(a.d, 16);
     const Band band = band_of(a, t.b);
-    const Keys seen = keys_of_any(band, t.query(0), t.query(C - 1) + 1);
+    const Keys seen = keys_of_any(band, t.query(0), t.query(t.rows - 1) + 1);
     float *Pij = buffers.Sij, *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
 
     // 8. Qi, Oi, li, mi
-    load_queries<T>(a, t, C, buffers);
+    load_queries<T>(a, t, t.rows, buffers);
+    std::fill(Pij, Pij + C * Bc, 0.f);
     std::fill(Oi, Oi + C * D, 0.f);
     std::fill(li, li + C * W, 0.f);
     std::fill(mi, mi + C * W, -INFINITY);
@@ -91,8 +93,8 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     for (int j = seen.begin; j < seen.end;) {
         const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !in_place, buffers);
         const int n = tile.keys.end - j, n_vectors = round_up(n, W);
-        Vec alpha[C];
-        for (int row = 0; row < C; ++row) {
+        Vec alpha[C] = {};
+        for (int row = 0; row < t.rows; ++row) {
             float *Si = Pij + row * Bc;
             dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
                 if (row > 0 || !in_place || tile.keys.end + key >= seen.end) return;
@@ -105,12 +107,12 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
         }
         add_PV<C, R>(n, D, 0, alpha, tile, Pij, Oi);
         if (buffers.Oi_held && tile.ends_sum())
-            for (int row = 0; row < C; ++row) hold_rows(row);
+            for (int row = 0; row < t.rows; ++row) hold_rows(row);
         j = tile.keys.end;
     }
 
     // 13. O, l and m
-    for (int row = 0; row < C; ++row) {
+    for (int row = 0; row < t.rows; ++row) {
         if (buffers.Oi_held) hold_rows(row);
         float *l = buffers.Oi_held ? buffers.li_held : li, *o = buffers.Oi_held ? buffers.Oi_held : Oi;
         end_row<T>(a, t, row, !empty(keys_of_row(band, t.query(row))), sum_of(vec(l + row * W)), mi[row * W],

@@ -28,7 +28,7 @@ using Forward = void (*)(const Attention &, const QueryTile &, const QueryTile &
 #pragma GCC push_options
 #pragma GCC target("avx512f")
 namespace avx512 {
-constexpr int W = 16, max_R = 4, sums = 16;
+constexpr int W = 16, max_R = 4, sums = 16, few_rows = 8;
 #include "cpu/kernel.h"
 }  // namespace avx512
 #pragma GCC pop_options
@@ -36,14 +36,14 @@ constexpr int W = 16, max_R = 4, sums = 16;
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace avx2 {
-constexpr int W = 8, max_R = 2, sums = 12;
+constexpr int W = 8, max_R = 2, sums = 12, few_rows = 4;
 #include "cpu/kernel.h"
 }  // namespace avx2
 #pragma GCC pop_options
 #endif
 
 namespace portable {
-constexpr int W = 4, max_R = 4, sums = 8;
+constexpr int W = 4, max_R = 4, sums = 8, few_rows = 4;
 #include "cpu/kernel.h"
 }  // namespace portable
 
@@ -125,7 +125,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
     const int64_t rows = cpu::rows_of_key_head(a), heads = a.B * a.Hkv;
     const auto enough_for = [&](int Br) { return heads * rows >= 4 * Br * plan.threads; };
     const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;
-    plan.Br = rows <= cpu::few_rows ? rows : uses_amx && enough_for(256) ? 256 : enough_for(128) ? 128 : 64;
+    plan.Br = rows <= cpu::most_few_rows ? rows : uses_amx && enough_for(256) ? 256 : enough_for(128) ? 128 : 64;
     plan.Bc = cpu::Bc;
     plan.D = cpu::round_up(a.d, 16);
     plan.grid = heads * (cpu::round_up(rows, plan.Br) / plan.Br);

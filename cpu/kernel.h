@@ -3,6 +3,7 @@
 //     W             lanes of a vector
 //     max_R         vectors of a strip
 //     sums          sums of a product that stay in registers
+//     few_rows      rows of Q a key head up to which decode.h is faster
 //
 // A query is a lane, as it is a thread on a GPU: scores and output are kept transposed. So the max and the sum of a row
 // need no shuffles, mi, li and alpha are vectors, and both products have one form, which reads K and V where they are:

@@ -18,7 +18,8 @@ struct KeyTile {
     bool ends_sum() const { return (keys.begin / Bc + 1) % tiles_per_sum == 0; }
 };
 
-// Step 6: Kj or Vj, where they are or as float32 in the buffer, whose rows end in zeros.
+// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows; else they are copied to the buffer,
+// and zeros fill each row up to a multiple of 16.
 template <class T>
 const float *load_keys(const T *x, int64_t stride, Keys keys, int d, bool in_place, float *buffer, int64_t *row) {
     if constexpr (std::is_same_v<T, float>)
@@ -46,7 +47,7 @@ KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, int j, bo
     return tile;
 }
 
-// Q as float32, a row for each lane, zeros in what the tile doesn't have.
+// Q as float32, a row for each lane. Lanes beyond the tile's rows get zeros.
 template <class T>
 void load_queries(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
     const int64_t D = round_up(a.d, 16);
@@ -58,7 +59,7 @@ void load_queries(const Attention &a, const QueryTile &t, int lanes, const Buffe
     }
 }
 
-// What is left of Algorithm 1 for one row o of Oi: the division by li, the earlier state, step 13.
+// Step 13 for one row o of Oi: divides it by li, joins the earlier state and writes O, l and m.
 template <class T>
 void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, float li, float mi, float *o) {
     const int i = t.query(lane);

@@ -4,7 +4,7 @@
 template <int R>
 constexpr bool fits_amx = W == x_tile && R * W == amx_P;
 
-// A row of the three tiles of a split operand, from numbers whose y differs by 16.
+// Splits rows y and y + 16 of an operand, a vector of each, into one row of each of its three tiles of bfloat16.
 [[gnu::always_inline]] inline void split(Vec a, Vec b, float *to) {
 #pragma GCC unroll 3
     for (int part = 0; part < 3; ++part) {

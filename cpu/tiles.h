@@ -13,8 +13,8 @@ constexpr int Bc = 64;  // keys of a tile; tiles begin at multiples of it, whate
 // keys would lose a unit in the last place with every tile.
 constexpr int tiles_per_sum = 32;
 
-// With so few rows of Q a key head (decode) lanes are channels instead of queries: see decode.h.
-constexpr int few_rows = 3;
+// Instruction sets differ in how many rows of Q a key head are few (decode.h), but none takes more than these.
+constexpr int most_few_rows = 8, most_lanes = 16;
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -55,15 +55,16 @@ struct Buffers {
     Buffers(float *memory, const Attention &a, int Br, bool uses_amx) {
         constexpr int max_P = 64, split_d = 32;
         const int64_t D = round_up(a.d, 16), lanes = round_up(Br, max_P), D_split = round_up(a.d, split_d);
+        const int64_t vectors = std::max<int64_t>(lanes, most_few_rows * most_lanes);  // decode.h has one for each row
         const auto take = [&](float *&buffer, int64_t floats) {
             buffer = memory ? memory + size : nullptr;
             size += floats;
         };
-        take(Qi, lanes * D), take(Oi, lanes * D), take(rows, lanes * D), take(mi, lanes), take(li, lanes);
+        take(Qi, lanes * D), take(Oi, lanes * D), take(rows, lanes * D), take(mi, vectors), take(li, vectors);
         take(Kj, Bc * D), take(Vj, Bc * D), take(Sij, Bc * max_P);
         if (a.Nk > Bc * tiles_per_sum) {
             take(Oi_held, lanes * D), take(Oi_lost, lanes * D);
-            take(li_held, lanes), take(li_lost, lanes), take(mi_held, lanes);
+            take(li_held, vectors), take(li_lost, vectors), take(mi_held, vectors);
         }
         if (uses_amx) {
             take(Qi_split, lanes * D_split * 3 / 2), take(Kj_split, Bc * D_split * 3 / 2);
