@@ -37,7 +37,6 @@
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 #include "hopper/epilogue.h"
 #include "hopper/launch.h"
-#include "hopper/scheduler.h"
 #include "hopper/softmax.h"
 
 namespace minimal_attn::hopper {
@@ -488,14 +487,10 @@ auto with_tile(TileOf tile, const Use &use) {
 
 template <class T, class Tile>
 const char *launch(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    static_assert(sizeof(SharedStorage<Tile>) * Tile::BlocksPerSM <= 227 * 1024);
     Parameters p{a};
-    if (!make_input_maps<Tile>(p, a)) return "cuTensorMapEncodeTiled refused q, k or v";
-    p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : sizeof(T), a.d);
-    p.tma_stores_O = Tile::O != StoreO::direct && !a.l && p.aligned &&
+    p.tma_stores_O = Tile::O != StoreO::direct && !a.l && is_aligned(a.o, a.o_stride, sizeof(T), a.d) &&
                      make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
-    fill_schedule<Tile>(p, a, plan, order_of<Tile>(a, plan.multiprocessors, sizeof(T), true), (int *)workspace);
-    return launch_kernel(half_hopper_kernel<T, Tile>, p, plan, p.tile_counter, sizeof(int), stream);
+    return launch_kernel<Tile>(half_hopper_kernel<T, Tile>, p, plan, workspace, sizeof(int), stream);
 }
 
 }  // namespace
@@ -504,12 +499,7 @@ Plan plan_half(const Attention &a, const Device &device) {
     const TileOf choice = tile_of(a);
     return with_tile(choice, [&](auto tile) {
         using Tile = decltype(tile);
-        const Order order = order_of<Tile>(a, device.multiprocessors, sizeof(__half), true);
-        Plan plan{"half", (int)choice, Tile::Br, Tile::Bc, Tile::D};
-        plan.grid = order.grid, plan.threads = Tile::Threads, plan.shared_memory = sizeof(SharedStorage<Tile>);
-        plan.workspace = order.uses_counter ? sizeof(int) : 0;
-        plan.multiprocessors = device.multiprocessors, plan.error = why_no_encoder();
-        return plan;
+        return make_plan<Tile, SharedStorage<Tile>>(a, device, "half", (int)choice);
     });
 }
 

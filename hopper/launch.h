@@ -1,28 +1,45 @@
-// launch.h: what the launches of all Hopper kernels have in common. Host code.
+// launch.h: what the plans and launches of all Hopper kernels have in common. Host code.
 #pragma once
-#include "hopper/params.h"
+#include "hopper/scheduler.h"
 
 namespace minimal_attn::hopper {
 
-template <class Tile>
-bool make_input_maps(Parameters &p, const Attention &a) {
+template <class Tile, class SharedStorage>
+Plan make_plan(const Attention &a, const Device &device, const char *kernel, int tile) {
+    static_assert(sizeof(SharedStorage) * Tile::BlocksPerSM <= 227 * 1024);
+    const Order order = order_of<Tile>(a, device.multiprocessors);
+    Plan plan{kernel, tile, Tile::Br, Tile::Bc, Tile::D, order.grid, Tile::Threads, sizeof(SharedStorage)};
+    plan.workspace = order.uses_counter ? sizeof(int) : 0;
+    plan.multiprocessors = device.multiprocessors, plan.error = why_no_encoder();
+    return plan;
+}
+
+// Fills the parameters that all kernels have, sets the counters, which begin the workspace, to 0, and launches. Without
+// a workspace the kernel may begin while the one before it in the stream ends (programmatic dependent launch).
+template <class Tile, class Parameters>
+const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, void *workspace,
+                          int64_t counter_bytes, cudaStream_t stream) {
+    const Attention &a = p.a;
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
     const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
-    return make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) &&
-           make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc) &&
-           make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc);
-}
+    if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
+        !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc) ||
+        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc))
+        return "cuTensorMapEncodeTiled refused q, k or v";
+    p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : element_size(a.dtype), a.d);
+    p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv, p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.grid = plan.grid;
+    p.work_tiles = a.B * a.Hq * p.Tr;
+    p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;
+    p.sequential_heads = a.B * a.Hq - p.interleaved_heads;
+    p.same_band = has_same_band(a);
+    if (p.same_band) p.band = narrow(band_of(a, 0));
+    p.tile_counter = plan.workspace > 0 ? (int *)workspace : nullptr;
 
-// Sets `counters`, if not null, to 0, and launches. Without counters the kernel may begin while the one before it in
-// the stream ends (programmatic dependent launch).
-template <class Parameters>
-const char *launch_kernel(void (*kernel)(Parameters), const Parameters &p, const Plan &plan, void *counters,
-                          int64_t counter_bytes, cudaStream_t stream) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
-    if (error == cudaSuccess && counters) error = cudaMemsetAsync(counters, 0, counter_bytes, stream);
+    if (error == cudaSuccess && p.tile_counter) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
-    overlap.val.programmaticStreamSerializationAllowed = !counters;
+    overlap.val.programmaticStreamSerializationAllowed = !p.tile_counter;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,
                                     stream,          &overlap,           1};
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);

@@ -1,9 +1,9 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
-// A block takes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out: head
-// after head, in the end the tiles of the last heads together, the longest first. If there are few tiles, or all are alike, their order is fixed: round after round, to and fro, so that
-// the block with the longest tile of one round gets the shortest of the next. That saves setting the counter to 0, and
-// the kernel can overlap the one before it.
+// A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out:
+// head after head; the last heads are interleaved, longest tiles first. If tiles are few or all alike, their order is
+// fixed: round after round, to and fro, so that the block with the longest tile of one round gets the shortest of the
+// next. A fixed order needs no counter set to 0, and the kernel can overlap the one before it.
 #pragma once
 #include <algorithm>
 
@@ -14,13 +14,15 @@ namespace minimal_attn::hopper {
 
 constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 
-// Under a mask the last heads are interleaved, the longest tiles of all of them first, so that blocks end together. So
-// many heads are interleaved that each block gets about 4 of their tiles (2 and 3: up to 3 % slower; 8: the same). Their K and V must fit the L2 cache.
+// Under a mask the last heads are interleaved, so that blocks end together: as many heads as give each block about 4 of
+// their tiles (2 and 3: up to 3 % slower; 8: the same), but no more than those whose K and V fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
 // Under a mask the order is fixed up to 2 tiles a block; for 16-bit types up to 4, with at most 2048 keys that stay in
 // the L2 cache: at N 1000 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096, where tiles differ more, 2 % slower.
-constexpr int kFixedRounds = 4, kShortKeys = 2048;
+constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
+
+inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset; }
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
 struct alignas(16) WorkTile {
@@ -71,37 +73,24 @@ struct TileScheduler {
     }
 };
 
-// The order of work tiles, which the plan and the launch compute alike.
+// How the work tiles of a call are dealt out; see the head of this file.
 struct Order {
-    int grid;
+    int64_t grid;       // blocks
     bool uses_counter;  // else the order is fixed
-    int interleaved_heads;
+    int64_t interleaved_heads;
 };
 
 template <class Tile>
-Order order_of(const Attention &a, int multiprocessors, int element, bool may_be_short) {
-    const int64_t Tr = (a.Nq + Tile::Br - 1) / Tile::Br, heads = a.B * a.Hq, tiles = heads * Tr, group = a.Hq / a.Hkv;
+Order order_of(const Attention &a, int multiprocessors) {
+    const int64_t Tr = (a.Nq + Tile::Br - 1) / Tile::Br, heads = a.B * a.Hq, tiles = heads * Tr;
     const int64_t grid = std::min<int64_t>(tiles, multiprocessors * Tile::BlocksPerSM);
-    const int64_t in_L2 = kL2Bytes / (std::max<int64_t>(a.Nk, 1) * a.d * 2 * element) * group;  // heads
-    const bool same_band = !a.seqlens_k && !a.leftpad_k && !a.offset;
-    const bool is_short = may_be_short && is_masked(a) && same_band && a.Nk <= kShortKeys && heads <= in_L2;
-    const bool in_order = tiles <= (is_short ? kFixedRounds : 2) * grid, uses_counter = !in_order && is_masked(a);
-    const int64_t some =
-        uses_counter ? clamp(std::min(kInterleavedTilesPerBlock * grid / Tr, in_L2), int64_t(1), heads) : 1;
-    return {(int)grid, uses_counter, (int)(in_order ? heads : some)};
-}
-
-// Sets what TileScheduler reads. `counter` is used where the order needs one.
-template <class Tile>
-void fill_schedule(Parameters &p, const Attention &a, const Plan &plan, const Order &order, int *counter) {
-    p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv, p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br;
-    p.work_tiles = a.B * a.Hq * p.Tr;
-    p.same_band = !a.seqlens_k && !a.leftpad_k && !a.offset;
-    if (p.same_band) p.band = narrow(band_of(a, 0));
-    p.tile_counter = order.uses_counter ? counter : nullptr;
-    p.interleaved_heads = order.interleaved_heads;
-    p.sequential_heads = a.B * a.Hq - order.interleaved_heads;
-    p.grid = plan.grid;
+    const int64_t bytes_of_KV = std::max<int64_t>(a.Nk, 1) * a.d * 2 * element_size(a.dtype);  // of one key head
+    const int64_t heads_in_L2 = kL2Bytes / bytes_of_KV * (a.Hq / a.Hkv);
+    const bool is_short = is_masked(a) && has_same_band(a) && a.Nk <= kShortKeys && heads <= heads_in_L2;
+    const int rounds = is_short && a.dtype != Dtype::float32 ? kFixedRoundsIfShort : kFixedRounds;
+    if (tiles <= rounds * grid) return {grid, false, heads};
+    if (!is_masked(a)) return {grid, false, 1};
+    return {grid, true, clamp(std::min(kInterleavedTilesPerBlock * grid / Tr, heads_in_L2), int64_t(1), heads)};
 }
 
 }  // namespace minimal_attn::hopper

@@ -7,6 +7,8 @@ namespace minimal_attn::hopper {
 
 constexpr int kBoxColumns = 64;  // of 16-bit numbers: 128 bytes, the width of the swizzle
 
+inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
 struct TensorMap {
     CUtensorMap map;
     int head, batch;  // factors of the indices: 0 where all heads or batches are the same data (stride 0), else 1
@@ -39,7 +41,7 @@ inline const char *why_no_encoder() {
 inline bool make_tensor_map(TensorMap &tensor, Dtype dtype, const void *data, const Strides &stride, uint64_t B,
                             uint64_t H, uint64_t N, uint64_t d, uint32_t rows) {
     tensor.batch = stride.batch != 0 && B > 1, tensor.head = stride.head != 0 && H > 1;
-    const uint32_t element = dtype == Dtype::float32 ? 4 : 2;
+    const uint32_t element = element_size(dtype);
     const cuuint64_t size[4] = {d, N, tensor.head ? H : 1, tensor.batch ? B : 1};
     // A dimension of size 1 may have any stride, but TMA checks that it is a multiple of 16 bytes.
     const auto bytes = [&](bool matters, uint64_t elements) { return matters ? elements * element : 16; };

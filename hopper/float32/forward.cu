@@ -332,37 +332,23 @@ Attention with_distinct_heads(Attention a) {
 
 template <class Tile>
 Plan plan_tile(const Attention &a, TileOf choice, const Device &device) {
-    const Order order = order_of<Tile>(a, device.multiprocessors, sizeof(float), false);
+    Plan plan = make_plan<Tile, SharedMemory<Tile>>(a, device, "float32", (int)choice);
     Workspace w;
-    Plan plan{"float32", (int)choice, Tile::Br, Tile::Bc, Tile::D};
-    plan.grid = order.grid, plan.threads = Tile::Threads, plan.shared_memory = sizeof(SharedMemory<Tile>);
-    plan.workspace = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
-    if (plan.workspace > 0) {
+    const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
+    if (bytes > 0) {
         const int64_t jobs = (int64_t)w.jobs_per_head * w.batches * a.Hkv;
-        const int64_t work_tiles = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
-        plan.grid = std::min<int64_t>(std::max(work_tiles, jobs), device.multiprocessors * Tile::BlocksPerSM);
-    } else if (order.uses_counter) {
-        plan.workspace = sizeof(int);
+        plan.workspace = bytes;
+        plan.grid = std::min<int64_t>(std::max(plan.grid, jobs), device.multiprocessors * Tile::BlocksPerSM);
     }
-    plan.multiprocessors = device.multiprocessors;
-    plan.error = why_no_encoder();
     return plan;
 }
 
 template <class Tile>
 const char *launch(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    static_assert(sizeof(SharedMemory<Tile>) * Tile::BlocksPerSM <= 227 * 1024);
     Float32Parameters p{{a}};
-    if (!make_input_maps<Tile>(p, a)) return "cuTensorMapEncodeTiled refused q, k or v";
-    p.aligned = is_aligned(a.o, a.o_stride, sizeof(float), a.d);
-    p.tma_stores_O = false;
-    Workspace &w = p.workspace;
-    const Order order = order_of<Tile>(a, plan.multiprocessors, sizeof(float), false);
-    const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) > 0;
-    fill_schedule<Tile>(p, a, plan, order, has_workspace ? w.tiles_taken : (int *)workspace);
-    const auto kernel = float32_hopper_kernel<Tile>;
-    if (!has_workspace) return launch_kernel(kernel, p, plan, p.tile_counter, sizeof(int), stream);
-    return launch_kernel(kernel, p, plan, w.heads, (char *)(w.jobs_taken + 1) - (char *)w.heads, stream);
+    const bool has_keys = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
+    const int64_t counter_bytes = has_keys ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
+    return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
 }
 
 }  // namespace

@@ -176,29 +176,15 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 #endif
 }
 
-Order order(const Attention &a, int multiprocessors) {
-    return order_of<Tile>(a, multiprocessors, sizeof(float), false);
-}
-
 }  // namespace
 
 Plan plan_single_tile(const Attention &a, const Device &device) {
-    const Order order = hopper::order(a, device.multiprocessors);
-    Plan plan{"float32, a single tile", 0, Tile::Br, Tile::Bc, Tile::D};
-    plan.grid = order.grid, plan.threads = Tile::Threads, plan.shared_memory = sizeof(SmallMemory);
-    plan.workspace = order.uses_counter ? sizeof(int) : 0;
-    plan.multiprocessors = device.multiprocessors;
-    plan.error = why_no_encoder();
-    return plan;
+    return make_plan<Tile, SmallMemory>(a, device, "float32, a single tile", 0);
 }
 
 const char *launch_single_tile(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     Parameters p{a};
-    if (!make_input_maps<Tile>(p, a)) return "cuTensorMapEncodeTiled refused q, k or v";
-    p.aligned = is_aligned(a.o, a.o_stride, sizeof(float), a.d);
-    p.tma_stores_O = false;
-    fill_schedule<Tile>(p, a, plan, hopper::order(a, plan.multiprocessors), (int *)workspace);
-    return launch_kernel(small_float32_hopper_kernel, p, plan, p.tile_counter, sizeof(int), stream);
+    return launch_kernel<Tile>(small_float32_hopper_kernel, p, plan, workspace, sizeof(int), stream);
 }
 
 }  // namespace minimal_attn::hopper

@@ -1,7 +1,7 @@
 // workspace.h: tiles of K and V in hi and lo, which blocks split for one another, in the device's memory.
 //
-//     heads          one HeadStatus a key head: how many of its tiles are split, with what scales
 //     tiles_taken, jobs_taken    two counters, which deal out work tiles and split jobs
+//     heads          one HeadStatus a key head: how many of its tiles are split, with what scales
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
 //
@@ -124,8 +124,8 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     const auto take = [&](auto *&part, int64_t bytes) {
         part = (std::remove_reference_t<decltype(part)>)((char *)memory + size), size += (bytes + 127) / 128 * 128;
     };
-    take(w.heads, heads * sizeof(HeadStatus));
-    take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int));  // the launch sets all three to 0
+    take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int));
+    take(w.heads, heads * sizeof(HeadStatus));  // the launch sets all until here to 0
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
     return size;
 }
