@@ -101,16 +101,15 @@ __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const 
     // A row that sees no key has l = 0.
     if (p.a.l || !p.aligned || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
         return store_state<Tile::SubtractFirst>(p, work, i, Oi, softmax, c, unit, unitO, truncation);
-    const int quad = opaque(threadIdx.x) % 4, first = first_column(quad);
-    float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + first;
+    const int column = opaque(threadIdx.x) % 4 * 2;
+    float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float4 x[Count / 8];
-        exchange_columns(x, Oi, r, quad);
         const float near = __fdividef(1.f, l[r]),
                     inverse = fmaf(near, fmaf(-l[r], near, 1.f), near);  // one Newton step
         const float weight = inverse * undo_truncation(unitO, l[r], truncation);
-        store_row(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - first : 0, weight, x);
+        store_row<Count>(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - column : 0, true,
+                         [&](int x) { return float2{weight * Oi[4 * x + 2 * r], weight * Oi[4 * x + 2 * r + 1]}; });
     }
 }
 
