@@ -55,11 +55,7 @@ struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr StoreO O = O_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
-    // The producer's warpgroup gives most of its registers to the consumers.
-    static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
     static constexpr int ProducerRegisters = 32;
-    static constexpr int ConsumerRegisters =
-        (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     static constexpr bool kAlignKeys = false;
@@ -431,27 +427,20 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
-    if (threadIdx.x == 0) {
+    const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         if constexpr (Tile::O == StoreO::through_V)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
-        fence_async();
-    }
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
-    __syncthreads();
-    if (threadIdx.x < 128) {
-        deallocate_registers<Tile::ProducerRegisters>();
+    };
+    const auto produce = [&] {
         if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
         if (threadIdx.x == 32) load_Q_and_store_O<Tile>(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O<Tile>(p, shared);
-    } else {
-        allocate_registers<Tile::ConsumerRegisters>();
-        consume<T, Tile>(p, shared);
-    }
+    };
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture than sm_90a; no launch gets here
 #endif

@@ -265,27 +265,20 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
-    if (threadIdx.x == 0) {
+    const auto init_barriers = [&] {
         init_consumer_memory(shared, 0);
         for (Barrier &loaded : shared.tile_loaded) init(loaded, 1);
         for (auto &jobs : shared.current_job)
             for (SplitJob &job : jobs) job.head = -1;
         for (SplitJob &next : shared.next_job) next.head = 0;
-        fence_async();
-    }
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
-    __syncthreads();
-    if (threadIdx.x < 128) {
-        deallocate_registers<Tile::ProducerRegisters>();
+    };
+    const auto produce_or_split = [&] {
         if (threadIdx.x == 0) produce<Tile>(p, shared);
         constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
         if (threadIdx.x >= first && p.workspace.heads)
             run_splitter<Tile>(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
-    } else {
-        allocate_registers<Tile::ConsumerRegisters>();
-        consume<Tile>(p, shared);
-    }
+    };
+    run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for something else than sm_90a, which no launch should come to
 #endif

@@ -156,21 +156,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char memory[];
     SmallMemory &shared = *(SmallMemory *)memory;
-    if (threadIdx.x == 0) {
+    const auto init_barriers = [&] {
         init_consumer_memory(shared, 4);
         for (Barrier &loaded : shared.loaded) init(loaded, 1);
-        fence_async();
-    }
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
-    __syncthreads();
-    if (threadIdx.x < 128) {
-        deallocate_registers<Tile::ProducerRegisters>();
-        produce_and_split(p, shared);
-    } else {
-        allocate_registers<Tile::ConsumerRegisters>();
-        consume(p, shared);
-    }
+    };
+    run_roles<Tile>(init_barriers, [&] { produce_and_split(p, shared); }, [&] { consume(p, shared); });
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for something else than sm_90a, which no launch should come to
 #endif

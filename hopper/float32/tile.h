@@ -12,10 +12,7 @@ struct Float32Tile {
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
     // Registers of a thread. The producer warpgroup keeps what the consumers can spare: more loads under way. There is
     // no float division in it, since that calls a subroutine, which doesn't know of setmaxnreg.
-    static constexpr int LaunchRegisters = 65536 / (Threads * BlocksPerSM) / 8 * 8;
     static constexpr int ProducerRegisters = Consumers == 1 ? 96 : Consumers == 4 ? 32 : D > 128 ? 40 : 56;
-    static constexpr int ConsumerRegisters =
-        (LaunchRegisters * (1 + Consumers) - ProducerRegisters) / Consumers / 8 * 8;
     // A tile has as many bytes in hi and lo as in float32s: boxes of 128 bytes a row.
     static constexpr int Boxes = D / 32, QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     // Lone warps are faster than two together: one loads and publishes while another splits. Each takes a float32 tile of
