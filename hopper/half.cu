@@ -448,30 +448,25 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-enum class TileOf { few_queries, d64, d96, d128, d192, d256 };
+// D, Br, Bc, stages of Q, stages of K and V, way of O, blocks on a multiprocessor. docs/hopper.md has what others gave.
+using Tiles = TileList<
+    // few_queries: so small that three blocks share a multiprocessor and hide each other's latencies
+    Tile<64, 64, 64, 2, 2, StoreO::direct, 3>,
+    // d64: three consumers were 7 % faster than two, since exponentials are half of the work
+    Tile<64, 192, 128, 2, 4, StoreO::through_Q>,
+    // d96: 128 x 128 was 5 to 12 % faster at N 512, 4 to 12 % slower from N 2048 on
+    Tile<96, 192, 96, 2, 2, StoreO::through_Q>,
+    // d128: one stage of Q and Bc 144 to 176 lost 9 to 21 % at N 512, gained at most 2 % at N 8192
+    Tile<128, 128, 128, 2, 2, StoreO::through_Q>,
+    // d192: two stages of Q and Bc 80 were 8 % slower at N 8192
+    Tile<192, 128, 112, 1, 2, StoreO::through_V>,
+    // d256: Bc 64 was up to 8 % slower
+    Tile<256, 128, 80, 1, 2, StoreO::through_V>>;
+enum TileOf { few_queries, d64, d96, d128, d192, d256 };  // its place in Tiles
 
 TileOf tile_of(const Attention &a) {
-    if (a.d <= 64) return a.Nq <= 64 ? TileOf::few_queries : TileOf::d64;
-    return a.d <= 96 ? TileOf::d96 : a.d <= 128 ? TileOf::d128 : a.d <= 192 ? TileOf::d192 : TileOf::d256;
-}
-
-// D, Br, Bc, stages of Q, stages of K and V, way of O, blocks on a multiprocessor. docs/hopper.md has what others gave.
-template <class Use>
-auto with_tile(TileOf tile, const Use &use) {
-    switch (tile) {
-        case TileOf::few_queries:  // so small that three blocks share a multiprocessor and hide each other's latencies
-            return use(Tile<64, 64, 64, 2, 2, StoreO::direct, 3>());
-        case TileOf::d64:  // three consumers were 7 % faster than two: exponentials are half of the work
-            return use(Tile<64, 192, 128, 2, 4, StoreO::through_Q>());
-        case TileOf::d96:  // 128 x 128 was 5 to 12 % faster at N 512, 4 to 12 % slower from N 2048 on
-            return use(Tile<96, 192, 96, 2, 2, StoreO::through_Q>());
-        case TileOf::d128:  // one stage of Q and Bc 144 to 176 lost 9 to 21 % at N 512, gained at most 2 % at N 8192
-            return use(Tile<128, 128, 128, 2, 2, StoreO::through_Q>());
-        case TileOf::d192:  // two stages of Q and Bc 80 were 8 % slower at N 8192
-            return use(Tile<192, 128, 112, 1, 2, StoreO::through_V>());
-        default:  // d256: Bc 64 was up to 8 % slower
-            return use(Tile<256, 128, 80, 1, 2, StoreO::through_V>());
-    }
+    if (a.d <= 64) return a.Nq <= 64 ? few_queries : d64;
+    return a.d <= 96 ? d96 : a.d <= 128 ? d128 : a.d <= 192 ? d192 : d256;
 }
 
 template <class T, class Tile>
@@ -486,14 +481,14 @@ const char *launch(const Attention &a, const Plan &plan, void *workspace, CUstre
 
 Plan plan_half(const Attention &a, const Device &device) {
     const TileOf choice = tile_of(a);
-    return with_tile(choice, [&](auto tile) {
+    return with_tile(choice, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        return make_plan<Tile, SharedStorage<Tile>>(a, device, "half", (int)choice);
+        return make_plan<Tile, SharedStorage<Tile>>(a, device, "half", choice);
     });
 }
 
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return with_tile((TileOf)plan.tile, [&](auto tile) {
+    return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         return a.dtype == Dtype::float16 ? launch<__half, Tile>(a, plan, workspace, stream)
                                          : launch<__nv_bfloat16, Tile>(a, plan, workspace, stream);

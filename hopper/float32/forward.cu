@@ -286,35 +286,24 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-enum class TileOf { single, d64_few, d64, d128_few, d128, d256 };
+// D, Br, Bc, stages, splitter groups. Other d use the next of 64, 128 and 256. d 64 with seven stages and four consumers:
+// the same within 3 %.
+using Tiles = TileList<Float32Tile<64, 192, 64, 7, 3>,    // d64_few: 208 KB of shared memory
+                       Float32Tile<64, 256, 64, 6, 3>,    // d64: 208 KB
+                       Float32Tile<128, 128, 64, 3, 2>,   // d128_few: 224 KB
+                       Float32Tile<128, 192, 64, 3, 1>,   // d128: 224 KB
+                       Float32Tile<256, 128, 32, 2, 1>>;  // d256: 224 KB
+enum TileOf { d64_few, d64, d128_few, d128, d256 };       // its place in Tiles
 
 // d 64 has four consumers, unless rows or work tiles are few. d 128 has three and one splitter group, or two and two
 // where these have a tenth fewer rows to go through, since a head's last tile of 192 is emptier, or work tiles are few.
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };
-    if (is_single_tile(a)) return TileOf::single;
-    if (a.d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? TileOf::d64_few : TileOf::d64;
-    if (a.d > 128) return TileOf::d256;
+    if (a.d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? d64_few : d64;
+    if (a.d > 128) return d256;
     const bool may_be_few = a.Nq <= 640 || work_tiles(192) <= 2 * multiprocessors;
-    return may_be_few && 10 * rows_each(128) <= 9 * rows_each(192) ? TileOf::d128_few : TileOf::d128;
-}
-
-// Other d use the next of 64, 128 and 256. d 64 with seven stages and four consumers: the same within 3 %.
-template <class Use>
-auto with_tile(TileOf tile, const Use &use) {
-    switch (tile) {  // D, Br, Bc, stages, splitter groups; shared memory
-        case TileOf::d64_few:
-            return use(Float32Tile<64, 192, 64, 7, 3>());  // 208 KB
-        case TileOf::d64:
-            return use(Float32Tile<64, 256, 64, 6, 3>());  // 208 KB
-        case TileOf::d128_few:
-            return use(Float32Tile<128, 128, 64, 3, 2>());  // 224 KB
-        case TileOf::d128:
-            return use(Float32Tile<128, 192, 64, 3, 1>());  // 224 KB
-        default:
-            return use(Float32Tile<256, 128, 32, 2, 1>());  // 224 KB
-    }
+    return may_be_few && 10 * rows_each(128) <= 9 * rows_each(192) ? d128_few : d128;
 }
 
 // Heads of k and v that are one and the same (stride 0) are split once.
@@ -323,40 +312,36 @@ Attention with_distinct_heads(Attention a) {
     return a;
 }
 
-template <class Tile>
-Plan plan_tile(const Attention &a, TileOf choice, const Device &device) {
-    Plan plan = make_plan<Tile, SharedMemory<Tile>>(a, device, "float32", (int)choice);
-    Workspace w;
-    const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
-    if (bytes > 0) {
-        const int64_t jobs = (int64_t)w.jobs_per_head * w.batches * a.Hkv;
-        plan.workspace = bytes;
-        plan.grid = std::min<int64_t>(std::max(plan.grid, jobs), device.multiprocessors * Tile::BlocksPerSM);
-    }
-    return plan;
-}
-
-template <class Tile>
-const char *launch(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    Float32Parameters p{{a}};
-    const bool has_keys = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
-    const int64_t counter_bytes = has_keys ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
-    return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
-}
-
 }  // namespace
 
 Plan plan_float32(const Attention &attention, const Device &device) {
     const Attention a = with_distinct_heads(attention);
+    if (is_single_tile(a)) return plan_single_tile(a, device);
     const TileOf choice = tile_of(a, device.multiprocessors);
-    if (choice == TileOf::single) return plan_single_tile(a, device);
-    return with_tile(choice, [&](auto tile) { return plan_tile<decltype(tile)>(a, choice, device); });
+    return with_tile(choice, Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        Plan plan = make_plan<Tile, SharedMemory<Tile>>(a, device, "float32", choice);
+        Workspace w;
+        const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
+        if (bytes > 0) {
+            const int64_t jobs = (int64_t)w.jobs_per_head * w.batches * a.Hkv;
+            plan.workspace = bytes;
+            plan.grid = std::min<int64_t>(std::max(plan.grid, jobs), device.multiprocessors * Tile::BlocksPerSM);
+        }
+        return plan;
+    });
 }
 
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Attention a = with_distinct_heads(attention);
-    if (plan.tile == (int)TileOf::single) return launch_single_tile(a, plan, workspace, stream);
-    return with_tile((TileOf)plan.tile, [&](auto tile) { return launch<decltype(tile)>(a, plan, workspace, stream); });
+    if (is_single_tile(a)) return launch_single_tile(a, plan, workspace, stream);
+    return with_tile(plan.tile, Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        Float32Parameters p{{a}};
+        const bool has_keys = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
+        const int64_t counter_bytes = has_keys ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
+        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
+    });
 }
 
 }  // namespace minimal_attn::hopper
