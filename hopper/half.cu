@@ -97,7 +97,7 @@ __device__ void store_staged_O(const Parameters &p, const WorkTile &work, int wa
 
 // ------------------------------------------------------------------------------ producer threads
 
-// Steps 5 and 6 of Algorithm 1 for Kj, or for Vj. before_load() comes before each load.
+// Steps 5 and 6 of Algorithm 1 for Kj, or for Vj. Calls before_load() before each load.
 template <class Tile, class BeforeLoad>
 __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeline<Tile::Stages> &pipeline,
                            unsigned char (*tiles)[Tile::KBytes], const BeforeLoad &before_load) {
@@ -109,7 +109,7 @@ __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeli
     }
 }
 
-// Thread 0. It takes a work tile once the last Kj of the one before is being loaded: as late as possible, so that
+// Thread 0 takes a work tile when it has begun to load the last Kj of the one before: as late as possible, so that
 // blocks end at about the same time (d 256, N 8192 causal: 5 %).
 template <class Tile>
 __device__ void schedule_and_load_K(const Parameters &p, SharedStorage<Tile> &shared) {
@@ -127,9 +127,9 @@ __device__ void schedule_and_load_K(const Parameters &p, SharedStorage<Tile> &sh
     }
 }
 
-// Thread 32. Step 8: Qi, 64 rows for each consumer. With through_Q then step 13: O of the work tile before. This can't
-// deadlock, since kQueueStages = QStages = 2: the next Qi in O's stage belongs to a work tile that is only published
-// once this O is staged.
+// Thread 32 loads Qi (step 8), 64 rows for each consumer. With through_Q it then stores O of the work tile before
+// (step 13). It can't deadlock, since kQueueStages = QStages = 2: the next Qi in O's stage belongs to a work tile that
+// thread 0 publishes only after this O is staged.
 template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
@@ -161,8 +161,8 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
     }
 }
 
-// Thread 64: Vj; with StoreO::through_V also step 13, O of the work tile before. Each of the first Vj goes where one
-// consumer's O is staged, so that O is stored first; no Vj waits for more than one consumer.
+// Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13): each of the first Vj goes
+// where one consumer has staged its O, so the thread stores this O first. No Vj waits for more than one consumer.
 template <class Tile>
 __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::Stages> V{shared.V};
@@ -223,8 +223,8 @@ __device__ void pack_P(uint32_t (&Pij)[Count], const float (&Sij)[2 * Count]) {
     for (int x = 0; x < Count; ++x) Pij[x] = pack<T>(Sij[2 * x], Sij[2 * x + 1]);
 }
 
-// Consumers issue their products in turns, so that one's softmax runs beside another's products. wait_turn also makes
-// the 4 warps of a consumer meet, which StoreO::through_Q needs: all have read Qi before one overwrites it.
+// Consumers issue their products in turns, so that the softmax of one runs beside the products of another. wait_turn
+// also synchronises the 4 warps of a consumer, which through_Q needs: all have read Qi before one writes O there.
 template <class Tile>
 struct PingPong {
     int warpgroup;
@@ -237,8 +237,8 @@ struct PingPong {
     }
 };
 
-// Masks Sij and, where the caller wants the state, keeps the largest score of a thread's two rows: with a stale maximum
-// m is not exact. Most tiles need neither and skip both by one branch.
+// Masks Sij and, where the state is wanted, keeps the largest score of a thread's two rows, since a stale maximum isn't
+// exact. Most tiles need neither and skip both by one branch.
 template <int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], float (&largest)[2], const Attention &a, const WorkTile &work,
                                    int row, int j0, Keys fully_visible) {
@@ -272,7 +272,8 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&
 }
 
 // With a stale maximum a thread's Pij of a tile may add up to this much, those of a row to 4 times as much. Equal
-// scores add up to 64 with Bc 128. No Pij is above 256, and float16 ends at 65504. Oi can't overflow while V is below 3e35 / (number of tiles).
+// scores add up to 64 with Bc 128. No Pij is above 256, and float16 ends at 65504.
+// Oi can't overflow while V is below 3e35 / (number of tiles).
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread's exponentials before the wait for Pij Vj. Three consumers have no registers for more. With two, 16 and 28
@@ -315,8 +316,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
 
-    // Waits for the next work tile and starts its first Sij. Without one it multiplies stale tiles and nobody reads the
-    // result: inside an if, ptxas would wait for the product at once (C7517, docs/ptxas.md).
+    // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
+    // isn't read: inside an if, ptxas would wait for it at once (C7517, docs/ptxas.md).
+    constexpr bool BeginsEarly = Tile::QStages > 1;  // beside the last Pij Vj of the work tile before
     bool has_work;
     const auto begin_work_tile = [&] {
         tile_queue.consumer_wait();
@@ -370,7 +372,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
             }
         }
 
-        // The last Pij Vj. With two stages of Q the next work tile's first Sij starts beside it.
+        // The last Pij Vj
         Pipeline<kQueueStages> my_tile = tile_queue;  // released once O is staged or stored
         Pipeline<Tile::QStages> my_Q = Q;             // likewise, if O is staged in Qi's stage
         if constexpr (Tile::O == StoreO::through_Q)
@@ -394,8 +396,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
                 V.skip_stage();
             }
         }
-        if constexpr (Tile::QStages > 1) begin_work_tile();
-        wgmma_wait<Tile::QStages - 1>(Oi);
+        if constexpr (BeginsEarly) begin_work_tile();
+        wgmma_wait<BeginsEarly ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
 
         if (a.l) {
@@ -416,7 +418,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
         my_tile.consumer_release();
-        if constexpr (Tile::QStages == 1) begin_work_tile();
+        if constexpr (!BeginsEarly) begin_work_tile();
         wgmma_wait<0>(Sij);
     }
 }
