@@ -24,13 +24,11 @@ __device__ void load_tile(unsigned char *tile, const TensorMap &tensor, int row,
 
 // The driver's encoder, found at run time, so that nothing needs to be linked with the driver.
 inline auto tensor_map_encoder() {
-    static const auto encode = [] {
-        void *function = nullptr;
-        cudaDriverEntryPointQueryResult result;
+    static void *function;
+    static cudaDriverEntryPointQueryResult result;
+    static const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-        return (decltype(&cuTensorMapEncodeTiled))function;
-    }();
-    return encode;
+    return error == cudaSuccess ? (decltype(&cuTensorMapEncodeTiled))function : nullptr;
 }
 
 inline const char *why_no_encoder() {
