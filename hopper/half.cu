@@ -471,14 +471,6 @@ TileOf tile_of(const Attention &a) {
     return a.d <= 96 ? d96 : a.d <= 128 ? d128 : a.d <= 192 ? d192 : d256;
 }
 
-template <class T, class Tile>
-const char *launch(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    Parameters p{a};
-    p.tma_stores_O = Tile::O != StoreO::direct && !a.l && is_aligned(a.o, a.o_stride, sizeof(T), a.d) &&
-                     make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
-    return launch_kernel<Tile>(half_hopper_kernel<T, Tile>, p, plan, workspace, sizeof(int), stream);
-}
-
 }  // namespace
 
 Plan plan_half(const Attention &a, const Device &device) {
@@ -492,8 +484,12 @@ Plan plan_half(const Attention &a, const Device &device) {
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        return a.dtype == Dtype::float16 ? launch<__half, Tile>(a, plan, workspace, stream)
-                                         : launch<__nv_bfloat16, Tile>(a, plan, workspace, stream);
+        Parameters p{a};
+        p.tma_stores_O = Tile::O != StoreO::direct && !a.l && is_aligned(a.o, a.o_stride, sizeof(__half), a.d) &&
+                         make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
+        const auto kernel =
+            a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile> : half_hopper_kernel<__nv_bfloat16, Tile>;
+        return launch_kernel<Tile>(kernel, p, plan, workspace, sizeof(int), stream);
     });
 }
 
