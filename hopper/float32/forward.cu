@@ -95,6 +95,69 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, float *flushed_l, bo
     }
 }
 
+// Splits jobs until the next work tile is there. All threads must agree whether it is, so they vote.
+template <class Tile>
+__device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup,
+                                    const Pipeline<kQueueStages> &tile_queue) {
+    if (!p.workspace.heads || p.a.d % 4 != 0) return;
+    while (!named_barrier_any(barrier_of_group(warpgroup), 128, phase_is_over(tile_queue.full(), tile_queue.phase())) &&
+           consumer_takes_job<Tile>(p, shared, warpgroup)) {
+    }
+}
+
+// 10. - 11. Pij as hi and lo, for a tile of keys from j0 on. With a stale maximum Pij may exceed 1; if one, times kPScale,
+// exceeds float16, all are computed again by the exact maximum.
+template <class Tile, int Count, class IsFirst>
+__device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
+                          SoftmaxState &softmax, float c, float c_tile, float tile_unit, bool uses_stale_max,
+                          float dither, int j0, const IsFirst &is_first, float *flushed_l) {
+    float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
+    if (uses_stale_max) {
+#pragma unroll
+        for (int x = 0; x < Count / 2; ++x) {
+            const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -softmax.cm[x % 2])),
+                                exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -softmax.cm[x % 2]))};
+            sum[x % 2] += P[0], sum[x % 2] += P[1];
+            split_P<Tile>(P[0], P[1], dither, x, hi[x], lo[x]);
+        }
+    }
+    const auto are_all_finite = [&] {
+        uint32_t largest = 0;  // of hi, two at a time, as ints: NaN and inf are the largest
+#pragma unroll
+        for (int x = 0; x < Count / 2; x += 2) largest = __vimax3_s16x2(largest, hi[x], hi[x + 1]);
+        return are_finite(largest);
+    };
+    // Mostly the sums say that none is beyond float16.
+    if (Tile::UsesStaleMax &&
+        __all_sync(~0u, uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
+        for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
+    } else {
+        update_row_max<Tile::SubtractFirst>(Sij, softmax, c, tile_unit);
+        exponentiate<Tile::SubtractFirst>(Sij, softmax, c_tile);
+        if (Tile::UsesStaleMax) flush_row_sum(softmax, flushed_l, is_first());
+        const float dither = dither_at(j0);  // again: kept, it would take a register
+#pragma unroll
+        for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
+    }
+}
+
+// 12. - 13. O to HBM. True if hi and lo didn't carry the rows: then the fallback must compute them.
+template <class Tile, class Unit, int Count>
+__device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &shared, const Float32Work &work,
+                            float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
+    for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
+        if (threadIdx.x % 4 == 0) softmax.l[r] += shared.flushed_l[row_of_thread() + 8 * r];
+    const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
+    const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
+    if (unitO < 0x1p-60f || p.a.l_in) {  // else unitO times the row's weight could be subnormal
+#pragma unroll
+        for (float &x : Oi) x *= unitO;
+        unitO = 1.f;
+    }
+    store_O<Tile>(p, work, work.i0 + row_of_thread(), Oi, softmax, l, c, unit(), unitO);
+    return fallback;
+}
+
 // A consumer warpgroup: splits jobs while it waits for work tiles, then computes its 64 rows of each.
 template <class Tile>
 __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) {
@@ -106,12 +169,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     Pipeline<Tile::Stages> KV{shared.KV};
     for (;; tile_queue.consumer_release()) {
-        // All threads must agree whether the phase has ended, so they vote.
-        if (p.workspace.heads && a.d % 4 == 0)
-            while (!named_barrier_any(barrier_of_group(warpgroup), 128,
-                                      phase_is_over(tile_queue.full(), tile_queue.phase())) &&
-                   consumer_takes_job<Tile>(p, shared, warpgroup)) {
-            }
+        if constexpr (!Tile::IsSingle) split_while_waiting<Tile>(p, shared, warpgroup, tile_queue);
         tile_queue.consumer_wait();
         const Float32Work &work = shared.work[tile_queue.stage()];
         if (work.b < 0) {
@@ -128,10 +186,11 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             return work.inverse_scale_K * nonzero_inverse_scale(shared.inverse_scale_Q[warpgroup]);
         };
         Q().consumer_wait();
-        bool fallback = work.fallback;
+        bool fallback = work.fallback;  // false in the single-tile kernel
         if (!fallback) {
             split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup],
                            {{0, work.i1 - work.i0 - 64 * warpgroup}, false}, shared.inverse_scale_Q[warpgroup]);
+            if constexpr (Tile::IsSingle) KV.consumer_wait();  // Kj's inverse scale is known
             fallback = !scores_fit(a, unit);
             if (fallback) skip_tiles(work.visible.begin);
         }
@@ -156,7 +215,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 // ptxas would put a read but for the __syncwarps, the second product waits for the answer.
                 const Keys fully_visible = work.fully_visible[warpgroup];
                 const bool needs_mask = j0 < fully_visible.begin || j0 + Bc > fully_visible.end;
-                const bool is_last = j0 + Bc >= work.ends[warpgroup];
+                const bool is_last = Tile::IsSingle || j0 + Bc >= work.ends[warpgroup];
                 // 9. Sij = Qi Kj^T
                 KV.consumer_wait();
                 const float inverse_scale_K = read_by_lane0(shared.inverse_scale[KV.stage()].x, is_lane_0);
@@ -185,35 +244,9 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 if (needs_mask) negate_and_mask(Sij, a, work, j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
-                float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
-                const auto are_all_finite = [&] {
-                    uint32_t largest = 0;  // of hi, two at a time, as ints: NaN and inf are the largest
-#pragma unroll
-                    for (int x = 0; x < Bc / 4; x += 2) largest = __vimax3_s16x2(largest, hi[x], hi[x + 1]);
-                    return are_finite(largest);
-                };
-                if (uses_stale_max) {
-#pragma unroll
-                    for (int x = 0; x < Bc / 4; ++x) {
-                        const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -softmax.cm[x % 2])),
-                                            exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -softmax.cm[x % 2]))};
-                        sum[x % 2] += P[0], sum[x % 2] += P[1];
-                        split_P<Tile>(P[0], P[1], dither, x, hi[x], lo[x]);
-                    }
-                }
-                // Mostly the sums say that none times kPScale is beyond float16.
-                if (Tile::UsesStaleMax &&
-                    __all_sync(~0u,
-                               uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
-                    for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
-                } else {
-                    update_row_max<Tile::SubtractFirst>(Sij, softmax, c, tile_unit);
-                    exponentiate<Tile::SubtractFirst>(Sij, softmax, c_tile);
-                    if (Tile::UsesStaleMax) flush_row_sum(softmax, shared.flushed_l, j0 == work.visible.begin);
-                    const float dither = dither_at(j0);  // again: kept, it would take a register
-#pragma unroll
-                    for (int x = 0; x < Bc / 4; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
-                }
+                compute_P<Tile>(
+                    hi, lo, Sij, softmax, c, c_tile, tile_unit, uses_stale_max, dither, j0,
+                    [&] { return j0 == work.visible.begin; }, shared.flushed_l);
                 // 12. Oi = diag(alpha) Oi + Pij Vj, in one FMA
                 KV.consumer_wait();
                 float inverse_scale_V, factor[2];
@@ -232,31 +265,26 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                     }
                     wgmma_wait<0>(Tij);
 #pragma unroll
-                    for (int x = 0; x < Columns / 2; ++x) Oi[x0 + x] = fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
+                    for (int x = 0; x < Columns / 2; ++x)
+                        Oi[x0 + x] = Tile::IsSingle ? Tij[x] : fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
                 }
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
-            } while (j0 < end);  // instead of !is_last, with which Vj's stage is released later
+            } while (!Tile::IsSingle && j0 < end);  // instead of !is_last, with which Vj's stage is released later
             if constexpr (D > 128)
                 if (j0 - work.visible.begin > kTilesInOi * Bc)
                     flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
-            for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
-                if (threadIdx.x % 4 == 0) softmax.l[r] += shared.flushed_l[row_of_thread() + 8 * r];
-            const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
-            fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
-            if (unitO < 0x1p-60f || a.l_in) {  // else unitO times the row's weight could be subnormal
-#pragma unroll
-                for (float &x : Oi) x *= unitO;
-                unitO = 1.f;
-            }
-            store_O<Tile>(p, work, work.i0 + row_of_thread(), Oi, softmax, l, c, unit(), unitO);
-            skip_tiles(j0);
+            fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
+            if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }
         if (fallback) defer<Tile>(p, shared, work);
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
         __syncwarp();                         // all lanes have read the work tile
     }
-    run_deferred<Tile>(p, shared, KV);
+    if constexpr (Tile::IsSingle)
+        run_deferred_out_of_line<Tile>(p, shared, KV);
+    else
+        run_deferred<Tile>(p, shared, KV);
 }
 
 template <class Tile>
@@ -266,13 +294,14 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
     const auto init_barriers = [&] {
-        init_consumer_memory(shared, 0);
+        init_consumer_memory(shared, Tile::IsSingle ? 4 : 0);
         for (Barrier &loaded : shared.tile_loaded) init(loaded, 1);
         for (auto &jobs : shared.current_job)
             for (SplitJob &job : jobs) job.head = -1;
         for (SplitJob &next : shared.next_job) next.head = 0;
     };
     const auto produce_or_split = [&] {
+        if constexpr (Tile::IsSingle) return produce_and_split<Tile>(p, shared);
         if (threadIdx.x == 0) produce<Tile>(p, shared);
         constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
         if (threadIdx.x >= first && p.workspace.heads)
@@ -288,18 +317,20 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // D, Br, Bc, stages, splitter groups. Other d use the next of 64, 128 and 256. d 64 with seven stages and four consumers:
 // the same within 3 %.
-using Tiles = TileList<Float32Tile<64, 192, 64, 7, 3>,    // d64_few: 208 KB of shared memory
-                       Float32Tile<64, 256, 64, 6, 3>,    // d64: 208 KB
-                       Float32Tile<128, 128, 64, 3, 2>,   // d128_few: 224 KB
-                       Float32Tile<128, 192, 64, 3, 1>,   // d128: 224 KB
-                       Float32Tile<256, 128, 32, 2, 1>>;  // d256: 224 KB
-enum TileOf { d64_few, d64, d128_few, d128, d256 };       // its place in Tiles
+using Tiles = TileList<Float32Tile<64, 64, 64, 2, 1, 2>,     // single: 48 KB of shared memory, two blocks; single.h
+                       Float32Tile<64, 192, 64, 7, 3>,       // d64_few: 208 KB
+                       Float32Tile<64, 256, 64, 6, 3>,       // d64: 208 KB
+                       Float32Tile<128, 128, 64, 3, 2>,      // d128_few: 224 KB
+                       Float32Tile<128, 192, 64, 3, 1>,      // d128: 224 KB
+                       Float32Tile<256, 128, 32, 2, 1>>;     // d256: 224 KB
+enum TileOf { single, d64_few, d64, d128_few, d128, d256 };  // its place in Tiles
 
 // d 64 has four consumers, unless rows or work tiles are few. d 128 has three and one splitter group, or two and two
 // where these have a tenth fewer rows to go through, since a head's last tile of 192 is emptier, or work tiles are few.
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };
+    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return single;
     if (a.d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? d64_few : d64;
     if (a.d > 128) return d256;
     const bool may_be_few = a.Nq <= 640 || work_tiles(192) <= 2 * multiprocessors;
@@ -316,11 +347,11 @@ Attention with_distinct_heads(Attention a) {
 
 Plan plan_float32(const Attention &attention, const Device &device) {
     const Attention a = with_distinct_heads(attention);
-    if (is_single_tile(a)) return plan_single_tile(a, device);
     const TileOf choice = tile_of(a, device.multiprocessors);
     return with_tile(choice, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        Plan plan = make_plan<Tile, SharedMemory<Tile>>(a, device, "float32", choice);
+        const char *const name = Tile::IsSingle ? "float32, a single tile" : "float32";
+        Plan plan = make_plan<Tile, SharedMemory<Tile>>(a, device, name, choice);
         Workspace w;
         const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
         if (bytes > 0) {
@@ -334,7 +365,6 @@ Plan plan_float32(const Attention &attention, const Device &device) {
 
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Attention a = with_distinct_heads(attention);
-    if (is_single_tile(a)) return launch_single_tile(a, plan, workspace, stream);
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Float32Parameters p{{a}};

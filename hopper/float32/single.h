@@ -1,11 +1,69 @@
-// single.h: what forward.cu knows of small.cu.
+// single.h: the producer warpgroup for at most 64 queries and 64 keys a head, d up to 64. Such a head is one work tile, and
+// no other work tile reads its K and V: so they are split in place, without a workspace. Two blocks share a
+// multiprocessor.
+//
+// Each step runs once a head, so nothing hides latencies: loads come first, before the work tile is worked out, and the
+// code is short and straight, as each line of it is waited for in the instruction cache.
+//
+// role                | warps  | registers | does
+// producer warpgroup  | 0 to 3 | 96        | thread 0 loads Kj, Qi and Vj; all split Kj, then Vj, in place
+// consumer warpgroup  | 4 to 7 | 160       | as in forward.cu, one tile of keys
+//
+// barrier                | who arrives               | who waits            | orders what
+// tile_queue full, empty | thread 0; all 8 warps     | all warps; thread 0  | a work tile's description: written; read
+// Q full, empty          | TMA; consumer             | consumer; thread 0   | Qi: there, as float32s; Sij is done
+// tile_loaded            | TMA                       | producer             | Kj or Vj is there, as float32s
+// KV full, empty         | thread 0; consumer        | consumer; thread 0   | Kj or Vj: split; read
+// named, 1 and 2         | consumer; producer        | the same             | what its threads exchange when they split
 #pragma once
-#include "flash.h"
+#include "hopper/float32/producer.h"
+#include "hopper/float32/splitters.h"
 
 namespace minimal_attn::hopper {
 
-inline bool is_single_tile(const Attention &a) { return a.d <= 64 && a.Nq <= 64 && a.Nk <= 64; }
-Plan plan_single_tile(const Attention &a, const Device &device);
-const char *launch_single_tile(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+template <class Tile>
+__device__ void produce_and_split(const Parameters &p, SharedMemory<Tile> &shared) {
+    Pipeline<1> Q{};
+    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
+    int parity = 0;  // of this work tile's phase of `loaded` and KV
+    const auto load = [&](bool is_V, int key_head, int b) {
+        wait(shared.KV[is_V].empty, parity ^ 1);
+        load_tile<Tile::Bc, Tile::Boxes, 32>(shared.tiles[is_V], is_V ? p.V : p.K, 0, key_head, b,
+                                             shared.tile_loaded[is_V]);
+    };
+    const auto split = [&](bool is_V, Float32Work &work) {
+        wait(shared.tile_loaded[is_V], parity);
+        const float inverse_scale =
+            split_in_place(SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[1], 1}, shared.tiles[is_V],
+                           {work.band.keys, is_V}, shared.inverse_scale[is_V].x);
+        if (threadIdx.x == 0) {
+            if (is_V)
+                work.inverse_scale_V = inverse_scale;
+            else
+                work.inverse_scale_K = nonzero_inverse_scale(inverse_scale);
+            arrive(shared.KV[is_V].full);
+        }
+    };
+    for (int n = -1;; parity ^= 1, __syncwarp(), tile_queue.consumer_release()) {
+        if (threadIdx.x == 0) {
+            tile_queue.producer_acquire();
+            n = TileScheduler<Tile>{p}.next(n);
+            if (n < p.work_tiles) {  // work tile n is head n
+                const int b = n / p.Hq, h = n % p.Hq, key_head = h / p.group;
+                load(false, key_head, b);
+                produce_Q<Tile>(p, shared, 0, h, b, Q);
+                load(true, key_head, b);
+            }
+            describe_work<Tile>(p, shared, tile_queue, n);
+            arrive(tile_queue.full());
+        }
+        __syncwarp();
+        tile_queue.consumer_wait();
+        Float32Work &work = shared.work[tile_queue.stage()];
+        if (work.b < 0) return;
+        split(false, work);
+        split(true, work);
+    }
+}
 
 }  // namespace minimal_attn::hopper

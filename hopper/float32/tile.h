@@ -18,7 +18,7 @@ struct Float32Tile {
     // Lone warps are faster than two together: one loads and publishes while another splits. Each takes a float32 tile of
     // shared memory, though, so where there is room for one tile only, two warps share it.
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
-    // One tile of keys and of queries: small.cu
+    // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
     // For D > 128 exponentials are few beside the products, so m is always subtracted first and l is a Kahan sum.
     static constexpr bool SubtractFirst = D > 128, UsesStaleMax = !SubtractFirst && !IsSingle;

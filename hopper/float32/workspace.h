@@ -111,10 +111,11 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
     work.fallback = (fmaxf(K, V) == INFINITY) | (V * __int_as_float(head.scale_V) >= 0x1p60f);
 }
 
-// Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys, where w.heads stays null.
+// Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys and for the
+// single tile, where w.heads stays null.
 template <class Tile>
 int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w) {
-    if (a.Nk == 0) return 0;
+    if (Tile::IsSingle || a.Nk == 0) return 0;
     const bool same_batch = a.k_stride.batch == 0 && a.v_stride.batch == 0 && !a.seqlens_k && !a.leftpad_k;
     w.batches = same_batch ? 1 : a.B, w.Tc = tiles_before<Tile>(a.Nk);
     const int64_t heads = w.batches * a.Hkv, tiles = heads * 2 * w.Tc;
