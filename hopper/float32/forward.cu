@@ -11,7 +11,8 @@
 //        v
 //     tiles[stage] in shared memory ---> wgmma by the consumer warpgroups
 //
-// So K and V are split once a call, by whichever block is free. Qi, 64 rows, is split in place by its consumer.
+// So K and V are split once a call, by whichever block is free. Qi, 64 rows, is split in place by its consumer. With at
+// most 64 queries and keys a head the producer warpgroup is another one, without a workspace: single.h.
 //
 // role                | warps            | registers | does
 // producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
