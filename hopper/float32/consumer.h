@@ -108,9 +108,8 @@ __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const 
         const float near = __fdividef(1.f, l[r]),
                     inverse = fmaf(near, fmaf(-l[r], near, 1.f), near);  // one Newton step
         const float weight = inverse * undo_truncation(unitO, l[r], truncation);
-        store_row<Count / 2>(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - column : 0, true, [&](int x) {
-            return float2{weight * Oi[4 * x + 2 * r], weight * Oi[4 * x + 2 * r + 1]};
-        });
+        store_row<Count / 2>(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - column : 0, true,
+                             [&](int x) { return float2{weight * Oi[4 * x + 2 * r], weight * Oi[4 * x + 2 * r + 1]}; });
     }
 }
 
