@@ -55,7 +55,7 @@ struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr StoreO O = O_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
-    [[maybe_unused]] static constexpr int ProducerRegisters = 32;
+    static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     static constexpr bool kAlignKeys = false;

@@ -38,7 +38,7 @@ namespace {
 
 // For D > 128 Oi is flushed after so many tiles of 32 keys, since each addition rounds: one sum of 2048 tiles, N 65536,
 // had 0.93 times the error of SDPA's efficient kernel, this has 0.48 times.
-[[maybe_unused]] constexpr int kTilesInOi = 256;
+constexpr int kTilesInOi = 256;
 
 // ------------------------------------------------------------------------------ producer warp
 
