@@ -31,11 +31,8 @@ struct Arguments {
     const std::optional<SymInt> &offset;
     const MaybeTensor &offsets;
     std::string_view backend;
-};
-
-// The earlier state, as forward.state gets it: all three or none.
-struct State {
-    const MaybeTensor &o, &l, &m;
+    const MaybeTensor &o, &l, &m;  // the earlier state: all three or none
+    const MaybeTensor &sinks;
 };
 
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
@@ -71,8 +68,8 @@ inline void check_q_k_v(const Arguments &a) {
 inline void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
     if (!t) return;
     const auto dtype = t->scalar_type();
-    TORCH_CHECK_VALUE(dtype == at::kInt || dtype == at::kLong, name, " must be int32 or int64, but is ",
-                      name_of(dtype));
+    TORCH_CHECK_VALUE(at::isIntegralType(dtype, /*includeBool=*/false) && dtype != at::kUInt64, name,
+                      " must be int32 or another integer type (not uint64), but is ", name_of(dtype));
     check_like_q(q, *t, name, dtype);
     TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
                       q.sym_size(0), ",), but has shape ", t->sym_sizes());
@@ -90,19 +87,67 @@ inline void check_options(const Arguments &a) {
     check_per_batch(a.q, a.offsets, "offset");
 }
 
-inline void check_state(const Tensor &q, const State &state) {
-    const bool any = state.o || state.l || state.m, all = state.o && state.l && state.m;
+inline void check_sinks(const Arguments &a) {
+    if (!a.sinks) return;
+    const auto dtype = a.sinks->scalar_type();
+    TORCH_CHECK_VALUE(at::isFloatingType(dtype), "sinks must be of a floating dtype, but is ", name_of(dtype));
+    check_like_q(a.q, *a.sinks, "sinks", dtype);
+    const auto heads = a.q.sym_sizes().slice(0, 2), shape = a.sinks->sym_sizes();
+    TORCH_CHECK_VALUE(shape == heads || shape == heads.slice(1), "sinks must have shape (Hq,) = (", heads[1],
+                      ",) or (B, Hq), but has shape ", shape);
+    TORCH_CHECK_VALUE(!a.o, "sinks must be None with a state: give them to the call with the first keys");
+}
+
+inline void check_state(const Arguments &a) {
+    check_sinks(a);
+    const Tensor &q = a.q;
+    const bool any = a.o || a.l || a.m, all = a.o && a.l && a.m;
     TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
     if (!any) return;
-    check_like_q(q, *state.o, "state's o", at::kFloat);
-    TORCH_CHECK_VALUE(state.o->sym_sizes() == q.sym_sizes(), "state's o must have q's shape ", q.sym_sizes(),
-                      ", but has shape ", state.o->sym_sizes());
-    for (const auto &[t, name] : {std::pair{&*state.l, "state's l"}, {&*state.m, "state's m"}}) {
+    check_like_q(q, *a.o, "state's o", at::kFloat);
+    TORCH_CHECK_VALUE(a.o->sym_sizes() == q.sym_sizes(), "state's o must have q's shape ", q.sym_sizes(),
+                      ", but has shape ", a.o->sym_sizes());
+    for (const auto &[t, name] : {std::pair{&*a.l, "state's l"}, {&*a.m, "state's m"}}) {
         check_like_q(q, *t, name, at::kFloat);
         TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
                           " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
                           t->sym_sizes());
     }
+}
+
+inline void check_out(const Arguments &a, const Tensor &out) {
+    check_like_q(a.q, out, "out", a.q.scalar_type());
+    TORCH_CHECK_VALUE(out.sym_sizes() == a.q.sym_sizes(), "out must have q's shape ", a.q.sym_sizes(),
+                      ", but has shape ", out.sym_sizes());
+    bool is_own = out.sym_size(3) == 1 || out.sym_stride(3) == 1;
+    for (int i = 0; i < 3; ++i) is_own = is_own && (out.sym_size(i) <= 1 || out.sym_stride(i) != 0);
+    TORCH_CHECK_VALUE(is_own, "out must have a contiguous last dimension and no stride of 0, but has strides ",
+                      out.sym_strides());
+}
+
+// The bytes from a tensor's first to its last element; of tensors that have data.
+inline std::pair<const char *, const char *> bytes_of(const Tensor &t) {
+    const char *const begin = (const char *)t.const_data_ptr();
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    return {begin, t.numel() ? begin + (last + 1) * t.element_size() : begin};
+}
+
+inline void check_overlap(const Arguments &a, const Tensor &out) {
+    const auto [begin, end] = bytes_of(out);
+    const auto refuse_overlap = [&, begin = begin, end = end](const Tensor &t, const char *name) {
+        const auto [t_begin, t_end] = bytes_of(t);
+        TORCH_CHECK_VALUE(t_end <= begin || end <= t_begin, "out must not overlap ", name, " in memory, but does");
+    };
+    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) refuse_overlap(*t, name);
+    for (const auto &[t, name] : {std::pair{&a.seqlens_k, "seqlens_k"},
+                                  {&a.leftpad_k, "leftpad_k"},
+                                  {&a.offsets, "offset"},
+                                  {&a.sinks, "sinks"},
+                                  {&a.o, "state's o"},
+                                  {&a.l, "state's l"},
+                                  {&a.m, "state's m"}})
+        if (*t) refuse_overlap(**t, name);
 }
 
 }  // namespace minimal_attn

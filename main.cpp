@@ -2,7 +2,7 @@
 //
 // minimal_attn.forward (minimal_attn/_forward.py) -> pybind11 below -> PyTorch's dispatcher, operator
 // minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a backend.
-// The dispatcher chooses between Autograd (refuses gradients), Meta (shapes only), CPU and CUDA.
+// The dispatcher chooses between Autocast (casts q, k, v), Autograd (refuses gradients), Meta (shapes only), CPU, CUDA.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -19,12 +19,14 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "checks.h"
 #include "flash.h"
+#include "overload.h"
 
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -171,15 +173,21 @@ Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
     return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
 }
 
+// What the caller gets: o alone, o and the log-sum-exp, or the state (o, l, m) with o in float32.
+enum class Returns { o, lse, state };
+
 struct Results {
-    Tensor o, l, m;
+    Tensor o, l, m;  // with Returns::lse, l is the log-sum-exp
 };
 
-Results allocate(const Arguments &a, const State *state) {
-    if (!state) return {empty_like_q(a.q, a.q.scalar_type()), {}, {}};
+Results allocate(const Arguments &a, Returns returns, const Tensor *out) {
     const auto rows = a.q.sym_sizes().slice(0, 3);
     const auto options = a.q.options().dtype(at::kFloat);
-    return {empty_like_q(a.q, at::kFloat), at::empty_symint(rows, options), at::empty_symint(rows, options)};
+    Results results;
+    results.o = out ? *out : empty_like_q(a.q, returns == Returns::state ? at::kFloat : a.q.scalar_type());
+    if (returns != Returns::o) results.l = at::empty_symint(rows, options);
+    if (returns == Returns::state) results.m = at::empty_symint(rows, options);
+    return results;
 }
 
 // ---------------------------------------------------------------------------------------------- a call
@@ -244,7 +252,17 @@ void plan_and_launch(const Attention &attention, const Backend &backend, const T
 Tensor per_batch(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
-    return (t->scalar_type() == at::kLong ? t->clamp(-most, most).to(at::kInt) : *t).contiguous();
+    return (t->scalar_type() == at::kInt ? *t : t->to(at::kLong).clamp(-most, most).to(at::kInt)).contiguous();
+}
+
+// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score m = sink
+// and the value 0, thus o = 0 and l = 1; a sink of -inf is no key.
+Results earlier_state(const Arguments &a) {
+    if (a.o) return {has_contiguous_rows(*a.o) ? *a.o : aligned_copy(*a.o), a.l->contiguous(), a.m->contiguous()};
+    if (!a.sinks) return {};
+    const Tensor m = a.sinks->to(at::kFloat).unsqueeze(-1).expand(a.q.sizes().slice(0, 3)).contiguous();
+    const Tensor zero = at::zeros({1, 1, 1, a.q.size(3)}, m.options());
+    return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
 // The part of flash.h's struct that the shapes, strides and options decide.
@@ -260,143 +278,109 @@ Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const T
     return attention;
 }
 
-// state: null for the operator `forward`, which returns o alone; forward.state always passes one, with tensors if there
-// is an earlier state.
-Results run(const Arguments &a, const State *state) {
+// Computes into `out`, where there is one, else into a new tensor.
+Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr) {
     check_q_k_v(a);
     check_options(a);
     const Backend *backend = check_backend(a);
-    if (state) check_state(a.q, *state);
+    check_state(a);
+    if (out) check_out(a, *out);
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
 #endif
-    Results results = allocate(a, state);
+    Results results = allocate(a, returns, out);
     if (!backend || a.q.numel() == 0) return results;
+    if (out) check_overlap(a, *out);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
-    const auto dense = [](const MaybeTensor &t) { return t ? t->contiguous() : Tensor(); };
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
-    const auto out = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
     const Tensor q = readable(a.q), k = readable(a.k), v = readable(a.v);
     Attention attention = describe(a, q, k, v);
     const Tensor seqlens_k = per_batch(a.seqlens_k), leftpad_k = per_batch(a.leftpad_k), offset = per_batch(a.offsets);
     attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k), attention.offset = ints(offset);
-    Tensor o_in, l_in, m_in;
-    if (state && state->o) {
-        o_in = has_contiguous_rows(*state->o) ? *state->o : aligned_copy(*state->o);
-        l_in = dense(state->l), m_in = dense(state->m);
-        attention.o_in_stride = strides_of(o_in);
+    const Results before = earlier_state(a);
+    if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
+    attention.o_in = floats(before.o), attention.l_in = floats(before.l), attention.m_in = floats(before.m);
+
+    // With l and m, or an earlier state, the kernels write o, l and m in float32, whether the caller wants them or not.
+    Results written = results;
+    if (returns != Returns::o || before.o.defined()) {
+        if (results.o.scalar_type() != at::kFloat) written.o = empty_like_q(a.q, at::kFloat);
+        for (Tensor *t : {&written.l, &written.m})
+            if (!t->defined()) *t = at::empty(a.q.sizes().slice(0, 3), a.q.options().dtype(at::kFloat));
+        attention.l = written.l.mutable_data_ptr<float>(), attention.m = written.m.mutable_data_ptr<float>();
     }
-    attention.o_in = floats(o_in), attention.l_in = floats(l_in), attention.m_in = floats(m_in);
-    attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
-    attention.l = out(results.l), attention.m = out(results.m);
+    attention.o = written.o.mutable_data_ptr(), attention.o_stride = strides_of(written.o);
     plan_and_launch(attention, *backend, q);
+    if (!written.o.is_same(results.o)) results.o.copy_(written.o);
+    if (returns == Returns::lse) results.l.log_().add_(written.m);
     return results;
 }
 
 // ---------------------------------------------------------------------------------------------- the operator
-// Two overloads, since an operator returns what its schema says: forward gives o, forward.state (o, l, m).
+// Four overloads with the same arguments, since an operator returns what its schema says: forward gives o, forward.lse
+// (o, log-sum-exp), forward.state (o, l, m), and forward.out writes o into its last argument.
 
-Tensor forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
+template <class Result, class... Out>
+Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
                std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend) {
-    const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
-                              seqlens_k, leftpad_k, offset, offsets, backend};
-    return run(arguments, nullptr).o;
+               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend, const MaybeTensor &o,
+               const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks, Out... out) {
+    const Arguments a{q,       k,       v, causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
+                      offsets, backend, o, l,      m,           sinks};
+    if constexpr (std::is_same_v<Result, State>) {
+        const Results results = run(a, Returns::state);
+        return {results.o, results.l, results.m};
+    } else if constexpr (std::is_same_v<Result, Lse>) {
+        const Results results = run(a, Returns::lse);
+        return {results.o, results.l};
+    } else {
+        return (Result)run(a, Returns::o, &out...).o;
+    }
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_state(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
-                                                 c10::SymIntArrayRef window_size, std::optional<double> softmax_scale,
-                                                 const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-                                                 std::optional<SymInt> offset, const MaybeTensor &offsets,
-                                                 std::string_view backend, const MaybeTensor &o, const MaybeTensor &l,
-                                                 const MaybeTensor &m) {
-    const Arguments arguments{q,         k,         v,      causal,  window_size, softmax_scale,
-                              seqlens_k, leftpad_k, offset, offsets, backend};
-    const State state{o, l, m};
-    Results results = run(arguments, &state);
-    return {std::move(results.o), std::move(results.l), std::move(results.m)};
-}
-
-// The arguments in forward_state's order, as errors call them: Python's one `offset` is two here.
-constexpr std::array<const char *, 14> kNames = {
-    "q",         "k",      "v",      "causal",  "window_size", "softmax_scale", "seqlens_k",
-    "leftpad_k", "offset", "offset", "backend", "state's o",   "state's l",     "state's m"};
-
-template <class Signature>
-const c10::TypedOperatorHandle<Signature> &handle(const char *overload) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("minimal_attn::forward", overload).typed<Signature>();
-    return op;
-}
-const auto &forward_handle() { return handle<decltype(forward)>(""); }
-const auto &forward_state_handle() { return handle<decltype(forward_state)>("state"); }
-
-void refuse_grad(const Tensor &t, const char *name) {
-    TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,
-                " must not require grad, but does: minimal_attn has no backward pass; call it under torch.no_grad(), "
-                "or with a detached ",
-                name);
-    TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
-                " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
-}
-void refuse_grad(const MaybeTensor &t, const char *name) {
-    if (t) refuse_grad(*t, name);
-}
-template <class T>
-void refuse_grad(const T &, const char *) {}
-
-// There is no backward pass yet: refuse what needs one. This must be the Autograd kernel, since torch.compile runs
-// the others with grad mode off, where the question can't be asked any more.
-template <const auto &(*op)(), class R, class... Args>
-R autograd(c10::DispatchKeySet keys, Args... args) {
-    size_t i = 0;
-    (..., refuse_grad(args, kNames[i++]));
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
-}
-
-template <const auto &(*op)(), class R, class... Args>
-auto autograd_of(R (*)(Args...)) {
-    return &autograd<op, R, Args...>;
-}
-
-// What Python calls while not compiling: the same operator, by a handle looked up once instead of torch.ops.
-std::variant<Tensor, std::tuple<Tensor, Tensor, Tensor>> eager(
-    const Tensor &q, const Tensor &k, const Tensor &v, bool causal, std::pair<int64_t, int64_t> window_size,
-    std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-    std::optional<int64_t> offset, const MaybeTensor &offsets, const std::string &backend,
-    const std::optional<std::tuple<Tensor, Tensor, Tensor>> &state, bool return_state) {
+// What Python calls while not compiling: the same operator.
+std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
+                                       std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
+                                       const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+                                       std::optional<int64_t> offset, const MaybeTensor &offsets,
+                                       const std::string &backend, const std::optional<State> &state, bool return_state,
+                                       const MaybeTensor &sinks, bool return_lse, const MaybeTensor &out) {
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
-    if (!state && !return_state)
-        return forward_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets,
-                                     backend);
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;
-    return forward_state_handle().call(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets,
-                                       backend, o, l, m);
+    const auto call = [&](const auto &op, const auto &...out) {
+        return op(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, o, l, m,
+                  sinks, out...);
+    };
+    if (out) return call(Overload<forward<void, const Tensor &>>::call, *out), *out;
+    if (return_lse) return call(Overload<forward<Lse>>::call);
+    if (state || return_state) return call(Overload<forward<State>>::call);
+    return call(Overload<forward<Tensor>>::call);
 }
 
 // What forward would do with these arguments, for minimal_attn.explain; launches nothing.
 pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
-                       const MaybeTensor &offsets, const std::string &backend,
-                       const std::optional<std::tuple<Tensor, Tensor, Tensor>> &state, bool return_state) {
+                       const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
+                       bool return_state, const MaybeTensor &sinks, bool return_lse, const MaybeTensor &out) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
-    const Arguments a{q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend};
+    MaybeTensor o, l, m;
+    if (state) std::tie(o, l, m) = *state;
+    const Arguments a{q,       k,       v, causal, window, softmax_scale, seqlens_k, leftpad_k, position,
+                      offsets, backend, o, l,      m,      sinks};
     check_q_k_v(a);
     check_options(a);
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
-    MaybeTensor o_in, l_in, m_in;
-    if (state) std::tie(o_in, l_in, m_in) = *state;
-    check_state(q, {o_in, l_in, m_in});
+    check_state(a);
+    if (out) check_out(a, *out);
     pybind11::dict others;
     bool is_slower = false;
     for (const Backend &other : backends()) {
@@ -415,8 +399,9 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool c
     Attention attention = describe(a, q, k, v);
     // Plans ask only whether these are there, so that any pointer does.
     float any;
-    if (state || return_state) attention.l = attention.m = &any;
-    if (state) attention.o_in = attention.l_in = attention.m_in = &any, attention.o_in_stride = strides_of(*o_in);
+    if (state || return_state || return_lse || sinks) attention.l = attention.m = &any;
+    if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
+    if (state) attention.o_in_stride = strides_of(*o);
     const auto given = [&](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
     attention.seqlens_k = given(seqlens_k), attention.leftpad_k = given(leftpad_k), attention.offset = given(offsets);
     const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
@@ -429,26 +414,10 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool c
 }  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
-    m.def(
-        "forward(Tensor q, Tensor k, Tensor v, *, bool causal=False, SymInt[2] window_size=-1, "
-        "float? softmax_scale=None, Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, "
-        "Tensor? offsets=None, str backend=\"auto\") -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-    m.def(
-        "forward.state(Tensor q, Tensor k, Tensor v, *, bool causal=False, SymInt[2] window_size=-1, "
-        "float? softmax_scale=None, Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, "
-        "Tensor? offsets=None, str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None) "
-        "-> (Tensor o, Tensor l, Tensor m)",
-        {at::Tag::pt2_compliant_tag});
-}
-
-// CUDA is there without CUDA code, too: check_backend then says what to do about it.
-TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
-TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
-TORCH_LIBRARY_IMPL(minimal_attn, Meta, m) { m.impl("forward", forward), m.impl("forward.state", forward_state); }
-TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
-    m.impl("forward", autograd_of<forward_handle>(&forward));
-    m.impl("forward.state", autograd_of<forward_state_handle>(&forward_state));
+    Overload<forward<Tensor>>::define(m, "", "Tensor");
+    Overload<forward<Lse>>::define(m, "", "(Tensor o, Tensor lse)");
+    Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
+    Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) out", "()");
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

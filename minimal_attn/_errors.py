@@ -4,25 +4,47 @@ import torch
 
 # Keywords of other libraries' attention, and what to do here.
 _ELSEWHERE = {
+    "query": "use q",
+    "key": "use k",
+    "value": "use v",
     "is_causal": "use causal=True (it aligns the last query with the last key; with offset=0 the first ones)",
     "scale": "use softmax_scale",
+    "sm_scale": "use softmax_scale",
+    "scaling": "use softmax_scale",
     "attn_mask": "use causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
+    "attention_mask": "use causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
+    "block_mask": "use causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
+    "mask": "use causal, window_size, seqlens_k and leftpad_k; there are no other masks yet",
+    "score_mod": "use causal, window_size, seqlens_k and leftpad_k; scores can't be changed yet",
     "attn_bias": "there is no bias yet",
     "bias": "there is no bias yet",
     "dropout_p": "there is no dropout",
+    "dropout": "there is no dropout",
     "enable_gqa": "k and v may always have fewer heads than q",
     "cu_seqlens": "packed sequences aren't supported yet; pad them and use seqlens_k",
     "cu_seqlens_q": "packed sequences aren't supported yet; pad them and use seqlens_k",
     "cu_seqlens_k": "packed sequences aren't supported yet; pad them and use seqlens_k",
     "cache_seqlens": "use seqlens_k",
     "cache_leftpad": "use leftpad_k",
+    "seqused_k": "use seqlens_k",
     "key_padding_mask": "use seqlens_k and leftpad_k",
     "sliding_window": "use window_size=(sliding_window - 1, 0)",
-    "return_lse": "use return_state=True: the log-sum-exp is m + log(l)",
-    "return_attn_probs": "use return_state=True: the log-sum-exp is m + log(l)",
+    "window_size_left": "use window_size=(left, right)",
+    "window_size_right": "use window_size=(left, right)",
+    "window": "use window_size=(left, right)",
+    "attention_chunk": "there are no chunks of keys yet; window_size is the nearest",
+    "s_aux": "use sinks",
+    "learnable_sink": "use sinks",
+    "sink": "use sinks",
+    "return_attn_probs": "use return_lse=True: the probabilities are exp(score - lse)",
+    "return_softmax_lse": "use return_lse=True",
+    "return_aux": "use return_lse=True",
     "softcap": "there is no softcap yet",
+    "logits_soft_cap": "there is no softcap yet",
     "alibi_slopes": "there is no ALiBi yet",
     "block_table": "there is no paged cache yet",
+    "page_table": "there is no paged cache yet",
+    "num_splits": "there is no split of the keys to choose",
     "deterministic": "the same inputs always give the same bits",
 }
 
@@ -59,8 +81,13 @@ _MUST_BE = {
     "state": (lambda x: x is None or _is_tuple(x, 3, _is_tensor), "three dense tensors (o, l, m) or None"),
     "window_size": (lambda x: _is_tuple(x, 2, _is_int), "two ints (left, right)"),
     "softmax_scale": (lambda x: x is None or _is_number(x), "a number or None"),
-    "offset": (lambda x: x is None or _is_int(x), "an int of 64 bits, a tensor or None"),
-    "offsets": (lambda x: x is None or _is_tensor(x), "an int of 64 bits, a dense tensor or None"),
+    "offset": (
+        lambda x: x is None or _is_int(x) or _is_tensor(x),
+        "an int of 64 bits, a dense tensor or None",
+    ),
+    "sinks": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "out": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "return_lse": (lambda x: isinstance(x, bool), "True or False"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
     "backend": (
@@ -75,9 +102,11 @@ def clearer(error, arguments):
     for name, (is_right, must_be) in _MUST_BE.items():
         value = arguments[name]
         if not is_right(value):
+            if isinstance(value, torch.Tensor) and value.is_nested:
+                todo = "torch.nested.to_padded_tensor pads it, and seqlens_k says where the padding begins"
+                return TypeError(f"{name} must be {must_be}, but was a nested one: {todo}")
             was = f"one of layout {value.layout}" if isinstance(value, torch.Tensor) else repr(value)
             was = " ".join(was.split())
             was = was if len(was) <= 80 else was[:77] + "..."
-            name = "offset" if name == "offsets" else name
             return TypeError(f"{name} must be {must_be}, but was {was} ({type(value).__name__})")
     return error

@@ -3,52 +3,85 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from minimal_attn._errors import clearer, unknown_keyword
 from minimal_attn._load import _C
 
 if TYPE_CHECKING:
-    from typing_extensions import Never
+    from typing_extensions import Never, Unpack
 
 State = tuple[Tensor, Tensor, Tensor]
 
 
+class _Options(TypedDict, total=False):
+    """forward's keywords that don't change what it returns."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    seqlens_k: Tensor | None
+    leftpad_k: Tensor | None
+    offset: int | Tensor | None
+    backend: str
+    sinks: Tensor | None
+    out: Tensor | None
+
+
+_False = Literal[False]
+_True = Literal[True]
+
+
 @overload
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softmax_scale: float | None = ...,
-    seqlens_k: Tensor | None = ...,
-    leftpad_k: Tensor | None = ...,
-    offset: int | Tensor | None = ...,
     state: None = ...,
-    return_state: Literal[False] = ...,
-    backend: str = ...,
+    return_state: _False = ...,
+    return_lse: _False = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 @overload
 def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, state: State, return_lse: _False = ..., **options: Unpack[_Options]
+) -> State: ...
+@overload
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softmax_scale: float | None = ...,
-    seqlens_k: Tensor | None = ...,
-    leftpad_k: Tensor | None = ...,
-    offset: int | Tensor | None = ...,
+    return_state: _True,
+    state: State | None = ...,
+    **options: Unpack[_Options],
+) -> State: ...
+@overload
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: _True,
+    state: State | None = ...,
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
     state: State | None = ...,
     return_state: bool = ...,
-    backend: str = ...,
-) -> Tensor | State: ...
+    return_lse: bool = ...,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor] | State: ...
 def forward(
     q: Tensor,
     k: Tensor,
@@ -63,13 +96,17 @@ def forward(
     state: State | None = None,
     return_state: bool = False,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
     **unknown: Never,
-) -> Tensor | State:
+) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
 
     Args:
         q: queries (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA GPU. d is 1 to 256, Nq
             and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass x.transpose(1, 2).
+            Under torch.autocast, q, k and v are cast to its dtype first, as SDPA casts them.
         k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device. Hkv divides Hq: query head h reads
             key head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose
             last dimension isn't contiguous is copied once.
@@ -77,52 +114,81 @@ def forward(
         window_size: (left, right): query i sees the keys i + offset - left <= j <= i + offset + right. -1 is
             no bound.
         softmax_scale: any finite float32. None: 1 / sqrt(d).
-        seqlens_k: (B,) int32 or int64 on q's device: batch b has only its first seqlens_k[b] keys, clamped
-            to 0..Nk.
-        leftpad_k: (B,) int32 or int64 on q's device: the keys of batch b begin at leftpad_k[b], clamped
-            likewise. The position of a key stays its index.
-        offset: position of query 0 among the keys, of any sign: an int, or (B,) int32 or int64 on q's
+        seqlens_k: (B,) of an integer dtype on q's device: batch b has only its first seqlens_k[b] keys,
+            clamped to 0..Nk. int32 is read as it is, another dtype is converted first.
+        leftpad_k: (B,) likewise: the keys of batch b begin at leftpad_k[b], clamped likewise. The position of
+            a key stays its index.
+        offset: position of query 0 among the keys, of any sign: an int, or (B,) of an integer dtype on q's
             device. None: the last query sees the last key, so it is seqlens_k[b] - Nq, or Nk - Nq without
             seqlens_k.
         state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape,
             l and m (B, Hq, Nq). The result covers the keys of both calls. The tensors are not changed.
-        return_state: return the state (implied by `state`).
+        return_state: return the state (implied by `state`, unless return_lse is given).
         backend: "auto" takes the fastest that serves the inputs. By name, for tests, benchmarks and readers:
             "cpu", "paper" (flash.cu, Algorithm 1 as printed), "portable" (every GPU since Turing), "hopper"
             (compute capability 9.0, at most 2^30 tiles of 64 queries). For float32, "hopper" allocates
             workspace as large as k and v, with d rounded up to 64, 128 or 256.
+        sinks: (Hq,) or (B, Hq), of any floating dtype: one more score a query head, with the value 0, which
+            every query sees. It isn't scaled. Not together with `state`: the first call counts it.
+        return_lse: return the log-sum-exp of the scaled scores, too. Not together with return_state.
+        out: where o is written: q's shape, dtype and device, the last dimension contiguous, in memory apart
+            from all inputs. Not together with return_state, state or return_lse.
 
     Returns:
-        o in q's shape, dtype and order of strides. With `return_state` or `state` the tuple (o, l, m), all
-        float32: m (B, Hq, Nq) is the row maximum of the scaled scores, l (B, Hq, Nq) the row sum of
-        exp(score - m). The log-sum-exp is m + log(l). A row that sees no key has o = 0, l = 0, m = -inf.
+        o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
+        (B, Hq, Nq), float32, is the natural logarithm of the row sum of exp(score), -inf for a row that sees
+        no key. With `return_state` or `state` the tuple (o, l, m), all float32: m (B, Hq, Nq) is the row
+        maximum of the scaled scores, l (B, Hq, Nq) the row sum of exp(score - m). The log-sum-exp is
+        m + log(l). A row that sees no key has o = 0, l = 0, m = -inf; with sinks l = 1 and m = the sink.
+        For the half dtypes, lse and sinks cost a float32 o in memory besides.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: another shape, dtype, device or value than said above.
+        ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
+            other.
         RuntimeError: an input requires grad while grad mode is on (there is no backward pass), or this
             build has no code for the GPU. In each case nothing has been launched.
     """
     if unknown:
         raise unknown_keyword("forward", unknown)
-    offsets = None
-    if isinstance(offset, Tensor):
-        offset, offsets = None, offset
+    if return_lse and return_state:
+        raise ValueError("return_lse must be False with return_state=True: the log-sum-exp is m + log(l)")
+    if out is not None and (return_lse or return_state or state is not None):
+        raise ValueError(
+            "out must be None with return_lse, return_state and state, which return several tensors"
+        )
+    position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
+        o, l, m = (None, None, None) if state is None else state
         options = dict(
             causal=causal,
             window_size=window_size,
             softmax_scale=softmax_scale,
             seqlens_k=seqlens_k,
             leftpad_k=leftpad_k,
-            offset=offset,
+            offset=position,
             offsets=offsets,
             backend=backend,
+            o=o,
+            l=l,
+            m=m,
+            sinks=sinks,
         )
-        if state is None and not return_state:
-            return torch.ops.minimal_attn.forward.default(q, k, v, **options)
-        o, l, m = (None, None, None) if state is None else state
-        return torch.ops.minimal_attn.forward.state(q, k, v, **options, o=o, l=l, m=m)
+        operator = torch.ops.minimal_attn.forward
+        if out is not None:
+            operator.out(q, k, v, **options, out=out)
+            return out
+        if return_lse:
+            return operator.lse(q, k, v, **options)
+        if return_state or state is not None:
+            return operator.state(q, k, v, **options)
+        return operator.default(q, k, v, **options)
+    if has_torch_function_variadic(q, k, v):  # a subclass of Tensor, or a TorchFunctionMode
+        arguments = locals()
+        given = {
+            x: arguments[x] for x, default in forward.__kwdefaults__.items() if arguments[x] is not default
+        }
+        return handle_torch_function(forward, (q, k, v), q, k, v, **given)
     try:
         return _C.forward(
             q,
@@ -133,11 +199,14 @@ def forward(
             softmax_scale,
             seqlens_k,
             leftpad_k,
-            offset,
+            position,
             offsets,
             backend,
             state,
             return_state,
+            sinks,
+            return_lse,
+            out,
         )
     except (TypeError, NotImplementedError) as error:
         raise clearer(error, locals()) from None
@@ -183,6 +252,9 @@ def explain(
     state: State | None = None,
     return_state: bool = False,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
     **unknown: Never,
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
@@ -192,9 +264,7 @@ def explain(
     """
     if unknown:
         raise unknown_keyword("explain", unknown)
-    offsets = None
-    if isinstance(offset, Tensor):
-        offset, offsets = None, offset
+    position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     try:
         return Explanation(
             **_C.explain(
@@ -206,11 +276,14 @@ def explain(
                 softmax_scale,
                 seqlens_k,
                 leftpad_k,
-                offset,
+                position,
                 offsets,
                 backend,
                 state,
                 return_state,
+                sinks,
+                return_lse,
+                out,
             )
         )
     except TypeError as error:

@@ -35,7 +35,7 @@ def visible_keys(
     return seen
 
 
-def attention(q, k, v, *, softmax_scale=None, state=None, dtype=torch.float64, **band):
+def attention(q, k, v, *, softmax_scale=None, sinks=None, dtype=torch.float64, **band):
     """Manual attention in `dtype`, and the softmax state (l, m) of each row."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
     seen = visible_keys(B, Nq, Nk, **band).to(q.device)
@@ -45,9 +45,11 @@ def attention(q, k, v, *, softmax_scale=None, state=None, dtype=torch.float64, *
     k, v = (t.to(dtype).masked_fill(~inside, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for t in (k, v))
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     s = (scale * (q.to(dtype) @ k.mT)).masked_fill(~seen, -torch.inf)
-    m = s.amax(-1) if Nk else s.new_full(s.shape[:-1], -torch.inf)
-    p = torch.exp(s - m.masked_fill(m == -torch.inf, 0)[..., None])
-    l = p.sum(-1)
+    sink = s.new_tensor(-torch.inf) if sinks is None else sinks.to(dtype)[..., None]  # of a value that is 0
+    m = torch.maximum(s.amax(-1) if Nk else s.new_full(s.shape[:-1], -torch.inf), sink)
+    finite = m.masked_fill(m == -torch.inf, 0)
+    p = torch.exp(s - finite[..., None])
+    l = p.sum(-1) + torch.exp(sink - finite)
     blind = ~seen.any(-1)[..., None]
     o = (p @ v / l[..., None]).masked_fill(blind, 0)
     size = (p @ v.abs() / l[..., None]).masked_fill(blind, 0)

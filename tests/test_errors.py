@@ -56,8 +56,7 @@ def dtype_name(dtype):
         torch.bfloat16: "BFloat16|bfloat16",
         torch.int32: "Int|int32",
         torch.int64: "Long|int64",
-        torch.uint8: "Byte|uint8",
-        torch.int16: "Short|int16",
+        torch.uint64: "UInt64|uint64",
         torch.float32: "Float|float32",
         torch.complex64: "ComplexFloat|complex64",
         torch.bool: "Bool|bool",
@@ -126,9 +125,9 @@ def test_cpu_and_cuda(cuda_backend):
 
 @pytest.mark.parametrize("name", ["seqlens_k", "leftpad_k", "offset"])
 def test_one_int_a_batch(backend, name):
-    for wrong in torch.float32, torch.bool, torch.uint8, torch.int16:
+    for wrong in torch.float32, torch.bool, torch.uint64:
         t = zeros(backend, 2, dtype=wrong)
-        refuses(backend, ValueError, rf"^{name} ", "int32 or int64", dtype_name(wrong), **{name: t})
+        refuses(backend, ValueError, rf"^{name} ", "int32 or another", dtype_name(wrong), **{name: t})
     for shape in (), (1,), (3,), (0,), (2, 1), (1, 2):
         t = zeros(backend, *shape, dtype=torch.int32)
         refuses(backend, ValueError, rf"^{name} ", r"\(B,\)", re.escape(str(list(shape))), **{name: t})
@@ -167,7 +166,20 @@ def test_softmax_scale(backend, wrong):
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax_scale", "causal", "return_state", "backend", "state", "q", "k", "v"]
+    "name",
+    [
+        "softmax_scale",
+        "causal",
+        "return_state",
+        "return_lse",
+        "backend",
+        "state",
+        "sinks",
+        "out",
+        "q",
+        "k",
+        "v",
+    ],
 )
 @pytest.mark.parametrize("wrong", ["wrong", [1, 2], {3: 4}, object()], ids=str)
 def test_other_types(backend, name, wrong):
@@ -192,6 +204,71 @@ def test_sparse_and_quantized(backend, name):
     if backend.device.type == "cpu":
         quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
         refuses(backend, TypeError, rf"^{name} must be a dense tensor", **{name: quantized})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested(backend, layout):
+    nested = torch.nested.nested_tensor([torch.zeros(7, 2, 8)] * 2, layout=layout, device=backend.device)
+    todo = "was a nested one", "to_padded_tensor", "seqlens_k"
+    for name in "q", "k", "v":
+        refuses(
+            backend, TypeError, rf"^{name} must be a dense tensor", *todo, **{name: nested.transpose(1, 2)}
+        )
+
+
+def test_sinks(backend):
+    for shape in (), (3,), (2,), (1, 4), (4, 2), (2, 4, 1):
+        wrong = zeros(backend, *shape)
+        shapes = r"\(Hq,\) = \(4,\) or \(B, Hq\)", re.escape(str(list(shape)))
+        refuses(backend, ValueError, "^sinks must have shape ", *shapes, sinks=wrong)
+    for dtype in torch.int32, torch.bool, torch.complex64:
+        wrong = zeros(backend, 4, dtype=dtype)
+        refuses(backend, ValueError, "^sinks must be of a floating dtype", dtype_name(dtype), sinks=wrong)
+    refuses(backend, ValueError, "^sinks must be on q's device", "meta", sinks=torch.zeros(4, device="meta"))
+    state = state_of(backend)
+    refuses(backend, ValueError, "^sinks must be None with a state", sinks=zeros(backend, 4), state=state)
+
+
+def test_out(backend):
+    for shape in (2, 4, 5), (2, 4, 5, 9), (2, 2, 5, 8), (1, 2, 4, 5, 8):
+        wrong = zeros(backend, *shape)
+        refuses(backend, ValueError, "^out must have q's shape", re.escape(str(list(shape))), out=wrong)
+    for dtype in torch.float16, torch.float64, torch.int32:
+        wrong = zeros(backend, 2, 4, 5, 8, dtype=dtype)
+        refuses(backend, ValueError, "^out must be ", dtype_name(torch.float32), dtype_name(dtype), out=wrong)
+    refuses(
+        backend, ValueError, "^out must be on q's device", "meta", out=torch.zeros(2, 4, 5, 8, device="meta")
+    )
+    for wrong in zeros(backend, 2, 4, 8, 5).mT, zeros(backend, 1, 4, 5, 8).expand(2, -1, -1, -1):
+        strides = re.escape(str(list(wrong.stride())))
+        refuses(
+            backend, ValueError, "^out must have a contiguous last dim", "stride of 0", strides, out=wrong
+        )
+    out = zeros(backend, 2, 4, 5, 8)
+    for other in {"return_state": True}, {"return_lse": True}, {"state": state_of(backend)}:
+        refuses(backend, ValueError, "^out must be None with return_lse", out=out, **other)
+    refuses(
+        backend, ValueError, "^return_lse must be False with return_state", return_lse=True, return_state=True
+    )
+
+
+def test_out_that_overlaps_an_input(backend):
+    """Refused in whatever way the memory is shared; parts of one storage that lie apart are fine."""
+    storage = backend.randn(4, 2, 4, 7, 8)
+    q, k, v = storage[0, :, :, :5], storage[1, :, :2], storage[2, :, :2]
+    for name, out in (
+        ("q", q),
+        ("q", storage.view(-1)[1:][: 2 * 4 * 5 * 8].view(2, 4, 5, 8)),
+        ("k", storage[1, :, :, 2:]),
+        ("v", storage[2, :, :, :5]),
+    ):
+        refuses(backend, ValueError, f"^out must not overlap {name} in memory", q=q, k=k, v=v, out=out)
+    sinks = storage[3].view(-1)[-4:]
+    whole = storage[3].view(-1)[-2 * 4 * 5 * 8 :].view(2, 4, 5, 8)
+    refuses(backend, ValueError, "^out must not overlap sinks", q=q, k=k, v=v, sinks=sinks, out=whole)
+    out = storage[3, :, :, :5]
+    assert torch.equal(backend.forward(q, k, v, out=out), backend.forward(q, k, v))
 
 
 def test_long_values(backend):
@@ -225,7 +302,11 @@ def test_misspelt_keyword(backend):
         "enable_gqa": "fewer heads",
         "cu_seqlens_q": "seqlens_k",
         "cache_seqlens": "seqlens_k",
-        "return_lse": "return_state",
+        "sm_scale": "softmax_scale",
+        "alibi_slopes": "no ALiBi",
+        "return_attn_probs": "return_lse",
+        "s_aux": "sinks",
+        "query": "use q",
         "softcap": "no softcap",
     }.items(),
 )
@@ -296,6 +377,16 @@ def test_state_of_another_type(backend):
         ("o", "l", "m"),
     ):
         refuses(backend, TypeError, r"^state ", r"\(o, l, m\)", state=wrong)
+
+
+@pytest.mark.parametrize("name", ["sinks", "out"])
+def test_keyword_that_requires_grad(backend, name):
+    q, k, v = backend.qkv(Nq=5, Nk=7, d=8)
+    wants = torch.zeros_like(q if name == "out" else q[0, :, 0, 0], requires_grad=True)
+    with pytest.raises(RuntimeError, match=rf"^{name} must not require grad.*no_grad"):
+        backend.forward(q, k, v, **{name: wants})
+    with torch.no_grad():
+        assert backend.forward(q, k, v, **{name: wants}).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "state's o", "state's l", "state's m"])

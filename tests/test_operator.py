@@ -1,5 +1,7 @@
 """PyTorch's view: the operator's schema, shapes without data, torch.compile, autocast, vmap."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -26,7 +28,14 @@ def keywords(backend):
         "negative offset": {"causal": True, "offset": -7},
         "offset tensor": {"causal": True, "offset": backend.ints(5, 50)},
         "backend": {"backend": backend.name},
+        "sinks": {"sinks": backend.randn(4)},
+        "sinks of a batch": {"sinks": backend.randn(2, 4, dtype=torch.float64)},
+        "return_lse": {"return_lse": True},
         "return_state": {"return_state": True},
+        "state and return_lse": {
+            "state": minimal_attn.forward(*backend.qkv(), return_state=True),
+            "return_lse": True,
+        },
         "state": {"state": minimal_attn.forward(*backend.qkv(), return_state=True)},
         "all": {
             "causal": True,
@@ -54,7 +63,11 @@ KEYWORDS = [
     "negative offset",
     "offset tensor",
     "backend",
+    "sinks",
+    "sinks of a batch",
+    "return_lse",
     "return_state",
+    "state and return_lse",
     "state",
     "all",
 ]
@@ -69,7 +82,7 @@ def for_operator(options):
     wants_state = options.pop("return_state", False) or state is not None
     if state is not None:
         options |= dict(zip("olm", state, strict=True))
-    overload = "state" if wants_state else "default"
+    overload = "lse" if options.pop("return_lse", False) else "state" if wants_state else "default"
     return getattr(torch.ops.minimal_attn.forward, overload), options
 
 
@@ -103,13 +116,21 @@ def test_operator_equals_function(backend, name):
     assert same_bits(op(*tensors, **op_options), minimal_attn.forward(*tensors, **options))
 
 
+def test_opcheck_of_out(backend, dtype):
+    tensors = backend.qkv(dtype=dtype)
+    op = torch.ops.minimal_attn.forward.out
+    library.opcheck(op, tensors, {"causal": True, "out": torch.empty_like(tensors[0])})
+    tokens_first = torch.empty_like(tensors[0].transpose(1, 2)).transpose(1, 2)
+    library.opcheck(op, tensors, {"sinks": backend.randn(4), "out": tokens_first})
+
+
 def layout(t):
     return t.shape, t.stride(), t.dtype
 
 
 @pytest.mark.parametrize("without_data", ["meta", "fake"])
-@pytest.mark.parametrize("return_state", [False, True])
-def test_results_without_data(backend, dtype, return_state, without_data):
+@pytest.mark.parametrize("returns", [{}, {"return_lse": True}, {"return_state": True}], ids=str)
+def test_results_without_data(backend, dtype, returns, without_data):
     """Same shapes, strides and dtypes, whatever q's strides."""
     q, k, v = backend.qkv(B=3, Nq=50, dtype=dtype)
     tokens_first = q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -125,15 +146,15 @@ def test_results_without_data(backend, dtype, return_state, without_data):
     ]
     for q in queries:
         keys = k[: q.shape[0]], v[: q.shape[0]]
-        expected = map(layout, flat(backend.forward(q, *keys, return_state=return_state)))
+        expected = map(layout, flat(backend.forward(q, *keys, **returns)))
         if without_data == "meta":
             q_meta = torch.empty_strided(q.shape, q.stride(), dtype=dtype, device="meta")
-            actual = minimal_attn.forward(q_meta, *(t.to("meta") for t in keys), return_state=return_state)
+            actual = minimal_attn.forward(q_meta, *(t.to("meta") for t in keys), **returns)
             assert all(t.is_meta for t in flat(actual))
         else:
             with FakeTensorMode() as mode:
                 fakes = [mode.from_tensor(t) for t in (q, *keys)]
-                actual = backend.forward(*fakes, return_state=return_state)
+                actual = backend.forward(*fakes, **returns)
         assert list(map(layout, flat(actual))) == list(expected)
 
 
@@ -157,6 +178,22 @@ def test_compile(backend, dtype, name):
     q, k, v = backend.qkv(dtype=dtype)
     x = q.transpose(1, 2).contiguous()
     assert same_bits(torch.compile(block, fullgraph=True)(x, k, v), block(x, k, v))
+
+
+def test_compile_out(backend):
+    """`out` changes in the graph, and in the caller's tensor."""
+
+    def block(q, k, v, out):
+        out = minimal_attn.forward(q, k, v, causal=True, out=out[:, :, 3:])
+        return out + 1
+
+    q, k, v = backend.qkv()
+    out = backend.randn(2, 4, 73, 64)
+    before = out.clone()
+    result = torch.compile(block, fullgraph=True)(q, k, v, out)
+    expected = minimal_attn.forward(q, k, v, causal=True)
+    assert torch.equal(out[:, :, 3:], expected) and torch.equal(out[:, :, :3], before[:, :, :3])
+    assert torch.equal(result, expected + 1)
 
 
 def test_compile_bad_input(backend):
@@ -226,22 +263,138 @@ def test_export(backend):
     assert same_bits(program.module()(q, k, v), minimal_attn.forward(q, k, v, causal=True))
 
 
-def test_autocast_is_not_consulted(backend, dtype):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_autocast(backend, dtype, to, compiled):
+    """q, k and v in autocast's dtype, as SDPA takes them; the state stays float32."""
     q, k, v = backend.qkv(dtype=dtype)
-    expected = backend.forward(q, k, v)
-    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
-        assert same_bits(backend.forward(q, k, v), expected)
+    state = backend.forward(*backend.qkv(), return_state=True)
+
+    def forward(q, k, v, **options):
+        with torch.autocast(backend.device.type, dtype=to):
+            return backend.forward(q, k, v, **options)
+
+    if compiled:
+        forward = torch.compile(forward, fullgraph=True)
+    for options in {"causal": True}, {"state": state}, {"return_lse": True, "sinks": backend.randn(4)}:
+        assert same_bits(
+            forward(q, k, v, **options), backend.forward(*(t.to(to) for t in (q, k, v)), **options)
+        )
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    with torch.autocast(backend.device.type, dtype=to):
+        mixed = backend.forward(q, k.to(to), v.float())
+        assert mixed.dtype == sdpa(q, q.to(to), q.float()).dtype == to
+        with torch.autocast(backend.device.type, enabled=False):
+            assert backend.forward(q, k, v).dtype == dtype
+        out = torch.empty_like(q, dtype=to)
+        assert torch.equal(backend.forward(q, k, v, out=out), backend.forward(q, k, v))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("return_state", [False, True])
-def test_vmap(backend, return_state):
-    """The same as one call for each element."""
-    options = {"causal": True, "return_state": return_state}
-    q, k, v = backend.qkv(B=6)
-    stacked = [t.unflatten(0, (2, 3)) for t in (q, k, v)]
-    actual = torch.vmap(lambda q, k, v: backend.forward(q, k, v, **options))(*stacked)
-    assert same_bits(tuple(t.flatten(0, 1) for t in flat(actual)), flat(backend.forward(q, k, v, **options)))
+@pytest.mark.parametrize("returns", [{}, {"return_lse": True}, {"return_state": True}], ids=str)
+def test_vmap(backend, returns):
+    """The same as one call for each element, whatever is mapped over, in one call of the operator."""
+    q, k, v = (t.unflatten(0, (2, 3)) for t in backend.qkv(B=6))
+    lengths = torch.tensor([[90, 3, 50], [0, 89, 17]], device=backend.device)
+    sinks = backend.randn(2, 4)
+    state = backend.forward(*backend.qkv(B=3), return_state=True)
+    cases = [  # q, k, v and what of them is mapped over; keywords that are mapped over, and others
+        ((q, k, v), (0, 0, 0), {}, {}),
+        ((q[0], k, v), (None, 0, 0), {}, {}),
+        ((q, k[0], v.movedim(0, 2)), (0, None, 2), {"seqlens_k": lengths}, {}),
+        ((q, k, v), (0, 0, 0), {}, {"leftpad_k": lengths[0]}),
+        ((q[0], k[0], v[0]), (None, None, None), {"offset": lengths}, {"causal": True}),
+        ((q, k, v), (0, 0, 0), {"sinks": sinks}, {}),
+        ((q, k, v), (0, 0, 0), {}, {"sinks": sinks[0], "softmax_scale": 0.2}),
+        ((q[1], k[1], v), (None, None, 0), {}, {"window_size": (9, 0)}),
+    ]
+    if "return_state" in returns:
+        cases.append(((q, k, v), (0, 0, 0), {}, {"state": state}))
+    for tensors, in_dims, mapped, options in cases:
+
+        def forward(q, k, v, mapped, options=options):
+            return flat(backend.forward(q, k, v, **mapped, **options, **returns))
+
+        calls = []
+        for i in range(2):
+            element = (t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims, strict=True))
+            calls.append(forward(*element, {name: t[i] for name, t in mapped.items()}))
+        with torch.profiler.profile(acc_events=True) as profile:
+            actual = torch.vmap(forward, (*in_dims, 0 if mapped else None))(*tensors, mapped)
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["minimal_attn::forward"] <= 2  # the call that is mapped, and that with the larger batch
+        for x, *elements in zip(actual, *calls, strict=True):
+            torch.testing.assert_close(x, torch.stack(elements), rtol=1e-5, atol=1e-5)
+
+
+def test_torch_function_mode(backend):
+    """A TorchFunctionMode sees the call with the keywords that were given, and may compute it."""
+    q, k, v = backend.qkv()
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is minimal_attn.forward:
+                seen.append((args, kwargs))
+            return function(*args, **(kwargs or {}))
+
+    offset = backend.ints(3, 7)
+    with Mode():
+        actual = minimal_attn.forward(q, k, v, causal=True, offset=offset)
+    [(args, kwargs)] = seen
+    assert all(x is y for x, y in zip(args, (q, k, v), strict=True))
+    assert kwargs == {"causal": True, "offset": offset}
+    assert torch.equal(actual, minimal_attn.forward(q, k, v, causal=True, offset=offset))
+
+
+def test_torch_function_of_a_subclass(backend):
+    class Plain(torch.Tensor):
+        pass
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return "own", function, kwargs
+
+    q, k, v = backend.qkv()
+    plain = backend.forward(q.as_subclass(Plain), k, v, return_lse=True)
+    assert [type(t) for t in plain] == [Plain, Plain]
+    assert same_bits(
+        tuple(t.as_subclass(torch.Tensor) for t in plain), backend.forward(q, k, v, return_lse=True)
+    )
+    name, function, kwargs = minimal_attn.forward(q, k, v.as_subclass(Own), causal=True)
+    assert (name, function, kwargs) == ("own", minimal_attn.forward, {"causal": True})
+    parameters = (torch.nn.Parameter(t, requires_grad=False) for t in (q, k, v))
+    assert torch.equal(backend.forward(*parameters), backend.forward(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "returns", [{}, {"return_lse": True}, {"return_state": True}, {"out": True}], ids=str
+)
+def test_flop_counter(backend, returns):
+    """Counted as PyTorch counts SDPA: 2 products, each 2 Nq Nk d FLOPs for each query head."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = backend.qkv()
+    if "out" in returns:
+        returns = {"out": torch.empty_like(q)}
+    with FlopCounterMode(display=False) as counter:
+        backend.forward(q, k, v, causal=True, **returns)
+    assert counter.get_total_flops() == 4 * 2 * 4 * 70 * 90 * 64
+
+
+@pytest.mark.parametrize("first", ["minimal_attn", "torch.utils.flop_counter"])
+def test_flop_counter_imported_before_and_after(first):
+    code = f"""
+import torch, {first}
+import minimal_attn, torch.utils.flop_counter as f
+q = torch.zeros(1, 1, 2, 4)
+with f.FlopCounterMode(display=False) as counter:
+    minimal_attn.forward(q, q, q)
+assert counter.get_total_flops() == 64
+import importlib
+importlib.reload(f)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_profiler_sees_it(backend):

@@ -1,0 +1,105 @@
+// overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what the
+// dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd refuses gradients.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace minimal_attn {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-sum-exp
+using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
+
+// The arguments in their order, as errors call them: Python's one `offset` is two here.
+inline constexpr std::array<const char *, 16> kNames = {
+    "q",      "k",      "v",       "causal",    "window_size", "softmax_scale", "seqlens_k", "leftpad_k",
+    "offset", "offset", "backend", "state's o", "state's l",   "state's m",     "sinks",     "out"};
+
+inline void refuse_grad(const Tensor &t, const char *name) {
+    TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,
+                " must not require grad, but does: minimal_attn has no backward pass; call it under torch.no_grad(), "
+                "or with a detached ",
+                name);
+    TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
+                " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
+}
+inline void refuse_grad(const MaybeTensor &t, const char *name) {
+    if (t) refuse_grad(*t, name);
+}
+template <class T>
+inline void refuse_grad(const T &, const char *) {}
+
+// One overload as the dispatcher sees it: the computation and what other dispatch keys do before.
+template <auto compute>
+struct Overload;
+
+template <class Result, class... Args, Result (*compute)(Args...)>
+struct Overload<compute> {
+    static constexpr const char *name = std::is_same_v<Result, Lse>     ? "lse"
+                                        : std::is_same_v<Result, State> ? "state"
+                                        : std::is_void_v<Result>        ? "out"
+                                                                        : "";
+
+    static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }
+
+    // Looked up once, which is faster than torch.ops.
+    static const auto &handle() {
+        static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("minimal_attn::forward", name);
+        static const auto typed = op.template typed<Result(Args...)>();
+        return typed;
+    }
+
+    // There is no backward pass yet: refuse what needs one. This must be the Autograd kernel, since torch.compile runs
+    // the others with grad mode off, where the question can't be asked any more.
+    static Result autograd(c10::DispatchKeySet keys, Args... args) {
+        size_t i = 0;
+        (..., refuse_grad(args, kNames[i++]));
+        if constexpr (std::is_void_v<Result>) {  // autograd must know that `out` changes
+            const Tensor &out = std::get<sizeof...(Args) - 1>(std::tie(args...));
+            if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+        }
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
+    }
+
+    // q, k and v in autocast's dtype, as F.scaled_dot_product_attention casts them.
+    template <at::DeviceType device>
+    static Result autocast(Args... args) {
+        const c10::impl::ExcludeDispatchKeyGuard guard(
+            at::autocast::get_autocast_dispatch_key_from_device_type(device));
+        const auto cast = [](const Tensor &t) {
+            return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
+        };
+        return [&](const Tensor &q, const Tensor &k, const Tensor &v, auto &&...rest) {
+            return call(cast(q), cast(k), cast(v), std::forward<decltype(rest)>(rest)...);
+        }(std::forward<Args>(args)...);
+    }
+
+    static void define(torch::Library &m, const char *out, const char *returns) {
+        const auto full_name = std::string("forward") + (*name ? "." : "") + name;
+        const std::string arguments =
+            "(Tensor q, Tensor k, Tensor v, bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, "
+            "Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, "
+            "str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None";
+        m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
+        // CUDA is there without CUDA code, too: check_backend then says what to do about it.
+        for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+            m.impl(full_name.c_str(), torch::dispatch(key, compute));
+        m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, &autograd));
+        m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCPU, &autocast<at::kCPU>));
+        m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCUDA, &autocast<at::kCUDA>));
+    }
+};
+
+}  // namespace minimal_attn

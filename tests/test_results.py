@@ -1,0 +1,169 @@
+"""What forward returns besides o: the log-sum-exp, o in a given tensor; sinks; lengths of any integer."""
+
+import pytest
+import torch
+from conftest import check_l_m, check_o
+from reference import attention
+
+BANDS = [
+    {},
+    {"causal": True},
+    {"causal": True, "offset": -20},
+    {"window_size": (40, 30), "offset": 9},
+    {"softmax_scale": -0.4},
+]
+
+
+def check_lse(lse, expected):
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("d", [64, 35, 128])
+def test_lse(backend, dtype, band, d):
+    """-inf where a row sees no key."""
+    q, k, v = backend.qkv(d=d, dtype=dtype)
+    expected = attention(q, k, v, **band)
+    o, lse = backend.forward(q, k, v, return_lse=True, **band)
+    assert o.dtype == dtype
+    check_o(o, expected, dtype)
+    check_lse(lse, expected)
+
+
+def test_lse_of_chunks(backend, dtype):
+    """With a state it is the log-sum-exp of all keys."""
+    q, k, v = backend.qkv(dtype=dtype)
+    state = backend.forward(q, k[:, :, :31], v[:, :, :31], return_state=True)
+    o, lse = backend.forward(q, k[:, :, 31:], v[:, :, 31:], state=state, return_lse=True)
+    expected = attention(q, k, v)
+    assert o.dtype == dtype
+    check_o(o, expected, dtype)
+    check_lse(lse, expected)
+
+
+@pytest.mark.parametrize("Nq, Nk", [(0, 5), (5, 0), (1, 1)])
+def test_lse_of_few_tokens(backend, dtype, Nq, Nk):
+    q, k, v = backend.qkv(Nq=Nq, Nk=Nk, dtype=dtype)
+    o, lse = backend.forward(q, k, v, return_lse=True)
+    expected = attention(q, k, v)
+    check_o(o, expected, dtype)
+    check_lse(lse, expected)
+
+
+@pytest.mark.parametrize("sinks_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_sinks(backend, dtype, band, sinks_dtype):
+    """A score more in each row, that isn't scaled and whose value is 0."""
+    q, k, v = backend.qkv(B=3, Nq=backend.random.choice([1, 40, 130]), dtype=dtype)
+    sinks = 3 * backend.randn(*backend.random.choice([(4,), (3, 4)]), dtype=sinks_dtype)
+    sinks[..., 1], sinks[..., 2] = -torch.inf, 5  # none, and one that outweighs most keys
+    expected = attention(q, k, v, sinks=sinks, **band)
+    o = backend.check(q, k, v, sinks=sinks, **band)
+    again, lse = backend.forward(q, k, v, sinks=sinks, return_lse=True, **band)
+    assert torch.equal(o, again)
+    check_lse(lse, expected)
+
+
+def test_sinks_count_once_in_chunks(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    sinks = backend.randn(4)
+    state = backend.forward(q, k[:, :, :31], v[:, :, :31], sinks=sinks, return_state=True)
+    o, l, m = backend.forward(q, k[:, :, 31:], v[:, :, 31:], state=state)
+    expected = attention(q, k, v, sinks=sinks)
+    check_o(o, expected, dtype)
+    check_l_m(l, m, expected)
+
+
+def test_sinks_with_padding(backend, dtype):
+    q, k, v = backend.qkv(B=4, dtype=dtype)
+    backend.check(
+        q,
+        k,
+        v,
+        sinks=backend.randn(4),
+        seqlens_k=backend.ints(90, 0, 17, 5),
+        leftpad_k=backend.ints(3, 0, 17, 1),
+    )
+
+
+def windows_into_nan(backend, q, element):
+    """Tensors of q's shape and of different strides, each within a larger tensor of NaN, and that tensor."""
+    B, H, N, d = q.shape
+
+    def nan(*shape):
+        return torch.full(shape, torch.nan, dtype=q.dtype, device=q.device)
+
+    for larger, part in (
+        (nan(B, H, N, d), lambda t: t),
+        (nan(B, N, H, d), lambda t: t.transpose(1, 2)),
+        (nan(B, N, H, 2 * d + 1), lambda t: t.transpose(1, 2)[..., 1 : d + 1]),
+        (nan(B, H, N + 3, d), lambda t: t[:, :, 2:-1]),
+        (nan(2 * B, 3 * H, 2 * N, d), lambda t: t[::2, 1::3, ::2]),
+        (nan(N, B, H, d), lambda t: t.permute(1, 2, 0, 3)),
+    ):
+        yield larger, part(larger)
+
+
+@pytest.mark.parametrize("d", [64, 37, 256])
+def test_out(backend, dtype, d):
+    """The bits of a call without it, there and nowhere else."""
+    q, k, v = backend.qkv(Nq=130, Nk=150, d=d, dtype=dtype)
+    for options in {}, {"causal": True, "sinks": backend.randn(4)}:
+        expected = backend.forward(q, k, v, **options)
+        for larger, out in windows_into_nan(backend, q, d):
+            version = out._version
+            assert backend.forward(q, k, v, out=out, **options) is out
+            assert out._version > version
+            assert torch.equal(out, expected)
+            assert int(larger.isnan().sum()) == larger.numel() - out.numel()
+
+
+def test_out_of_no_key(backend, dtype):
+    q, k, v = backend.qkv(Nk=0, dtype=dtype)
+    out = torch.full_like(q, torch.nan)
+    assert not backend.forward(q, k, v, out=out).any()
+    q, k, v = backend.qkv(Nq=0, dtype=dtype)
+    assert backend.forward(q, k, v, out=q.clone()).shape == q.shape
+
+
+def test_autograd_sees_that_out_changes(backend):
+    """A backward pass that needs the old values is an error, as after any other operation in place."""
+    x = backend.randn(2, 4, 70, 64).requires_grad_()
+    out = backend.randn(2, 4, 70, 64)
+    y = (x * out).sum()
+    backend.forward(*backend.qkv(), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        inference = torch.empty_like(out)
+        assert torch.equal(backend.forward(out, out, out, out=inference), backend.forward(out, out, out))
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
+
+
+@pytest.mark.parametrize("integer", INTEGERS, ids=str)
+def test_lengths_of_every_integer_dtype(backend, integer):
+    q, k, v = backend.qkv(B=3, Nq=50)
+    lengths, pads = ([backend.random.randint(0, 90) for _ in range(3)] for _ in range(2))
+    offsets = [backend.random.randint(0, 60) for _ in range(3)]
+    options = dict(
+        causal=True,
+        seqlens_k=torch.tensor(lengths),
+        leftpad_k=torch.tensor(pads),
+        offset=torch.tensor(offsets),
+    )
+    actual = backend.check(
+        q, k, v, **{x: t.to(backend.device, integer) if x != "causal" else t for x, t in options.items()}
+    )
+    check_o(actual, attention(q, k, v, **options), q.dtype)
+
+
+@pytest.mark.parametrize("integer", [torch.int16, torch.int64, torch.uint32], ids=str)
+def test_lengths_beyond_the_keys(backend, integer):
+    """The dtype's largest and smallest values are clamped like others."""
+    q, k, v = backend.qkv()
+    info = torch.iinfo(integer)
+    lengths = torch.tensor([info.max, max(info.min, 0)], device=backend.device).to(integer)
+    backend.check(q, k, v, seqlens_k=lengths)
