@@ -49,12 +49,13 @@ PINS = {
     "numpy": "numpy==2.*",
     "pytest": "pytest==9.*",
     "hypothesis": "hypothesis==6.*",
+    "expecttest": "expecttest==0.3.*",
     "ruff": "ruff==0.17.*",
     "clang_format": "clang-format==23.*",
 }
 NEEDS = {"build": ["torch", "setuptools", "ninja"], "lint": ["ruff", "clang_format"]}
-NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis"]
-OPTIONAL = ["hypothesis", "clang_format"]  # where it is missing its tests skip, or C++ isn't checked
+NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis", "expecttest"]
+OPTIONAL = ["hypothesis", "expecttest", "clang_format"]  # where it is missing its tests skip, or C++ isn't checked
 NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 
 

@@ -1,4 +1,4 @@
-// checks.h: a call's arguments, and the checks that refuse bad ones before anything is launched.
+// checks.h: a call: its arguments, its results, and the checks that refuse bad ones before anything is launched.
 //
 // Each error is one line: the argument's name, what it must be, what it was. All checks work on symbolic sizes, so that
 // Meta (shapes without data, torch.compile) refuses what the backends refuse.
@@ -34,6 +34,16 @@ struct Arguments {
     const MaybeTensor &o, &l, &m;  // the earlier state: all three or none
     const MaybeTensor &sinks;
 };
+
+// What the caller gets: o alone, o and the log-sum-exp, or the state (o, l, m) with o in float32.
+enum class Returns { o, lse, state };
+
+struct Results {
+    Tensor o, l, m;  // with Returns::lse, l is the log-sum-exp
+};
+
+// A call, checked and computed (main.cpp), into `out`, where there is one, else into a new tensor.
+Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr);
 
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 

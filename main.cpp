@@ -27,6 +27,7 @@
 #include "checks.h"
 #include "flash.h"
 #include "overload.h"
+#include "sdpa.h"
 
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -173,13 +174,6 @@ Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
     return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
 }
 
-// What the caller gets: o alone, o and the log-sum-exp, or the state (o, l, m) with o in float32.
-enum class Returns { o, lse, state };
-
-struct Results {
-    Tensor o, l, m;  // with Returns::lse, l is the log-sum-exp
-};
-
 Results allocate(const Arguments &a, Returns returns, const Tensor *out) {
     const auto rows = a.q.sym_sizes().slice(0, 3);
     const auto options = a.q.options().dtype(at::kFloat);
@@ -278,8 +272,10 @@ Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const T
     return attention;
 }
 
+}  // namespace
+
 // Computes into `out`, where there is one, else into a new tensor.
-Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr) {
+Results run(const Arguments &a, Returns returns, const Tensor *out) {
     check_q_k_v(a);
     check_options(a);
     const Backend *backend = check_backend(a);
@@ -318,6 +314,8 @@ Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr) {
     if (returns == Returns::lse) results.l.log_().add_(written.m);
     return results;
 }
+
+namespace {
 
 // ---------------------------------------------------------------------------------------------- the operator
 // Four overloads with the same arguments, since an operator returns what its schema says: forward gives o, forward.lse
@@ -417,13 +415,17 @@ TORCH_LIBRARY(minimal_attn, m) {
     Overload<forward<Tensor>>::define(m, "", "Tensor");
     Overload<forward<Lse>>::define(m, "", "(Tensor o, Tensor lse)");
     Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
-    Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) out", "()");
+    Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(eager));
     m.def("explain", torch::wrap_pybind_function(explain), "What minimal_attn.explain returns, as a dict");
+    m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
+          "Let F.scaled_dot_product_attention's operators take our kernels");
+    m.def("restore_sdpa", &sdpa::restore_operators, "Let them take PyTorch's kernels again");
+    m.def("sdpa_calls", &sdpa::calls, "How many calls they had since override_sdpa, by who computed them");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def(

@@ -2,8 +2,22 @@
 
 from minimal_attn import _torch
 from minimal_attn._forward import Explanation, explain, forward
+from minimal_attn.sdpa import (
+    Activation,
+    activate,
+    explain_scaled_dot_product_attention,
+    scaled_dot_product_attention,
+)
 
-__all__ = ["Explanation", "explain", "forward"]
+__all__ = [
+    "Activation",
+    "Explanation",
+    "activate",
+    "explain",
+    "explain_scaled_dot_product_attention",
+    "forward",
+    "scaled_dot_product_attention",
+]
 __version__ = "0.1.0"
 
 _torch.register()

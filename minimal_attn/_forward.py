@@ -176,7 +176,7 @@ def forward(
         )
         operator = torch.ops.minimal_attn.forward
         if out is not None:
-            operator.out(q, k, v, **options, out=out)
+            operator.out(q, k, v, **options, result=out)  # Dynamo has rules of its own for a name of out
             return out
         if return_lse:
             return operator.lse(q, k, v, **options)

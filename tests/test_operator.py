@@ -119,9 +119,9 @@ def test_operator_equals_function(backend, name):
 def test_opcheck_of_out(backend, dtype):
     tensors = backend.qkv(dtype=dtype)
     op = torch.ops.minimal_attn.forward.out
-    library.opcheck(op, tensors, {"causal": True, "out": torch.empty_like(tensors[0])})
+    library.opcheck(op, tensors, {"causal": True, "result": torch.empty_like(tensors[0])})
     tokens_first = torch.empty_like(tensors[0].transpose(1, 2)).transpose(1, 2)
-    library.opcheck(op, tensors, {"sinks": backend.randn(4), "out": tokens_first})
+    library.opcheck(op, tensors, {"sinks": backend.randn(4), "result": tokens_first})
 
 
 def layout(t):

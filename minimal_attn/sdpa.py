@@ -1,0 +1,269 @@
+"""F.scaled_dot_product_attention by these kernels: a function of its signature, and for code that calls it.
+
+    minimal_attn.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    with minimal_attn.activate() as activation:  # or activate() alone, once and for all
+        model(x).sum().backward()                # whatever calls F.scaled_dot_product_attention
+    print(activation.calls)                      # {"minimal_attn": 12, "PyTorch: attn_mask is given": 2}
+
+sdpa.h has the operators that activate() replaces; a backward pass is to be registered there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import has_torch_function_variadic
+
+from minimal_attn._forward import Explanation, explain, forward
+from minimal_attn._load import _C
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DEVICES = ("cpu", "cuda") if _C.cuda_architectures() else ("cpu",)
+_LARGEST = 3.4e38  # of a scale: float32's
+_NAME = "minimal_attn"  # in PyTorch's registry of attention kernels
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, by these kernels where they serve the call.
+
+    Every other call goes to PyTorch's function with all its arguments: explain_scaled_dot_product_attention
+    says which and why. The values agree within rounding.
+
+    Args:
+        query: (..., Hq, L, E), of 2 to 5 or more dimensions, on a CPU or a CUDA GPU.
+        key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype and device. Their batch dimensions
+            broadcast with query's.
+        attn_mask: passed on to PyTorch.
+        dropout_p: passed on to PyTorch unless it is 0.
+        is_causal: query i sees the keys j <= i: the first query and the first key are aligned, other than by
+            minimal_attn.forward's causal=True.
+        scale: of the scores. None: 1 / sqrt(E).
+        enable_gqa: query may have a multiple of key's and value's heads (dimension -3).
+
+    Returns:
+        (..., Hq, L, Ev), in query's dtype, or in autocast's.
+
+    Raises:
+        What PyTorch's function raises, since arguments that don't fit go there.
+
+    Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
+    gradients is passed on; under activate() PyTorch's function comes back to these kernels.
+    """
+    served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    if isinstance(served, str):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    tensors, shape = served
+    o = forward(*tensors, causal=is_causal, offset=0, softmax_scale=scale)
+    return o if shape is None else o.reshape(shape)
+
+
+def explain_scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Explanation | str:
+    """Who computes scaled_dot_product_attention with these arguments.
+
+    Returns:
+        minimal_attn.explain's answer if it is one of these kernels, else why the call goes to PyTorch's, in a
+        line such as "PyTorch: attn_mask is given". Nothing is computed.
+    """
+    served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    if isinstance(served, str):
+        return f"PyTorch: {served}"
+    return explain(*served[0], causal=is_causal, offset=0, softmax_scale=scale)
+
+
+_Shape = tuple[int, ...]
+_UNFIT = "the shapes are empty or don't fit together"
+
+
+def _served(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | tuple[list[Tensor], _Shape | None]:
+    """forward's q, k, v and the result's shape, None for forward's own; or why the call goes to PyTorch.
+
+    Whatever is wrong with the arguments goes there, too, to be refused in PyTorch's words.
+    """
+    if attn_mask is not None:
+        return "attn_mask is given"
+    if dropout_p != 0:
+        return "dropout_p is not 0"
+    if has_torch_function_variadic(query, key, value):
+        return "a tensor's class or a mode overrides PyTorch's functions"
+    if not query.layout == key.layout == value.layout == torch.strided:
+        return "a tensor is not dense"
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "a tensor is nested"
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
+        return "the dtype is not float32, float16 or bfloat16"
+    if not query.device == key.device == value.device or query.device.type not in _DEVICES:
+        return f"the device is not one of {', '.join(_DEVICES)}, which this build serves"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "gradients are wanted"
+    if scale is not None and not abs(scale) < _LARGEST:
+        return "scale is not finite"
+    q, k, v = query.shape, key.shape, value.shape
+    if min(len(q), len(k), len(v)) < 2 or 0 in q or 0 in k or 0 in v or k[-2] != v[-2]:
+        return _UNFIT
+    if not k[-1] == v[-1] == q[-1] <= 256:
+        return "a head dimension above 256, or two different ones"
+    tensors = [query, key, value]
+    if len(q) == 4 and k == v and k[:2] == q[:2]:
+        return tensors, None
+    return _four_dimensional(tensors, enable_gqa)
+
+
+def _four_dimensional(tensors: list[Tensor], enable_gqa: bool) -> str | tuple[list[Tensor], _Shape | None]:
+    """Views (B, H, N, d), or copies where strides don't allow them. Heads of keys that broadcast stay one."""
+    leading = [t.shape[:-2] for t in tensors]
+    Hq, Hk, Hv = (shape[-1] if shape else 1 for shape in leading)
+    if Hk != Hv and 1 not in (Hk, Hv):
+        return _UNFIT
+    Hkv = max(Hk, Hv)
+    if not enable_gqa and Hq == 1:
+        Hq = Hkv
+    batch = _broadcast([shape[:-1] for shape in leading])
+    if batch is None or Hq % Hkv or not (enable_gqa or Hkv in (1, Hq)):
+        return _UNFIT
+    if len(batch) == 1 and all(
+        shape == (*batch, H) for shape, H in zip(leading, (Hq, Hkv, Hkv), strict=True)
+    ):
+        return tensors, None
+    views = [
+        t.expand(*batch, H, *t.shape[-2:]).reshape(-1, H, *t.shape[-2:])
+        for t, H in zip(tensors, (Hq, Hkv, Hkv), strict=True)
+    ]
+    return views, (*batch, *[Hq] * any(leading), *tensors[0].shape[-2:])
+
+
+def _broadcast(shapes: list[_Shape]) -> _Shape | None:
+    """As torch.broadcast_shapes, but None where they don't."""
+    result: _Shape = ()
+    for i in range(max(map(len, shapes)), 0, -1):
+        sizes = {shape[-i] for shape in shapes if len(shape) >= i} - {1}
+        if len(sizes) > 1:
+            return None
+        result += (sizes.pop() if sizes else 1,)
+    return result
+
+
+# ------------------------------------------------------------------------------- PyTorch's own function
+
+
+class Activation:
+    """That F.scaled_dot_product_attention takes these kernels, until remove() or the end of a with block."""
+
+    def __init__(self) -> None:
+        self._before = _active()
+        self._calls: dict[str, int] | None = None
+        if self._before != _NAME:
+            _activate()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How many calls the kernels had since they were activated, and how many PyTorch's, by reason.
+
+        Calls for which PyTorch takes no fused kernel, but separate operations, never arrive and don't count.
+        """
+        return _C.sdpa_calls() if self._calls is None else self._calls
+
+    def remove(self) -> None:
+        """Make F.scaled_dot_product_attention what it was before. A second time does nothing."""
+        if self._calls is not None:
+            return
+        self._calls = _C.sdpa_calls()
+        if self._before != _NAME:
+            _restore(self._before)
+
+    def __enter__(self) -> Activation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def activate() -> Activation:
+    """Let F.scaled_dot_product_attention take these kernels, in the whole process and all threads.
+
+    On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
+    FlashAttention; PyTorch's choice between them stays. What the kernels don't serve (masks, dropout,
+    float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before. Gradients are
+    PyTorch's, from this o and log-sum-exp. From torch 2.11 on, torch.nn.attention's registry knows it as
+    "minimal_attn": current_flash_attention_impl(), restore_flash_attention_impl().
+
+    Returns:
+        an Activation: a context manager that ends it, with .remove() and .calls.
+    """
+    return Activation()
+
+
+class _Handle:
+    """What PyTorch's registry keeps while the kernels are active."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():  # that kernels are overridden is what was asked for
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            _C.override_sdpa()
+
+    def remove(self) -> None:
+        _C.restore_sdpa()
+
+
+_registry = torch.nn.attention if hasattr(torch.nn.attention, "register_flash_attention_impl") else None
+_by_hand: list[_Handle] = []  # where torch has no registry
+if _registry:
+    _registry.register_flash_attention_impl(_NAME, register_fn=_Handle)
+
+
+def _active() -> str | None:
+    if _registry:
+        return _registry.current_flash_attention_impl()
+    return _NAME if _by_hand else None
+
+
+def _activate() -> None:
+    if _registry:
+        _registry.activate_flash_attention_impl(_NAME)
+    else:
+        _by_hand.append(_Handle())
+
+
+def _restore(before: str | None) -> None:
+    if _registry:
+        if _active() == _NAME:
+            _registry.restore_flash_attention_impl()
+        if before is not None:
+            _registry.activate_flash_attention_impl(before)
+    elif _by_hand:
+        _by_hand.pop().remove()

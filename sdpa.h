@@ -1,0 +1,176 @@
+// sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
+//
+// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU), and autograd records its backward,
+// which takes o and the log-sum-exp: both are PyTorch's own. Here stand only the forwards. A call that they don't serve
+// goes to PyTorch's kernel directly, not to the dispatcher, which would come back here.
+//
+// A backward pass of our own is registered in the same place: `override_operators`.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
+#include <torch/library.h>
+
+#ifdef WITH_CUDA
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_cuda_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_cuda_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
+#endif
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <list>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "checks.h"
+
+namespace minimal_attn::sdpa {
+
+// Who computed a call, or why PyTorch did.
+enum Taken { ours, mask, dropout, dtype, shapes, head_dimension, scale_value, debug_mask };
+inline constexpr std::array<const char *, 8> kTaken = {"minimal_attn",
+                                                       "PyTorch: attn_mask is given",
+                                                       "PyTorch: dropout_p is not 0",
+                                                       "PyTorch: the dtype is not float32, float16 or bfloat16",
+                                                       "PyTorch: the shapes are empty or don't fit together",
+                                                       "PyTorch: a head dimension above 256, or two different ones",
+                                                       "PyTorch: scale is not finite",
+                                                       "PyTorch: return_debug_mask is set"};
+inline std::array<std::atomic<int64_t>, kTaken.size()> counts{};
+
+inline std::map<std::string, int64_t> calls() {
+    std::map<std::string, int64_t> calls;
+    for (size_t i = 0; i < counts.size(); ++i)
+        if (counts[i]) calls[kTaken[i]] = counts[i];
+    return calls;
+}
+
+struct Call {
+    const Tensor &q, &k, &v;
+    const MaybeTensor &attn_mask;
+    double dropout_p;
+    bool is_causal;
+    std::optional<double> scale;
+};
+
+inline Taken who(const Call &c, bool return_debug_mask) {
+    if (c.attn_mask) return mask;
+    if (c.dropout_p != 0) return dropout;
+    if (return_debug_mask) return debug_mask;
+    const auto type = c.q.scalar_type();
+    if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
+    if (c.k.scalar_type() != type || c.v.scalar_type() != type) return dtype;
+    if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return shapes;
+    if (c.q.size(3) > 256 || c.k.size(3) != c.q.size(3) || c.v.size(3) != c.q.size(3)) return head_dimension;
+    const bool fit = c.q.numel() > 0 && c.k.numel() > 0 && c.k.sizes() == c.v.sizes() && c.k.size(0) == c.q.size(0) &&
+                     c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) < kMaxTokens && c.k.size(2) < kMaxTokens;
+    if (!fit) return shapes;
+    return c.scale && !std::isfinite((float)*c.scale) ? scale_value : ours;
+}
+
+// Whether run() serves the call; counts it.
+inline bool serves(const Call &call, bool return_debug_mask = false) {
+    const Taken taken = who(call, return_debug_mask);
+    counts[taken].fetch_add(1, std::memory_order_relaxed);
+    return taken == ours;
+}
+
+// o, and the log-sum-exp (B, Hq, Nq) if it is wanted. is_causal aligns the first query with the first key, except in
+// FlashAttention's operator, which aligns the last ones.
+inline Results compute(const Call &c, bool lse, bool aligns_last = false) {
+    static const MaybeTensor none;
+    static const std::array<SymInt, 2> window = {-1, -1};
+    const std::optional<SymInt> offset = aligns_last ? std::nullopt : std::optional<SymInt>(0);
+    const Arguments a{c.q,    c.k,  c.v,    c.is_causal, window, c.scale, none, none,
+                      offset, none, "auto", none,        none,   none,    none};
+    const Tensor o = at::empty_like(c.q);  // with the strides that PyTorch's kernels and their shapes on Meta have
+    return run(a, lse ? Returns::lse : Returns::o, o.stride(3) == 1 || o.size(3) == 1 ? &o : nullptr);
+}
+
+inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p,
+                                            bool is_causal, const MaybeTensor &attn_mask, std::optional<double> scale) {
+    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
+    if (!serves(call))
+        return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
+    const Results results = compute(call, true);
+    // (B, Nq, Hq) in memory, as PyTorch has it
+    return {results.o, results.l.transpose(1, 2).contiguous().transpose(1, 2)};
+}
+
+#ifdef WITH_CUDA
+using Nine = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+
+// What the backward passes take besides o and the log-sum-exp: sequence bounds and the state of dropout, not in use.
+inline Nine nine(const Call &c, const Tensor &o, const Tensor &lse, at::ScalarType seed) {
+    const auto empty = [&](at::IntArrayRef size, at::ScalarType type) {
+        return at::empty(size, c.q.options().dtype(type));
+    };
+    return {o, lse, {}, {}, c.q.size(2), c.k.size(2), empty({2}, seed), empty({}, seed), empty({0}, c.q.scalar_type())};
+}
+
+inline Nine flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
+                       bool return_debug_mask, std::optional<double> scale) {
+    const Call call{q, k, v, {}, dropout_p, is_causal, scale};
+    if (!serves(call, return_debug_mask))
+        return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
+    const Results results = compute(call, true, /*aligns_last=*/true);
+    return nine(call, results.o, results.l, at::kUInt64);
+}
+
+inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
+                  bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
+                  std::optional<double> scale) {
+    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    if (!serves(call, return_debug_mask))
+        return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
+                                                             is_causal, return_debug_mask, scale);
+    const Results results = compute(call, compute_log_sumexp);
+    const Tensor lse = compute_log_sumexp ? results.l.unsqueeze(-1) : Tensor();
+    return nine(call, results.o, lse, at::kLong);
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q, const Tensor &k, const Tensor &v,
+                                                                 const MaybeTensor &attn_bias, bool compute_log_sumexp,
+                                                                 double dropout_p, bool is_causal,
+                                                                 std::optional<double> scale) {
+    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    if (!serves(call))
+        return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
+                                                                 is_causal, scale);
+    const Results results = compute(call, compute_log_sumexp);
+    const auto floats = q.options().dtype(at::kFloat);
+    Tensor lse = at::empty({q.size(0), q.size(1), 0}, floats);
+    if (compute_log_sumexp) {  // its backward reads rows in groups of 32; those that aren't there are infinite
+        const int64_t padded = (q.size(2) + 31) / 32 * 32;
+        lse = at::full({q.size(0), q.size(1), padded}, std::numeric_limits<float>::infinity(), floats);
+        lse.narrow(2, 0, q.size(2)).copy_(results.l);
+    }
+    const auto seed = [&] { return at::empty({}, q.options().dtype(at::kLong)); };
+    return {results.o, lse, seed(), seed()};
+}
+#endif
+
+// While this list has elements, our kernels come before PyTorch's.
+inline std::list<torch::Library> overriding;
+
+inline void override_operators() {
+    if (!overriding.empty()) return;
+    for (auto &count : counts) count = 0;
+    overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__)
+        .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu);
+#ifdef WITH_CUDA
+    overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__)
+        .impl("_scaled_dot_product_flash_attention", &flash_cuda)
+        .impl("_scaled_dot_product_cudnn_attention", &cudnn)
+        .impl("_scaled_dot_product_efficient_attention", &efficient_cuda);
+#endif
+}
+
+inline void restore_operators() { overriding.clear(); }
+
+}  // namespace minimal_attn::sdpa

@@ -1,0 +1,481 @@
+"""F.scaled_dot_product_attention by these kernels: the function of its signature, and activate()."""
+
+import copy
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import DTYPES, ERROR_BOUND, cuda_backends
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import minimal_attn
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+DEVICES = ["cpu", *["cuda"] * bool(cuda_backends())]
+HAS_REGISTRY = hasattr(nn.attention, "register_flash_attention_impl")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def randn(device, generator):
+    def randn(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return randn
+
+
+def check(actual, expected, dtype, factor=3.0):
+    """`expected` is of float64; every row within what rounding explains, as far as values don't cancel."""
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error <= factor * ERROR_BOUND[dtype], error
+
+
+# ------------------------------------------------------------------------------------- the function
+
+SHAPES = [  # query, key, value, enable_gqa: served
+    ((2, 4, 50, 64), (2, 4, 70, 64), (2, 4, 70, 64), False),
+    ((2, 4, 50, 24), (2, 2, 70, 24), (2, 2, 70, 24), True),
+    ((2, 4, 50, 24), (2, 1, 70, 24), (2, 1, 70, 24), False),
+    ((2, 4, 50, 24), (2, 1, 70, 24), (2, 4, 70, 24), False),
+    ((2, 1, 50, 24), (2, 4, 70, 24), (2, 1, 70, 24), False),
+    ((50, 16), (70, 16), (70, 16), False),
+    ((50, 16), (3, 70, 16), (70, 16), False),
+    ((3, 50, 16), (3, 70, 16), (3, 70, 16), False),
+    ((6, 50, 16), (3, 70, 16), (3, 70, 16), True),
+    ((4, 50, 16), (2, 4, 70, 16), (1, 4, 70, 16), False),
+    ((2, 3, 4, 50, 16), (2, 3, 4, 70, 16), (2, 3, 4, 70, 16), False),
+    ((2, 3, 4, 50, 16), (3, 2, 70, 16), (2, 1, 2, 70, 16), True),
+    ((2, 1, 3, 4, 5, 16), (2, 1, 1, 9, 16), (2, 1, 1, 1, 9, 16), False),
+    ((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"scale": -1}, {"scale": 0.3, "is_causal": True}], ids=str
+)
+@pytest.mark.parametrize("query, key, value, gqa", SHAPES, ids=str)
+def test_served_shapes(randn, dtype, options, query, key, value, gqa):
+    tensors = [randn(*shape, dtype=dtype) for shape in (query, key, value)]
+    found = minimal_attn.explain_scaled_dot_product_attention(*tensors, enable_gqa=gqa, **options)
+    assert isinstance(found, minimal_attn.Explanation)
+    expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), enable_gqa=gqa, **options)
+    actual = minimal_attn.scaled_dot_product_attention(*tensors, enable_gqa=gqa, **options)
+    check(actual, expected, dtype)
+
+
+def passed_on(randn):
+    q = randn(2, 4, 5, 8)
+    wide = randn(2, 4, 5, 257)
+    return [
+        ("attn_mask is given", (q, q, q, torch.ones(5, 5, dtype=torch.bool, device=q.device)), {}),
+        ("dropout_p is not 0", (q, q, q), {"dropout_p": 0.3}),
+        ("dtype", (q.double(),) * 3, {}),
+        ("head dimension", (wide,) * 3, {}),
+        ("head dimension", (q, q, randn(2, 4, 5, 9)), {}),
+        ("gradients", (q, q.clone().requires_grad_(), q), {}),
+        ("empty", (q, q[:, :, :0], q[:, :, :0]), {}),
+        ("empty", (q[:0],) * 3, {}),
+        ("class", (q.as_subclass(type("Own", (torch.Tensor,), {})), q, q), {}),
+    ]
+
+
+@pytest.mark.parametrize("i", range(9))
+def test_passed_on(randn, i):
+    why, tensors, options = passed_on(randn)[i]
+    found = minimal_attn.explain_scaled_dot_product_attention(*tensors, **options)
+    assert isinstance(found, str) and found.startswith("PyTorch: ") and why in found
+    torch.manual_seed(1)
+    actual = minimal_attn.scaled_dot_product_attention(*tensors, **options)
+    torch.manual_seed(1)
+    assert torch.equal(actual, F.scaled_dot_product_attention(*tensors, **options))
+
+
+@pytest.mark.parametrize(
+    "shapes, options",
+    [
+        (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), {}),
+        (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), {"enable_gqa": True}),
+        (((2, 4, 5, 8), (3, 4, 5, 8), (3, 4, 5, 8)), {}),
+        (((2, 4, 5, 8), (2, 4, 5, 9), (2, 4, 5, 9)), {}),
+        (((8,), (5, 8), (5, 8)), {}),
+    ],
+    ids=str,
+)
+def test_pytorch_refuses_what_does_not_fit(randn, shapes, options):
+    tensors = [randn(*shape) for shape in shapes]
+    with pytest.raises((RuntimeError, ValueError)) as expected:
+        F.scaled_dot_product_attention(*tensors, **options)
+    with pytest.raises(type(expected.value)):
+        minimal_attn.scaled_dot_product_attention(*tensors, **options)
+
+
+def samples(device, dtype):
+    """PyTorch's own samples of the function, with gradients and without."""
+    pytest.importorskip("expecttest")  # PyTorch's tests need it
+    invocations = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+    [op] = [op for op in invocations.op_db if op.name == "nn.functional.scaled_dot_product_attention"]
+    for requires_grad in False, True:
+        yield from op.sample_inputs(device, dtype, requires_grad=requires_grad)
+
+
+def gradients(function, sample, dtype=None):
+    """o and the gradients of what requires them, after the same random numbers."""
+
+    def copied(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        to = dtype if t.is_floating_point() and dtype else t.dtype
+        return t.detach().to(to).requires_grad_(t.requires_grad)
+
+    tensors = [copied(t) for t in (sample.input, *sample.args)]
+    options = {name: copied(t) for name, t in sample.kwargs.items()}
+    torch.manual_seed(1)
+    o = function(*tensors, **options)
+    wanted = [t for t in (*tensors, *options.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+    torch.manual_seed(2)
+    weight = torch.randn(o.shape).to(o)
+    return o, *(torch.autograd.grad(o, wanted, weight, allow_unused=True) if wanted else ())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("activated", [False, True])
+def test_samples_of_pytorch(device, dtype, activated):
+    """As PyTorch's function, within twice its error against float64 (and a little for rounding)."""
+    served = 0
+    function = F.scaled_dot_product_attention if activated else minimal_attn.scaled_dot_product_attention
+    for sample in samples(device, dtype):
+        plain = gradients(F.scaled_dot_product_attention, sample)
+        has_dropout = sample.kwargs.get("dropout_p", 0) > 0
+        exact = plain if has_dropout else gradients(F.scaled_dot_product_attention, sample, torch.float64)
+        if activated:
+            with minimal_attn.activate() as activation:
+                actual = gradients(function, sample)
+            served += activation.calls.get("minimal_attn", 0)
+        else:
+            actual = gradients(function, sample)
+            options = dict(sample.kwargs)
+            found = minimal_attn.explain_scaled_dot_product_attention(sample.input, *sample.args, **options)
+            served += not isinstance(found, str)
+        for x, pytorch, expected in zip(actual, plain, exact, strict=True):
+            if x is None or pytorch is None:
+                assert x is pytorch
+                continue
+            assert x.shape == pytorch.shape and x.dtype == pytorch.dtype == dtype
+            if has_dropout or dtype == torch.float64:
+                assert torch.equal(x, pytorch)
+                continue
+            bound = 2 * (pytorch.double() - expected).norm() + 8 * torch.finfo(dtype).eps * expected.norm()
+            assert (x.double() - expected).norm() <= bound, sample
+    assert (served > 0) == (dtype != torch.float64)
+
+
+def test_compiled_function(randn):
+    q, k, v = randn(2, 4, 50, 64), randn(2, 2, 70, 64), randn(2, 2, 70, 64)
+    function = torch.compile(minimal_attn.scaled_dot_product_attention, fullgraph=True)
+    actual = function(q, k, v, is_causal=True, enable_gqa=True)
+    expected = minimal_attn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(actual, expected)
+
+
+# ------------------------------------------------------------------------------------- activate()
+
+
+def active_name():
+    return nn.attention.current_flash_attention_impl() if HAS_REGISTRY else None
+
+
+@pytest.fixture(autouse=True)
+def ends_inactive():
+    yield
+    assert active_name() is None
+    before = dict(minimal_attn._C.sdpa_calls())
+    q = torch.zeros(1, 1, 2, 8)
+    F.scaled_dot_product_attention(q, q, q)
+    assert dict(minimal_attn._C.sdpa_calls()) == before
+
+
+def heads(randn, dtype, Nq=50, Nk=70, d=64):
+    return randn(2, 4, Nq, d, dtype=dtype), randn(2, 4, Nk, d, dtype=dtype), randn(2, 4, Nk, d, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("d", [64, 40, 128])
+def test_activated_forward_and_backward(device, randn, dtype, options, d):
+    """o, its strides and all gradients; PyTorch's own error is the yardstick of gradients."""
+    tensors = heads(randn, dtype, Nq=70, d=d)
+    # (B, N, H, d) in memory, as models have it
+    tensors = [t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in tensors]
+    weight = randn(2, 4, 70, d, dtype=dtype)
+
+    def run(tensors):
+        o = F.scaled_dot_product_attention(*tensors, **options)
+        return o, *torch.autograd.grad(o, tensors, weight.to(o.dtype))
+
+    exact = run([t.detach().double().requires_grad_() for t in tensors])
+    plain = run(tensors)
+    with minimal_attn.activate() as activation:
+        actual = run(tensors)
+    assert activation.calls == {"minimal_attn": 1}
+    assert actual[0].stride() == plain[0].stride()
+    for x, pytorch, expected in zip(actual, plain, exact, strict=True):
+        assert x.dtype == dtype and x.shape == expected.shape
+        bound = 2 * (pytorch.double() - expected).norm() + 4 * torch.finfo(dtype).eps * expected.norm()
+        assert (x.double() - expected).norm() <= bound
+
+
+@pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_every_operator_of_cuda(randn, device, kind, dtype, is_causal, requires_grad):
+    if device == "cpu" or (dtype == torch.float32 and kind != "EFFICIENT_ATTENTION"):
+        pytest.skip("not an operator of this device and dtype")
+    tensors = [t.requires_grad_(requires_grad) for t in heads(randn, dtype, Nq=70)]
+    exact = [t.detach().double().requires_grad_(requires_grad) for t in tensors]
+    weight = randn(2, 4, 70, 64, dtype=dtype)
+    expected = F.scaled_dot_product_attention(*exact, is_causal=is_causal)
+    with minimal_attn.activate() as activation, sdpa_kernel(getattr(SDPBackend, kind)):
+        o = F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+        check(o, expected, dtype)
+        if requires_grad:
+            found = torch.autograd.grad(o, tensors, weight)
+    assert activation.calls == {"minimal_attn": 1}
+    if requires_grad:
+        for x, y in zip(found, torch.autograd.grad(expected, exact, weight.double()), strict=True):
+            check(x, y, dtype, factor=6)
+
+
+def test_activated_passes_on(device, randn):
+    """Masks, dropout and float64 reach PyTorch's kernels: the same bits, and a count of each."""
+    q, k, v = heads(randn, torch.float32)
+    mask = randn(50, 70)
+    calls = {
+        "PyTorch: attn_mask is given": lambda: F.scaled_dot_product_attention(q, k, v, mask),
+        "PyTorch: the dtype is not float32, float16 or bfloat16": lambda: F.scaled_dot_product_attention(
+            q.double(), k.double(), v.double()
+        ),
+        "PyTorch: a head dimension above 256, or two different ones": lambda: F.scaled_dot_product_attention(
+            *(t.repeat(1, 1, 1, 5) for t in (q, k, v))
+        ),
+    }
+    if device == "cuda":
+        calls.pop(
+            "PyTorch: the dtype is not float32, float16 or bfloat16"
+        )  # there PyTorch has no fused kernel
+    expected = [call() for call in calls.values()]
+    with minimal_attn.activate() as activation:
+        actual = [call() for call in calls.values()]
+        torch.manual_seed(1)
+        dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert all(map(torch.equal, actual, expected))
+    torch.manual_seed(1)
+    assert torch.equal(dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    assert activation.calls.items() >= dict.fromkeys(calls, 1).items()
+    assert "minimal_attn" not in activation.calls
+
+
+def test_activations_nest_and_end():
+    q = torch.zeros(1, 1, 2, 8)
+    with minimal_attn.activate() as outer:
+        with minimal_attn.activate() as inner:
+            F.scaled_dot_product_attention(q, q, q)
+        assert inner.calls == {"minimal_attn": 1}
+        F.scaled_dot_product_attention(q, q, q)
+        assert outer.calls == {"minimal_attn": 2} and inner.calls == {"minimal_attn": 1}
+    outer.remove()
+    with pytest.raises(KeyError), minimal_attn.activate():
+        raise KeyError
+    activation = minimal_attn.activate()
+    activation.remove()
+    assert activation.calls == {}
+
+
+@pytest.mark.skipif(not HAS_REGISTRY, reason="this torch has no registry of attention kernels")
+def test_registry():
+    """By PyTorch's names; another one that was active is active again afterwards."""
+    removed = []
+
+    class Other:
+        def remove(self):
+            removed.append(1)
+
+    nn.attention.register_flash_attention_impl("other", register_fn=Other)
+    assert "minimal_attn" in nn.attention.list_flash_attention_impls()
+    nn.attention.activate_flash_attention_impl("other")
+    with minimal_attn.activate():
+        assert active_name() == "minimal_attn" and removed == [1]
+    assert active_name() == "other"
+    nn.attention.activate_flash_attention_impl("minimal_attn")
+    q = torch.zeros(1, 1, 2, 8)
+    F.scaled_dot_product_attention(q, q, q)
+    assert minimal_attn._C.sdpa_calls() == {"minimal_attn": 1}
+    nn.attention.restore_flash_attention_impl()
+
+
+def test_activating_warns_and_prints_nothing():
+    code = "import minimal_attn, warnings; warnings.simplefilter('error'); minimal_attn.activate().remove()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_activated_in_other_threads():
+    q = torch.randn(1, 2, 30, 8)
+    expected = F.scaled_dot_product_attention(q, q, q)
+    results = []
+    with minimal_attn.activate() as activation:
+        threads = [
+            threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(q, q, q)))
+            for _ in range(4)
+        ]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert activation.calls == {"minimal_attn": 4}
+    for result in results:
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_activated_autocast(device, randn, training):
+    q, k, v = (t.requires_grad_(training) for t in heads(randn, torch.float32))
+    with torch.autocast(device, torch.bfloat16):
+        with minimal_attn.activate() as activation:
+            o = F.scaled_dot_product_attention(q, k, v)
+    check(o, F.scaled_dot_product_attention(q.double(), k.double(), v.double()), torch.bfloat16)
+    assert activation.calls == {"minimal_attn": 1}
+    if training:
+        o.sum().backward()
+        assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_activated_compile(device, randn, dynamic):
+    """Compiled training calls the same operators, with the strides that the compiler expects."""
+    torch.compiler.reset()
+
+    def loss(x, k, v):
+        q = (x * 2).unflatten(-1, (4, 16)).transpose(1, 2)
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).square().sum()
+        )
+
+    x = randn(2, 50, 64).requires_grad_()
+    k, v = randn(2, 4, 50, 16), randn(2, 4, 50, 16)
+    expected = loss(x, k, v)
+    [expected_grad] = torch.autograd.grad(expected, x)
+    with minimal_attn.activate() as activation:
+        actual = torch.compile(loss, fullgraph=True, dynamic=dynamic)(x, k, v)
+        [grad] = torch.autograd.grad(actual, x)
+    assert activation.calls["minimal_attn"] >= 1
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("mask", [None, "causal", "padding"])
+def test_multihead_attention(device, randn, generator, mask, need_weights):
+    layer = nn.MultiheadAttention(64, 4, batch_first=True).to(device)
+    x = randn(2, 30, 64)
+    options = {"need_weights": need_weights}
+    if mask == "causal":
+        causal = nn.Transformer.generate_square_subsequent_mask(30, device=device)
+        options |= {"attn_mask": causal, "is_causal": True}
+    if mask == "padding":
+        options["key_padding_mask"] = torch.arange(30, device=device).expand(2, -1) >= 20
+    expected, _ = layer.double()(x.double(), x.double(), x.double(), **{**options, **_double(options)})
+    layer = layer.float()
+    with minimal_attn.activate() as activation:
+        actual, _ = layer(x, x, x, **options)
+    check(actual, expected, torch.float32)
+    served = not need_weights and mask != "padding"
+    assert activation.calls.get("minimal_attn", 0) == int(served)
+
+
+def _double(options):
+    return {
+        x: t.double() for x, t in options.items() if isinstance(t, torch.Tensor) and t.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_transformer_encoder_layer(device, randn, training):
+    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True).to(device).train(training)
+    x = randn(2, 30, 64)
+    with torch.set_grad_enabled(training):
+        expected = copy.deepcopy(layer).double()(x.double())
+        with minimal_attn.activate() as activation:
+            actual = layer(x)
+    check(actual, expected, torch.float32)
+    if training:
+        assert activation.calls == {"minimal_attn": 1}
+        expected.sum().backward()
+        actual.sum().backward()
+        assert layer.self_attn.in_proj_weight.grad.isfinite().all()
+
+
+class Decoder(nn.Module):
+    """A small language model with grouped keys, as Llama has them."""
+
+    def __init__(self, vocabulary=50, width=64, heads=4, key_heads=2, layers=2):
+        super().__init__()
+        d = width // heads
+        self.split = heads * d, key_heads * d, key_heads * d
+        self.d = d
+        self.embed = nn.Embedding(vocabulary, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, sum(self.split), bias=False) for _ in range(layers))
+        self.o = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, width))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for qkv, o, mlp in zip(self.qkv, self.o, self.mlp, strict=True):
+            parts = qkv(F.layer_norm(x, x.shape[-1:])).split(self.split, -1)
+            q, k, v = (t.unflatten(-1, (-1, self.d)).transpose(1, 2) for t in parts)
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + o(a.transpose(1, 2).flatten(2))
+            x = x + mlp(x)
+        return self.head(x)
+
+
+def test_training(device, generator, seed):
+    """12 steps: the same losses as with PyTorch's kernels, to 5 decimals."""
+    torch.manual_seed(seed)
+    model = Decoder().to(device)
+    tokens = torch.randint(50, (12, 4, 41), generator=generator).to(device)
+
+    def train(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for batch in tokens:
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train(copy.deepcopy(model))
+    with minimal_attn.activate() as activation:
+        actual = train(model)
+    assert activation.calls == {"minimal_attn": 24}
+    assert expected[-1] != expected[0]
+    assert max(abs(x - y) for x, y in zip(actual, expected, strict=True)) < 5e-6
