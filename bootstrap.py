@@ -55,7 +55,7 @@ PINS = {
 }
 NEEDS = {"build": ["torch", "setuptools", "ninja"], "lint": ["ruff", "clang_format"]}
 NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis", "expecttest"]
-OPTIONAL = ["hypothesis", "expecttest", "clang_format"]  # where it is missing its tests skip, or C++ isn't checked
+OPTIONAL = ["hypothesis", "expecttest", "clang_format"]  # without them tests skip, or C++ isn't checked
 NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 
 
