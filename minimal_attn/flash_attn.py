@@ -1,0 +1,414 @@
+"""flash_attn's functions on minimal_attn.forward: `from minimal_attn.flash_attn import flash_attn_func`.
+
+Signatures, defaults and meaning are those of flash_attn 2 (github.com/Dao-AILab/flash-attention,
+flash_attn/flash_attn_interface.py). What differs:
+
+    dtypes, devices         float32 as well; CPUs as well; any page size, and lengths of int32 or int64
+    s_aux                   an argument of its own at the end: attention sinks, as in FlashAttention-3's forks
+    softmax_lse             -inf in a row that sees no key, as in FlashAttention-3 (flash_attn 2 has +inf)
+    gradients               there is no backward pass yet: inputs that require grad are refused
+    deterministic           accepted; the same inputs always give the same bits
+    num_splits              accepted and not used
+    NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
+
+What is copied. Nothing synchronises with a GPU, and memory is O(N d):
+
+    flash_attn_func         nothing
+    ..._varlen_func         q and the result, once each; k and v only if there is a block_table
+    ..._with_kvcache        k and v into the cache. With cache_batch_idx or block_table the sequences' keys,
+                            up to the length of the cache
+
+With return_attn_probs, return_softmax_lse or s_aux the kernel writes float32, which is then rounded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minimal_attn._forward import forward
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INTS = (torch.int32, torch.int64)
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    s_aux=None,
+):
+    """softmax(softmax_scale * q k^T + mask) v, as flash_attn.flash_attn_func computes it. Copies nothing.
+
+    Args:
+        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU or a CUDA GPU.
+        k, v: keys and values (B, Nk, Hkv, d), of q's dtype and device. Hkv divides Hq: query head h reads key
+            head h // (Hq // Hkv).
+        dropout_p, softcap: must be 0.
+        softmax_scale: any finite float32. None: 1 / sqrt(d).
+        causal: query i sees the keys j <= i + Nk - Nq: the last query sees the last key.
+        window_size: (left, right): query i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right. A negative
+            number is no bound.
+        alibi_slopes: must be None.
+        deterministic: not used.
+        return_attn_probs: return softmax_lse, too. Probabilities are never stored.
+        s_aux: attention sinks (Hq,), float32, float16 or bfloat16: one more score for each row of a head,
+            whose value is 0. softmax_lse counts it.
+
+    Returns:
+        out (B, Nq, Hq, d) of q's dtype. With return_attn_probs (out, softmax_lse, an empty tensor):
+        softmax_lse (B, Hq, Nq), float32, is the logarithm of the sum of exp(score). A row that sees no key
+        has out = 0, softmax_lse = -inf.
+
+    Raises:
+        NotImplementedError: dropout_p, softcap or alibi_slopes is given.
+        TypeError, ValueError: an argument of another type, shape, dtype, device or value.
+        RuntimeError: an input requires grad while grad mode is on.
+    """
+    options = _options(softmax_scale, causal, window_size)
+    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
+    out, lse = _attend(q, k, v, s_aux, return_attn_probs, **options)
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(q, kv, *args, **options):
+    """flash_attn_func(q, k, v, ...) of k, v = kv.unbind(2), where kv is (B, Nk, 2, Hkv, d)."""
+    _check("kv", kv, kv, ("B", "Nk", 2, "Hkv", "d"), _FLOATS)
+    return flash_attn_func(q, *kv.unbind(2), *args, **options)
+
+
+def flash_attn_qkvpacked_func(qkv, *args, **options):
+    """flash_attn_func(q, k, v, ...) of q, k, v = qkv.unbind(2), where qkv is (B, N, 3, H, d)."""
+    _check("qkv", qkv, qkv, ("B", "N", 3, "H", "d"), _FLOATS)
+    return flash_attn_func(*qkv.unbind(2), *args, **options)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+    s_aux=None,
+):
+    """flash_attn_func of B sequences of different lengths that lie packed, one behind the other.
+
+    The queries are copied into blocks of at most 192 that belong to one sequence, and the result is copied
+    back. The keys stay where they are, unless there is a block_table.
+
+    Args:
+        q: queries (total_q, Hq, d). Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        k, v: keys and values (total_k, Hkv, d), likewise by cu_seqlens_k. With a block_table: pages
+            (pages, page size, Hkv, d).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64 on q's device, B >= 1, never decreasing. Values
+            are not checked, which would cost a synchronisation.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's number of queries and of keys.
+        block_table: (B, n) int32 or int64 on q's device: keys j * page size and up of sequence b lie in page
+            block_table[b, j]. Pages behind the last key may have any number.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence.
+
+    Returns:
+        out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
+        of no sequence is 0.
+
+    Raises: as flash_attn_func.
+    """
+    options = _options(softmax_scale, causal, window_size)
+    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    rows = ("total_k",) if block_table is None else ("pages", "page size")
+    _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
+    _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
+    B = len(cu_seqlens_q) - 1
+    if B < 1:
+        raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
+    _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
+    _check_packed("q", cu_seqlens_q, max_seqlen_q, len(q))
+    _check_packed("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else math.inf)
+    begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+    if block_table is not None:
+        _check("block_table", block_table, q, (B, "n"), _INTS)
+        lengths, room = end - begin, block_table.shape[1] * k.shape[1]
+        if (longest := _known_max(lengths)) > room:
+            raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
+        block_table = block_table[:, : _divide_up(int(max_seqlen_k), k.shape[1])]
+        k, v = (_gather_pages(cache, block_table, lengths) for cache in (k, v))
+        begin = torch.arange(B, device=q.device) * k.shape[1]
+        end, k, v = begin + lengths, k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = _attend_packed(
+        q, k, v, cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs, **options
+    )
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_kvpacked_func(q, kv, *args, **options):
+    """flash_attn_varlen_func(q, k, v, ...) of k, v = kv.unbind(1), where kv is (total_k, 2, Hkv, d)."""
+    _check("kv", kv, kv, ("total_k", 2, "Hkv", "d"), _FLOATS)
+    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **options)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, *args, **options):
+    """flash_attn_varlen_func of q, k, v = qkv.unbind(1), where qkv is (total, 3, H, d)."""
+    _check("qkv", qkv, qkv, ("total", 3, "H", "d"), _FLOATS)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *args, **options)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+    s_aux=None,
+):
+    """Writes k and v into the cache, in place, and attends to the cache. For decoding.
+
+    Args:
+        q: queries (B, Nq, Hq, d).
+        k_cache, v_cache: (C, N, Hkv, d) of q's dtype and device, C >= B. With a block_table: pages
+            (pages, page size, Hkv, d); a sequence then has N = n * page size.
+        k, v: new keys and values (B, N_new, Hkv, d), or None. Key j of sequence b is written to position
+            cache_seqlens[b] + j, where the cache must have room.
+        rotary_cos, rotary_sin: must be None: rotate q and k before the call.
+        cache_seqlens: an int or (B,) int32 or int64 on q's device: how many keys each sequence has, left
+            padding included, before k is appended. None: N; with k it must be given.
+        cache_batch_idx: (B,) int32 or int64: sequence b is row cache_batch_idx[b] of the cache. None: row b.
+            Indices that occur twice must not be written to.
+        cache_leftpad: (B,) int32 or int64: the sequence's keys begin at this position.
+        block_table: (B, n) int32 or int64, as in flash_attn_varlen_func; not with cache_batch_idx.
+        causal, window_size: as in flash_attn_func, where Nk is cache_seqlens[b] + N_new.
+        softmax_scale, softcap, alibi_slopes, s_aux: as in flash_attn_func.
+        rotary_interleaved, num_splits: not used.
+        return_softmax_lse: return softmax_lse, too.
+
+    Returns:
+        out (B, Nq, Hq, d); with return_softmax_lse (out, softmax_lse (B, Hq, Nq)).
+
+    Raises:
+        As flash_attn_func, and NotImplementedError for rotary_cos and rotary_sin, ValueError for lengths that
+        exceed the cache (an int, or a tensor on a CPU; on a GPU they are not checked, and PyTorch's assertion
+        ends a write behind the cache). The cache is then as before.
+    """
+    options = _options(softmax_scale, causal, window_size)
+    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
+    _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
+    B, (C, N, Hkv, d) = len(q), k_cache.shape
+    if block_table is not None:
+        _check("block_table", block_table, q, (B, "n"), _INTS)
+        if cache_batch_idx is not None:
+            raise ValueError("cache_batch_idx must be None with a block_table, but was a tensor")
+    elif cache_batch_idx is not None:
+        _check("cache_batch_idx", cache_batch_idx, q, (B,), _INTS)
+    elif C < B:
+        raise ValueError(f"k_cache must have at least q's {B} sequences, but has {C}")
+    if cache_leftpad is not None:
+        _check("cache_leftpad", cache_leftpad, q, (B,), _INTS)
+    N_new = 0
+    if k is not None or v is not None:
+        if cache_seqlens is None:
+            raise ValueError("cache_seqlens must be given with k and v, but was None")
+        _check("k", k, q, (B, "N_new", Hkv, d), (q.dtype,))
+        _check("v", v, q, k.shape, (q.dtype,))
+        N_new = k.shape[1]
+    lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
+    if N_new:
+        for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
+            forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), **options)
+        position = lengths[:, None] + torch.arange(-N_new, 0, device=q.device)
+        if block_table is not None:
+            row, position = block_table.long().gather(1, position // N), position % N
+        else:
+            row = (torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx)[:, None]
+        k_cache[row, position] = k
+        v_cache[row, position] = v
+    if block_table is not None:
+        k, v = (_gather_pages(cache, block_table, lengths) for cache in (k_cache, v_cache))
+    elif cache_batch_idx is not None:
+        k, v = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
+    else:
+        k, v = k_cache[:B], v_cache[:B]
+    options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad)
+    out, lse = _attend(q, k, v, s_aux, return_softmax_lse, **options)
+    return (out, lse) if return_softmax_lse else out
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def _attend(q, k, v, s_aux, wants_lse, **options):
+    """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if s_aux is None and not wants_lse:
+        return forward(q, k, v, **options).transpose(1, 2), None
+    state = None
+    if s_aux is not None:  # a key that every query has seen: its score is the sink, its value 0
+        m = s_aux.float()[None, :, None].expand(q.shape[:3]).contiguous()
+        state = (q.new_zeros(q.shape[3], dtype=torch.float32).expand(q.shape), torch.ones_like(m), m)
+    o, l, m = forward(q, k, v, state=state, return_state=True, **options)
+    return o.transpose(1, 2).to(q.dtype), m + l.log()
+
+
+def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
+    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (total_k, Hkv, d).
+
+    forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
+    How many blocks there are at most is known without the lengths. The last block has no query and no key.
+    """
+    total, B, device = len(q), len(begin), q.device
+    if total == 0:
+        return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    blocks_of_longest = max(1, _divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
+    rows = max(1, _divide_up(max_seqlen_q, blocks_of_longest))
+    n_blocks = min(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
+    q_begin, q_end = cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
+    blocks = _divide_up(q_end - q_begin, rows)
+    next_block = blocks.cumsum(0)
+    first_block = next_block - blocks
+
+    # A sequence's blocks go from its end to its begin: under a causal mask the longest is the first. The last
+    # one may begin before the sequence, with rows that are computed for nothing.
+    block = torch.arange(n_blocks, device=device)
+    b = torch.searchsorted(next_block, block, right=True)
+    is_used = b < B
+    b = b.clamp(max=B - 1)
+    to_end = (block - first_block[b] + 1) * rows  # from the block's first query to the sequence's end
+    token = (q_end[b] - to_end)[:, None] + torch.arange(rows, device=device)
+    queries = q.index_select(0, token.clamp(0, total - 1).flatten()).unflatten(0, (n_blocks, rows))
+    options |= dict(seqlens_k=end[b] * is_used, leftpad_k=begin[b] * is_used, offset=end[b] - to_end)
+    # hopper splits float32 keys once a batch, here for each block: O(N^2) of workspace.
+    if q.is_cuda and q.dtype == torch.float32:
+        options["backend"] = "portable"
+    k, v = (x.expand(n_blocks, *x.shape) for x in (k, v))
+    out, lse = _attend(queries, k, v, s_aux, wants_lse, **options)
+
+    token = torch.arange(total, device=device)
+    b = torch.searchsorted(q_end, token, right=True)
+    is_inside = (b < B) & (token >= q_begin[0])
+    b = b.clamp(max=B - 1)
+    from_end = q_end[b] - 1 - token
+    row = (first_block[b] + from_end // rows) * rows + rows - 1 - from_end % rows
+    row = torch.where(is_inside, row, n_blocks * rows - 1)
+    lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
+    return out.flatten(0, 1).index_select(0, row), lse
+
+
+def _gather_pages(cache, block_table, lengths):
+    """The pages (pages, page size, H, d) of each sequence in a row: (B, n * page size, H, d)."""
+    if lengths is not None:  # where no key is, the table may have any number
+        first_key = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
+        block_table = torch.where(first_key < lengths[:, None], block_table, 0)
+    return cache[block_table].flatten(1, 2)
+
+
+def _divide_up(x, y):
+    return (x + y - 1) // y
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def _options(softmax_scale, causal, window_size):
+    window_size = tuple(max(int(bound), -1) for bound in window_size)
+    return dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+
+
+def _refuse(**missing):
+    for name, x in missing.items():
+        is_tensor = isinstance(x, Tensor)
+        if is_tensor or (x or 0) > 0:
+            must_be, was = ("None", "a tensor") if is_tensor else ("0", x)
+            raise NotImplementedError(f"{name} must be {must_be}, but was {was}: minimal_attn has none yet")
+
+
+def _check(name, x, q, shape, dtypes):
+    """x must be on q's device, of one of the dtypes and of this shape, where a word is any number."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, but was {x!r}")
+    fits = len(x.shape) == len(shape) and all(
+        isinstance(must, str) or n == must for n, must in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
+        must = ", ".join(map(str, shape)) + "," * (len(shape) == 1)
+        raise ValueError(f"{name} must have shape ({must}), but has shape {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, but is {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, but is on {x.device}")
+
+
+def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
+    """Words that are in both shapes are the same number."""
+    _check("q", q, q, q_shape, _FLOATS)
+    of_q = dict(zip(q_shape, q.shape, strict=True))
+    _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape], (q.dtype,))
+    _check("v" + suffix, v, q, k.shape, (q.dtype,))
+    if s_aux is not None:
+        _check("s_aux", s_aux, q, (q.shape[-2],), _FLOATS)
+
+
+def _known_max(x):
+    """The largest number, or 0 where that would cost a synchronisation or isn't there."""
+    is_known = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return int(x.max()) if is_known and x.numel() else 0
+
+
+def _check_packed(name, cu_seqlens, max_seqlen, total):
+    longest, end = _known_max(cu_seqlens.diff()), _known_max(cu_seqlens)
+    if longest > max_seqlen:
+        raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
+    if end > total:
+        raise ValueError(
+            f"cu_seqlens_{name} must end at most at {total}, where {name} ends, but ends at {end}"
+        )
+
+
+def _lengths(cache_seqlens, N_new, N, q):
+    """How many keys each sequence has, with the new ones: (B,) on q's device, or None: all."""
+    if cache_seqlens is None:
+        return None
+    longest = cache_seqlens
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    else:
+        _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)
+        longest = _known_max(cache_seqlens)
+    if longest + N_new > N:
+        raise ValueError(f"cache_seqlens must be at most {N} less {N_new} new keys, but was {longest}")
+    return cache_seqlens + N_new

@@ -1,0 +1,649 @@
+"""minimal_attn.flash_attn against float64, over cases as flash-attention's tests/test_flash_attn.py has them.
+
+PYTHONPATH=. build/python tests/test_flash_attn.py 1000 [seed [backend]]    so many cases, larger ones
+"""
+
+import contextlib
+import inspect
+import math
+import re
+import sys
+import traceback
+
+import pytest
+import torch
+from conftest import DTYPES, Backend, check_o
+from reference import Attention, attention
+
+from minimal_attn import flash_attn
+from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+# flash-attention's own sizes: dropout, ALiBi, softcap, rotary embedding and the backward pass aside.
+HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
+LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024)]
+LENGTHS += [
+    (1, 147),
+    (1, 239),
+    (3, 799),
+    (799, 3),
+    (127, 512),
+    (127, 513),
+    (239, 1),
+    (512, 127),
+    (1024, 1023),
+]
+LENGTHS_OF_CACHE = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (16, 20000)]
+LENGTHS_OF_CACHE += [(128, 128)]
+SELF_LENGTHS = [97, 128, 200, 257, 384, 512, 768, 1024, 1025]
+
+
+@contextlib.contextmanager
+def forced(backend):
+    """The functions have no argument for a backend."""
+    before = flash_attn.forward
+    flash_attn.forward = lambda *qkv, **options: before(*qkv, **options | {"backend": backend.name})
+    yield
+    flash_attn.forward = before
+
+
+@pytest.fixture
+def forced_backend(backend):
+    with forced(backend):
+        yield backend
+
+
+def expected_of(q, k, v, s_aux=None, **options):
+    """Attention of (B, N, H, d) tensors. A sink is one more score in a row, with a value of 0."""
+    o, l, m, size = attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+    if s_aux is None:
+        return Attention(o, l, m, size)
+    sink = s_aux.double()[:, None]
+    of_keys = l * torch.exp(m - torch.maximum(m, sink))
+    m = torch.maximum(m, sink)
+    l = of_keys + torch.exp(sink - m)
+    share = (of_keys / l)[..., None]
+    return Attention(o * share, l, m, size * share)
+
+
+def check(out, lse, dtype, expected):
+    """out (B, Nq, Hq, d), and lse (B, Hq, Nq) if it isn't None."""
+    assert out.dtype == dtype
+    check_o(out.transpose(1, 2), expected, dtype)
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=2e-6)
+
+
+class Case:
+    """One call, drawn at random: `kind` names the method that makes it and compares its results."""
+
+    kinds = ["func", "kvpacked", "qkvpacked", "varlen", "varlen_kvpacked", "varlen_qkvpacked", "varlen_paged"]
+    kinds += ["kvcache", "kvcache", "kvcache_paged"]
+
+    def __init__(self, backend, kind, work):
+        """`work` bounds B * Hq * Nq * Nk * d."""
+        self.backend, self.kind, self.random = backend, kind, backend.random
+        choice = self.random.choice
+        self.dtype, self.d = choice(DTYPES), choice(HEAD_DIMS)
+        if "qkvpacked" in kind:
+            lengths = [(n, n) for n in SELF_LENGTHS]
+        else:
+            lengths = LENGTHS_OF_CACHE if "kvcache" in kind else LENGTHS
+        self.Nq, self.Nk = choice([(q, k) for q, k in lengths if q * k * self.d * 3 <= work])
+        self.Hq = choice([h for h in (3, 4, 6, 9) if h * self.Nq * self.Nk * self.d <= work])
+        self.Hkv = (
+            self.Hq if "qkvpacked" in kind else choice([h for h in (1, 2, 3, self.Hq) if self.Hq % h == 0])
+        )
+        self.B = min(choice([1, 2, 4, 8]), max(1, work // (self.Hq * self.Nq * self.Nk * self.d)))
+        self.options = {}
+        if choice([True, False]):
+            self.options["causal"] = True
+        if choice([True, False]):  # flash-attention's tests give a tensor, too
+            self.options["window_size"] = choice([tuple, torch.tensor])(
+                (self.random.randrange(self.Nk), self.random.randrange(self.Nk))
+            )
+        if choice([True, False, False]):
+            self.options["softmax_scale"] = self.random.uniform(0.05, 0.3)
+        self.s_aux = None
+        if "packed" not in kind and choice([True, False]):
+            self.s_aux = backend.randn(self.Hq, dtype=choice(DTYPES))
+        self.with_lse = choice([True, False])
+
+    def __str__(self):
+        names = "dtype", "B", "Hq", "Hkv", "Nq", "Nk", "d", "options", "with_lse"
+        parts = [f"{name} {getattr(self, name)}" for name in names]
+        return f"{self.kind}: {', '.join(parts)}, s_aux {self.s_aux is not None}"
+
+    def randn(self, *shape):
+        return self.backend.randn(*shape, dtype=self.dtype)
+
+    def ints(self, values):
+        return torch.tensor(
+            values, dtype=self.random.choice([torch.int32, torch.int64]), device=self.backend.device
+        )
+
+    def expected(self, q, k, v, **options):
+        options |= self.options
+        options["window_size"] = tuple(int(x) for x in options.get("window_size", (-1, -1)))
+        return expected_of(q, k, v, self.s_aux, **options)
+
+    def call(self, function, *args, **options):
+        """out, and the log-sum-exp or None."""
+        options |= self.options
+        if self.s_aux is not None:
+            options["s_aux"] = self.s_aux
+        if function is flash_attn_with_kvcache:
+            results = function(*args, **options, return_softmax_lse=self.with_lse)
+        else:
+            results = function(*args, **options, return_attn_probs=self.with_lse)
+        if not self.with_lse:
+            return results, None
+        assert function is flash_attn_with_kvcache or results[2].numel() == 0
+        return results[:2]
+
+    def check(self):
+        getattr(self, self.kind)()
+
+    # ------------------------------------------------------------------------------------- one length
+
+    def check_func(self, function, *args):
+        q, k, v = args if len(args) == 3 else (*args[:-1], *args[-1].unbind(2))
+        check(*self.call(function, *args), self.dtype, self.expected(q, k, v))
+
+    def func(self):
+        kv = [self.randn(self.B, self.Nk, self.Hkv, self.d) for _ in "kv"]
+        self.check_func(flash_attn_func, self.randn(self.B, self.Nq, self.Hq, self.d), *kv)
+
+    def kvpacked(self):
+        kv = self.randn(self.B, self.Nk, 2, self.Hkv, self.d)
+        self.check_func(flash_attn.flash_attn_kvpacked_func, self.randn(self.B, self.Nq, self.Hq, self.d), kv)
+
+    def qkvpacked(self):
+        qkv = self.randn(self.B, self.Nq, 3, self.Hq, self.d)
+        self.check_func(flash_attn.flash_attn_qkvpacked_func, qkv)
+
+    # ------------------------------------------------------------------------------------- packed sequences
+
+    def lengths(self, most):
+        """Padded as there, and sequences without a token."""
+        low = self.random.choice([most, max(1, most - 20), most // 3, 0])
+        lengths = [self.random.randint(low, most) for _ in range(self.B)]
+        return [0 if self.random.random() < 0.1 else n for n in lengths]
+
+    def pack(self, lengths):
+        """The sequences' begins and ends, and their rows in a packed tensor, which goes on behind them."""
+        cu_seqlens = [sum(lengths[:b]) for b in range(self.B + 1)]
+        rows = [slice(*cu_seqlens[b : b + 2]) for b in range(self.B)]
+        return self.ints(cu_seqlens), rows, cu_seqlens[-1] + self.random.choice([0, 0, 7])
+
+    def bound(self, lengths):
+        return max(lengths) + self.random.choice([0, 0, 0, 50])
+
+    def check_varlen(self, results, q, rows_q, sequences, total):
+        """`sequences` has k and v of each."""
+        out, lse = results
+        assert out.shape == q.shape and (lse is None or lse.shape == (self.Hq, total))
+        for rows, (k, v) in zip(rows_q, sequences, strict=True):
+            expected = self.expected(q[rows][None], k[None], v[None])
+            check(out[rows][None], None if lse is None else lse[:, rows][None], self.dtype, expected)
+        assert not out[rows_q[-1].stop :].any()
+
+    def varlen(self, packs=0):
+        lengths_q = self.lengths(self.Nq)
+        lengths_k = lengths_q if packs == 3 else self.lengths(self.Nk)
+        (cu_q, rows_q, total_q), (cu_k, rows_k, total_k) = map(self.pack, (lengths_q, lengths_k))
+        max_q, max_k = self.bound(lengths_q), self.bound(lengths_k)
+        if packs == 3:
+            qkv = self.randn(total_q, 3, self.Hq, self.d)
+            (q, k, v), rows_k = qkv.unbind(1), rows_q
+            results = self.call(flash_attn.flash_attn_varlen_qkvpacked_func, qkv, cu_q, max_q)
+        else:
+            q, kv = self.randn(total_q, self.Hq, self.d), self.randn(total_k, 2, self.Hkv, self.d)
+            kv[rows_k[-1].stop :] = math.nan  # of no sequence
+            k, v = kv.unbind(1)
+            if packs:
+                function, keys = flash_attn.flash_attn_varlen_kvpacked_func, [kv]
+            else:
+                function, keys = flash_attn_varlen_func, [k, v]
+            results = self.call(function, q, *keys, cu_q, cu_k, max_q, max_k)
+        self.check_varlen(results, q, rows_q, [(k[rows], v[rows]) for rows in rows_k], total_q)
+
+    def varlen_kvpacked(self):
+        self.varlen(packs=2)
+
+    def varlen_qkvpacked(self):
+        self.varlen(packs=3)
+
+    def varlen_paged(self):
+        lengths_q, lengths_k = self.lengths(self.Nq), self.lengths(self.Nk)
+        cu_q, rows_q, total_q = self.pack(lengths_q)
+        cu_k = self.pack(lengths_k)[0]
+        q = self.randn(total_q, self.Hq, self.d)
+        k, v, table, sequences = self.pages(lengths_k)
+        max_q, max_k = self.bound(lengths_q), self.bound(lengths_k)
+        results = self.call(flash_attn_varlen_func, q, k, v, cu_q, cu_k, max_q, max_k, block_table=table)
+        self.check_varlen(results, q, rows_q, [(k[at], v[at]) for at in sequences], total_q)
+
+    # ------------------------------------------------------------------------------------- caches
+
+    def pages(self, lengths, spare=0):
+        """A paged cache, NaN where no key is, its table, and the index of each sequence's keys."""
+        size = self.random.choice([256, 256, 16, 7, 1])
+        n = max(1, -(-(max(lengths) + spare) // size))
+        table = self.random.sample(range(3 * n * self.B), n * self.B)
+        table = [table[b * n : b * n + n] for b in range(self.B)]
+        k, v = (self.randn(3 * n * self.B, size, self.Hkv, self.d).fill_(math.nan) for _ in "kv")
+        sequences = [self.places(row, size, length) for row, length in zip(table, lengths, strict=True)]
+        for at in sequences:
+            for x in k, v:
+                x[at] = self.randn(len(at[0]), self.Hkv, self.d)
+        for row, length in zip(table, lengths, strict=True):  # no key and no new key is there
+            for j in range(-(-(length + spare) // size), n):
+                row[j] = self.random.choice([-1, 10**6])
+        return k, v, self.ints(table), sequences
+
+    def places(self, table, size, length, first=0):
+        """Of keys first <= j < length: their pages and their rows there."""
+        j = torch.arange(first, length)
+        return torch.tensor(table)[j // size].to(self.backend.device), (j % size).to(self.backend.device)
+
+    def kvcache(self):
+        N, N_new = self.Nk, self.random.choice([0, self.Nq, self.random.randint(1, self.Nq)])
+        C = self.B * self.random.choice([1, 2])
+        rows, options = list(range(self.B)), {}
+        if self.random.random() < 0.5:
+            rows = self.random.sample(range(C), self.B)
+            options["cache_batch_idx"] = self.ints(rows)
+        lengths = [self.random.randint(0 if N_new else 1, N - N_new) for _ in rows]
+        way = self.random.choice(["tensor", "tensor", "int", "none" if N_new == 0 else "tensor"])
+        if way == "tensor":
+            options["cache_seqlens"] = self.ints(lengths)
+        elif way == "int":
+            lengths = [lengths[0]] * self.B
+            options["cache_seqlens"] = lengths[0]
+        else:
+            lengths = [N] * self.B
+        pads = [0] * self.B
+        if self.random.random() < 0.5:
+            pads = [self.random.randrange(max(1, n)) for n in lengths]
+            options["cache_leftpad"] = self.ints(pads)
+        caches = [self.randn(C, N, self.Hkv, self.d) for _ in "kv"]
+        for cache in caches:
+            for row, n, pad in zip(rows, lengths, pads, strict=True):
+                cache[row, n:], cache[row, :pad] = math.nan, math.nan
+        after, new = [cache.clone() for cache in caches], self.new_keys(N_new)
+        for cache, x in zip(after, new, strict=True):
+            for b, row in enumerate(rows):
+                cache[row, lengths[b] : lengths[b] + N_new] = x[b]
+        q = self.randn(self.B, self.Nq, self.Hq, self.d)
+        results = self.call(flash_attn_with_kvcache, q, *caches, *(new if N_new else []), **options)
+        for cache, x in zip(caches, after, strict=True):
+            assert torch.equal(cache.nan_to_num(99), x.nan_to_num(99))
+        counts = dict(seqlens_k=[n + N_new for n in lengths], leftpad_k=pads)
+        check(*results, self.dtype, self.expected(q, *(x[rows] for x in after), **counts))
+
+    def kvcache_paged(self):
+        N_new = self.random.choice([0, self.Nq, self.random.randint(1, self.Nq)])
+        lengths = [self.random.randint(0, self.Nk - N_new) for _ in range(self.B)]
+        k, v, table, sequences = self.pages(lengths, spare=N_new)
+        after, new = (k.clone(), v.clone()), self.new_keys(N_new)
+        every = [
+            self.places(row, k.shape[1], n + N_new) for row, n in zip(table.tolist(), lengths, strict=True)
+        ]
+        for b, (pages, rows) in enumerate(every):
+            for cache, x in zip(after, new, strict=True):
+                cache[pages[lengths[b] :], rows[lengths[b] :]] = x[b]
+        q = self.randn(self.B, self.Nq, self.Hq, self.d)
+        results = self.call(
+            flash_attn_with_kvcache,
+            q,
+            k,
+            v,
+            *(new if N_new else []),
+            cache_seqlens=self.ints(lengths),
+            block_table=table,
+        )
+        for cache, x in zip((k, v), after, strict=True):
+            assert torch.equal(cache.nan_to_num(99), x.nan_to_num(99))
+        for b, at in enumerate(every):
+            expected = self.expected(q[b : b + 1], *(x[at][None] for x in after))
+            check(*(None if x is None else x[b : b + 1] for x in results), self.dtype, expected)
+
+    def new_keys(self, N_new):
+        return [self.randn(self.B, N_new, self.Hkv, self.d) for _ in "kv"]
+
+
+@pytest.mark.parametrize("repeat", range(6))
+@pytest.mark.parametrize("kind", Case.kinds, ids=[f"{kind}-{n}" for n, kind in enumerate(Case.kinds)])
+def test_drawn_cases(forced_backend, kind, repeat):
+    case = Case(forced_backend, kind, work=1 << 25)
+    print(case)
+    case.check()
+
+
+# ---------------------------------------------------------------------------------------- what isn't drawn
+
+SIGNATURES = {  # flash_attn 2.8.3
+    "flash_attn_func": "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+    "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False, block_table=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, "
+    "num_splits=0, return_softmax_lse=False",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    ours = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+    assert ours == SIGNATURES[name] + ", s_aux=None"
+
+
+def packed(backend, lengths, H=2, d=32, dtype=torch.float32):
+    """q, k, v and cu_seqlens of packed sequences."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(backend.device, torch.int32)
+    return *(backend.randn(sum(lengths), H, d, dtype=dtype) for _ in "qkv"), cu_seqlens
+
+
+def test_a_sequence_of_nan_stays_alone(forced_backend, dtype):
+    lengths = [60, 33, 150]
+    q, k, v, cu_seqlens = packed(forced_backend, lengths, dtype=dtype)
+    for x in q, k, v:
+        x[60:93] = math.nan
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 150, 150, causal=True)
+    assert out[60:93].isnan().all()
+    for rows in slice(0, 60), slice(93, 243):
+        check(out[rows][None], None, dtype, expected_of(*(x[rows][None] for x in (q, k, v)), causal=True))
+
+
+def test_rows_of_no_sequence_are_zero(forced_backend):
+    """Before the first sequence and behind the last one."""
+    q, k, v, _ = packed(forced_backend, [40])
+    cu_seqlens = forced_backend.ints(3, 20, 35)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 17, 17, return_attn_probs=True)
+    assert not out[:3].any() and not out[35:].any()
+    assert (lse[:, :3] == -math.inf).all() and (lse[:, 35:] == -math.inf).all()
+    for rows in slice(3, 20), slice(20, 35):
+        check(out[rows][None], lse[:, rows][None], q.dtype, expected_of(*(x[rows][None] for x in (q, k, v))))
+
+
+def test_nothing_packed(forced_backend):
+    q, k, v, cu_seqlens = packed(forced_backend, [0, 0])
+    some, _, _, cu_seqlens_of_some = packed(forced_backend, [3, 2])
+    for max_seqlen in 0, 5:
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        assert out.shape == q.shape
+        out = flash_attn_varlen_func(some, k, v, cu_seqlens_of_some, cu_seqlens, 3, max_seqlen)
+        assert out.shape == some.shape and not out.any()
+        out = flash_attn_varlen_func(q, some, some, cu_seqlens, cu_seqlens_of_some, max_seqlen, 3)
+        assert out.shape == q.shape
+    assert flash_attn_varlen_func(some, k, v, cu_seqlens, cu_seqlens, 0, 0).eq(0).all()
+
+
+def test_one_long_sequence_among_short_ones_takes_little_memory(backend, monkeypatch):
+    """Blocks of queries, not the longest length for each sequence; the keys are where they were."""
+    seen = []
+
+    def forward(q, k, v, **options):
+        seen.append((q, k, v))
+        return real(q, k, v, **options)
+
+    real = flash_attn.forward
+    monkeypatch.setattr(flash_attn, "forward", forward)
+    q, k, v, cu_seqlens = packed(backend, [1] * 30 + [2000] + [5] * 30)
+    flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 2000, 2000, causal=True)
+    [(blocks, keys, values)] = seen
+    assert blocks.numel() <= q.numel() + 62 * 192 * 2 * 32
+    assert keys.data_ptr() == k.data_ptr() and values.data_ptr() == v.data_ptr()
+
+
+def test_negative_windows_are_unbounded(forced_backend):
+    q, k, v = (x.transpose(1, 2) for x in forced_backend.qkv())
+    for window_size in (-7, 3), (3, -2), [-1, -9]:
+        out = flash_attn_func(q, k, v, window_size=window_size)
+        check(out, None, q.dtype, expected_of(q, k, v, window_size=[max(x, -1) for x in window_size]))
+
+
+def test_accepted_and_not_used(forced_backend):
+    q, k, v = (x.transpose(1, 2) for x in forced_backend.qkv())
+    expected = flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn_func(q, k, v, 0.0, None, False, (-1, -1), -1.0, None, True), expected)
+    assert torch.equal(flash_attn_func(q, k, v, softcap=None), expected)
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, rotary_interleaved=False, num_splits=7), expected)
+
+
+def test_layout_of_results(forced_backend):
+    q, k, v = (x.transpose(1, 2).contiguous() for x in forced_backend.qkv())
+    for out in (
+        flash_attn_func(q, k, v),
+        flash_attn_with_kvcache(q, k, v),
+        flash_attn_func(q, k, v, s_aux=q[0, 0, :, 0]),
+    ):
+        assert out.is_contiguous()
+    q, k, v, cu_seqlens = packed(forced_backend, [30, 20])
+    out, lse, _ = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 30, 30, return_attn_probs=True)
+    assert out.is_contiguous() and lse.is_contiguous()
+
+
+def one_call_of_each(backend):
+    """A call of each function, without arguments: its results, and the caches that it has written."""
+    q, k, v = (x.transpose(1, 2) for x in backend.qkv(Nk=90))
+    packs = packed(backend, [30, 0, 77])
+    pages = [backend.randn(8, 16, 2, 64) for _ in "kv"]
+    table = backend.ints(5, 1, 2, 0, 3, 7).view(2, 3)
+    lengths = backend.ints(11, 3)
+
+    def cached(**options):
+        caches = [x.clone() for x in (pages if "block_table" in options else (k, v))]
+        new = dict(k=k[:, :5], v=v[:, :5], cache_seqlens=lengths, return_softmax_lse=True)
+        return *flash_attn_with_kvcache(q, *caches, **new, **options), *caches
+
+    return {
+        "func": lambda: flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
+        "varlen": lambda: flash_attn_varlen_func(*packs, packs[-1], 77, 77, return_attn_probs=True),
+        "kvcache": lambda: cached(cache_batch_idx=backend.ints(1, 0), cache_leftpad=backend.ints(2, 0)),
+        "paged": lambda: cached(block_table=table),
+    }
+
+
+CALLS = ["func", "varlen", "kvcache", "paged"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_compile_without_a_break(backend, name):
+    """Reading a length on the host would break the graph."""
+    call = one_call_of_each(backend)[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")()
+    for actual, expected in zip(compiled, call(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_synchronises(cuda_backend, name):
+    call = one_call_of_each(cuda_backend)[name]
+    expected = call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, results, expected))
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def refuses(error, function, options, *patterns):
+    """One line with all of the patterns."""
+    with pytest.raises(error) as caught:
+        function(**options)
+    message = str(caught.value)
+    assert "\n" not in message.strip() and len(message) < 300, message
+    for pattern in patterns:
+        assert re.search(pattern, message), f"no {pattern!r} in {message!r}"
+
+
+def good(backend, function):
+    """Arguments of a good call: B 2, Nq 5, Nk 7, Hq 4, Hkv 2, d 8."""
+    q, k, v = (x.transpose(1, 2) for x in backend.qkv(Nq=5, Nk=7, d=8))
+    if function is flash_attn_func:
+        return dict(q=q, k=k, v=v)
+    if function is flash_attn_with_kvcache:
+        new = dict(k=k[:, :2].clone(), v=v[:, :2].clone())
+        return dict(q=q, k_cache=k, v_cache=v, **new, cache_seqlens=backend.ints(5, 3))
+    cu_seqlens = dict(cu_seqlens_q=backend.ints(0, 5, 10), cu_seqlens_k=backend.ints(0, 7, 14))
+    return dict(
+        q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), **cu_seqlens, max_seqlen_q=5, max_seqlen_k=7
+    )
+
+
+FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("dropout_p", 0.17),
+        ("softcap", 50.0),
+        ("alibi_slopes", torch.ones(4)),
+        ("rotary_cos", torch.ones(9, 4)),
+    ],
+)
+def test_what_is_missing(backend, function, name, value):
+    options = good(backend, function)
+    if name in inspect.signature(function).parameters:
+        refuses(NotImplementedError, function, options | {name: value}, f"^{name} must be (0|None), but was ")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_tensors_of_another_kind(backend, function):
+    options = good(backend, function)
+    names = [name for name, x in options.items() if isinstance(x, torch.Tensor)]
+    for name in names:
+        x = options[name]
+        integers = not x.is_floating_point()
+        refuses(TypeError, function, options | {name: 3.5}, f"^{name} must be a tensor, but was 3.5")
+        wrong = options | {name: x[None]}
+        refuses(ValueError, function, wrong, rf"^{name} must have shape \(.*\), but has shape \(1, ")
+        other = x.short() if integers else x.double()
+        refuses(ValueError, function, options | {name: other}, f"^{name} must be torch.*, but is torch")
+        if name != "q":
+            refuses(
+                ValueError,
+                function,
+                options | {name: x.to("meta")},
+                f"^{name} must be on q's device .* on meta",
+            )
+            if not name.startswith("cu_seqlens_q"):
+                refuses(ValueError, function, options | {name: x[..., :1]}, f"^{name} must have shape")
+    sinks = backend.randn(3)
+    refuses(
+        ValueError,
+        function,
+        options | {"s_aux": sinks},
+        r"^s_aux must have shape \(4,\), but has shape \(3,\)",
+    )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values(backend, function):
+    options = good(backend, function)
+    refuses(ValueError, function, options | {"softmax_scale": math.nan}, "^softmax_scale must be .* nan")
+    refuses(TypeError, function, options | {"causal": "yes"}, "^causal must be True or False, but was .yes.")
+    refuses(ValueError, function, options | {"window_size": (1, 2, 3)}, "window_size must be .*1, 2, 3")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_are_refused(backend, function):
+    options = good(backend, function)
+    for name in [
+        name for name, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]:
+        changed = options | {name: options[name].clone().requires_grad_()}
+        refuses(RuntimeError, function, changed, "must not require grad, but does", r"torch.no_grad\(\)")
+        with torch.no_grad():
+            function(**changed)
+
+
+def test_lengths_that_do_not_fit():
+    """On a GPU the host doesn't know them."""
+    backend = Backend("cpu", 0)
+    options = good(backend, flash_attn_varlen_func)
+    for wrong, *patterns in (
+        (dict(max_seqlen_q=4), "^max_seqlen_q must be at least 5.* 4"),
+        (dict(max_seqlen_k=6), "^max_seqlen_k must be at least 7.* 6"),
+        (
+            dict(cu_seqlens_q=backend.ints(0, 5, 11), max_seqlen_q=9),
+            "^cu_seqlens_q must end at most at 10.* 11",
+        ),
+        (
+            dict(cu_seqlens_k=backend.ints(0, 7, 15), max_seqlen_k=9),
+            "^cu_seqlens_k must end at most at 14.* 15",
+        ),
+        (dict(cu_seqlens_q=backend.ints(0)), r"^cu_seqlens_q must have shape \(B \+ 1,\)"),
+    ):
+        refuses(ValueError, flash_attn_varlen_func, options | wrong, *patterns)
+    options |= dict(k=backend.randn(9, 3, 2, 8), v=backend.randn(9, 3, 2, 8))
+    narrow = options | dict(block_table=torch.zeros(2, 2, dtype=torch.int32))
+    refuses(ValueError, flash_attn_varlen_func, narrow, "^block_table must have pages for 7 keys.* 6")
+
+
+def test_a_cache_is_as_before_after_an_error():
+    backend = Backend("cpu", 0)
+    options = good(backend, flash_attn_with_kvcache)
+    before = options["k_cache"].clone(), options["v_cache"].clone()
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    for error, wrong, *patterns in (
+        (ValueError, dict(cache_seqlens=6), "^cache_seqlens must be at most 7 less 2 new keys, but was 6"),
+        (ValueError, dict(cache_seqlens=backend.ints(3, 6)), "^cache_seqlens must be at most .* but was 6"),
+        (ValueError, dict(cache_seqlens=None), "^cache_seqlens must be given"),
+        (
+            ValueError,
+            dict(cache_seqlens=7, k=None, v=None, block_table=table[:, :0]),
+            "^cache_seqlens must be",
+        ),
+        (TypeError, dict(v=None), "^v must be a tensor, but was None"),
+        (TypeError, dict(k=None), "^k must be a tensor, but was None"),
+        (
+            ValueError,
+            dict(cache_batch_idx=backend.ints(0, 1), block_table=table),
+            "^cache_batch_idx must be None",
+        ),
+        (ValueError, dict(cache_leftpad=backend.ints(0)), r"^cache_leftpad must have shape \(2,\)"),
+        (
+            ValueError,
+            dict(k_cache=before[0][:1], v_cache=before[1][:1]),
+            "^k_cache must have at least q's 2 .* 1",
+        ),
+        (ValueError, dict(q=backend.randn(2, 5, 3, 8)), "^q must have a multiple of k's heads"),
+        (ValueError, dict(softmax_scale=math.inf), "^softmax_scale"),
+    ):
+        refuses(error, flash_attn_with_kvcache, options | wrong, *patterns)
+        assert torch.equal(options["k_cache"], before[0]) and torch.equal(options["v_cache"], before[1])
+
+
+def main(count, seed=0, name="cpu"):
+    failed = 0
+    for n in range(int(count)):
+        backend = Backend(name, int(seed) + n)
+        case = Case(backend, backend.random.choice(Case.kinds), work=1 << 28)
+        try:
+            with forced(backend):
+                case.check()
+        except Exception:
+            failed += 1
+            print(f"seed {int(seed) + n}: {case}\n{traceback.format_exc(limit=-2)}")
+    print(f"{count} cases from seed {seed} on, backend {name}: failed {failed}")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
