@@ -18,7 +18,7 @@ What is copied. Nothing synchronises with a GPU, and memory is O(N d):
     ..._with_kvcache        k and v into the cache. With cache_batch_idx or block_table the sequences' keys,
                             up to the length of the cache
 
-With return_attn_probs, return_softmax_lse or s_aux the kernel writes float32, which is then rounded.
+With return_attn_probs, return_softmax_lse or s_aux, half dtypes cost a float32 result in memory besides.
 """
 
 from __future__ import annotations
@@ -275,14 +275,9 @@ def flash_attn_with_kvcache(
 def _attend(q, k, v, s_aux, wants_lse, **options):
     """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if s_aux is None and not wants_lse:
-        return forward(q, k, v, **options).transpose(1, 2), None
-    state = None
-    if s_aux is not None:  # a key that every query has seen: its score is the sink, its value 0
-        m = s_aux.float()[None, :, None].expand(q.shape[:3]).contiguous()
-        state = (q.new_zeros(q.shape[3], dtype=torch.float32).expand(q.shape), torch.ones_like(m), m)
-    o, l, m = forward(q, k, v, state=state, return_state=True, **options)
-    return o.transpose(1, 2).to(q.dtype), m + l.log()
+    results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
+    out, lse = results if wants_lse else (results, None)
+    return out.transpose(1, 2), lse
 
 
 def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
