@@ -1,0 +1,186 @@
+"""How the ranks of a ring talk: blocks to the next rank, arguments to all, and an error instead of a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+KEYS = "minimal_attn.ring"  # the prefix of keys in the group's store
+FAILED = KEYS + "/failed"  # this key has the first failure, if there was one
+
+
+class RingError(RuntimeError):
+    """Another rank died, stalled or failed. The process group can't be used any more."""
+
+
+class _Lost(Exception):
+    """What this rank saw of another one's failure; a sentence whose subject is this rank."""
+
+
+class _Closed(_Lost):
+    """The same, of a closed connection: most often another rank has seen the cause."""
+
+
+class Peers:
+    """The ranks of a process group, seen from one. As a context it ends the call on all ranks after an error.
+
+    Arguments go through the group's store: it can tell which rank is missing, works with any backend and
+    doesn't synchronise a GPU. Blocks of keys and values go from rank r to rank r + 1.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, is_cuda: bool):
+        self.group, self.timeout, self.is_cuda = group, timeout, is_cuda
+        self.rank, self.ranks = group.rank(), group.size()
+        self.before, self.after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
+        self.store = group.get_group_store()
+        self.works: list[dist.Work] = []
+
+    def exchange(self, mine: dict) -> list[dict]:
+        """The dicts of all ranks, in their order."""
+        return [mine] if self.ranks == 1 else _within(self.timeout + 1, lambda: self._exchange(mine))
+
+    def _exchange(self, mine: dict) -> list[dict]:
+        call = self.store.add(f"{KEYS}/calls/{self.rank}", 1)
+        keys = [f"{KEYS}/{call}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], json.dumps(mine))
+        # Not store.wait, which would log that it waited in vain.
+        for _ in _until(time.monotonic() + self.timeout, longest_pause=0.05):
+            if self.store.check(keys):
+                break
+            if self.store.check([FAILED]):
+                raise _Lost("was told of an earlier failure")
+        else:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call ring.forward")
+        everyone = [json.loads(text) for text in self.store.multi_get(keys)]
+        # All ranks are in this call, so none still reads what was said in the last one.
+        self.store.delete_key(f"{KEYS}/{call - 1}/{self.rank}")
+        return everyone
+
+    def start(self, block: Tensor, coming: Tensor) -> None:
+        """Begins to send `block`, and to receive into `coming`. Empty ones go, too: NCCL needs all ranks."""
+        try:
+            ops = [
+                dist.P2POp(dist.irecv, coming, group=self.group, group_peer=self.before),
+                dist.P2POp(dist.isend, block, group=self.group, group_peer=self.after),
+            ]
+            self.works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise _Closed(f"lost rank {self.before} or {self.after} ({_line(error)})") from None
+
+    def finish(self) -> None:
+        """Waits for what `start` began."""
+        end = time.monotonic() + self.timeout
+        names = [f"got no keys from rank {self.before}", f"could not send keys to rank {self.after}"]
+        if len(self.works) == 1:  # NCCL makes one work of both
+            names = [" or ".join(names)]
+        for work, name in zip(self.works, names, strict=True):
+            try:
+                if self.is_cuda:
+                    self._poll(work, end)
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+            except RuntimeError as error:
+                if time.monotonic() >= end:
+                    raise _Lost(f"{name} in {self.timeout:g} s") from None
+                raise _Closed(f"{name} ({_line(error)})") from None
+        self.works = []
+
+    def _poll(self, work: dist.Work, end: float) -> None:
+        """Waits for NCCL, whose own limit holds for the whole group and ends the process."""
+        next_look = 0.0
+        for now in _until(end, longest_pause=1e-4):
+            if work.is_completed():
+                return
+            if now >= next_look:
+                next_look = now + 0.5
+                if _within(5, lambda: self.store.check([FAILED])):
+                    raise _Closed("was told of a failure")
+        raise RuntimeError("timeout")
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or self.ranks == 1:
+            return
+        does = str(error) if isinstance(error, _Lost) else f"raised {type(error).__name__}: {_line(error)}"
+        first = self._report(f"rank {self.rank} {does}", isinstance(error, _Closed))
+        self._close()
+        if isinstance(error, _Lost):
+            raise RingError(f"ring.forward ended on all ranks: {first}") from None
+
+    def _report(self, text: str, is_closed: bool) -> str:
+        """Tells the others of a failure, unless one told before: that is the cause, and what is returned."""
+
+        def report() -> str:
+            for _ in _until(time.monotonic() + 0.5 * is_closed, longest_pause=0.05):
+                if self.store.check([FAILED]):
+                    break
+            return self.store.compare_set(FAILED, "", text).decode()
+
+        try:
+            return _within(2, report)
+        except _Lost:
+            return text
+
+    def _close(self) -> None:
+        """Closes the connections, so that ranks that wait for this one fail at once."""
+        with contextlib.suppress(RuntimeError):
+            self.group.abort()
+            if not self.is_cuda:  # gloo has no abort, but a wait that times out closes all connections
+                work = dist.irecv(torch.empty(1), group=self.group, group_src=self.after, tag=1)
+                work.wait(timedelta(milliseconds=1))
+
+
+def named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a C++ error, without the place in the source that it begins with."""
+    return re.sub(r"^\[.*?\] ", "", (str(error).splitlines() or [""])[0])
+
+
+def _until(end: float, longest_pause: float) -> Iterator[float]:
+    """The time, again and again until `end`, after pauses that grow."""
+    pause = 5e-5
+    while (now := time.monotonic()) < end:
+        yield now
+        time.sleep(pause)
+        pause = min(1.2 * pause, longest_pause)
+
+
+def _within(seconds: float, use_store: Callable[[], T]) -> T:
+    """use_store(), in a thread that is left behind if it takes longer.
+
+    TCPStore's own limits don't hold while the host of the store, most often rank 0, is stopped.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(use_store())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    store = "the process group's store (most often rank 0 is its host)"
+    if wait([future], seconds).not_done:
+        raise _Lost(f"got no answer from {store} in {seconds:g} s")
+    try:
+        return future.result()
+    except RuntimeError as error:
+        raise _Lost(f"lost {store}: {_line(error)}") from None
