@@ -1,0 +1,381 @@
+"""ring.py with one to four processes: what it computes against float64, and that it ends when a rank doesn't.
+
+A rank is a forked child of one server process, which has imported torch already.
+"""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import DTYPES, check_o
+from reference import Attention, attention
+
+import minimal_attn
+from minimal_attn import ring
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch.distributed", "minimal_attn.ring", "pytest"])
+TIMEOUT = 1.0  # seconds that a rank waits for another one that is gone
+LIMIT = 30  # seconds for a test's processes to end
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan():
+    """The calls are in other processes, where `run_rank` does it."""
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def transport(request):
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs two GPUs")
+    return request.param
+
+
+def run_rank(function, rank, ranks, transport, port, host, results, arguments):
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # new tensors start as NaN
+    device = torch.device("cuda", rank) if transport == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == host, wait_for_workers=False)
+    dist.init_process_group(transport, store=store, rank=rank, world_size=ranks)
+    try:
+        results.put((rank, function(rank, ranks, device, *arguments)))
+    except BaseException as error:
+        traceback.print_exc()
+        results.put((rank, error))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # without waiting for ranks that are gone
+
+
+def run(function, ranks, *arguments, transport="gloo", gone=(), host=None):
+    """What function(rank, ranks, device, *arguments) returned or raised on each rank that isn't `gone`.
+
+    The store is here, or in the rank `host`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if host is not None:
+        del store
+    results = SERVER.Queue()
+    common = ranks, transport, port, host, results, arguments
+    processes = [SERVER.Process(target=run_rank, args=(function, rank, *common)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    got = {}
+    end = time.monotonic() + LIMIT
+    try:
+        while len(got) < ranks - len(gone):
+            rank, result = results.get(timeout=max(end - time.monotonic(), 0.01))
+            got[rank] = result
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [got.get(rank) for rank in range(ranks)]
+
+
+def raise_first(results):
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+# ------------------------------------------------------------------------------------ the zigzag
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("N", [0, 1, 5, 12, 100])
+def test_shard_and_unshard(ranks, N):
+    x = torch.randn(2, 3, N, 4)
+    shards = [ring.shard(x, rank, ranks) for rank in range(ranks)]
+    assert torch.equal(ring.unshard(shards), x)
+    assert torch.equal(ring.unshard([s.mT for s in shards], dim=3), x.mT)
+    lengths = [s.shape[2] for s in shards]
+    assert sum(lengths) == N and max(lengths) - min(lengths) <= 2
+    for rank, s in enumerate(shards):
+        positions = ring.shard(torch.arange(N), rank, ranks, dim=0)
+        assert torch.equal(s, x[:, :, positions]) and (positions.diff() > 0).all()
+
+
+def test_rank_has_chunks_from_both_ends():
+    assert [ring.segments(80, rank, 4) for rank in range(4)] == [
+        [(0, 10), (70, 80)],
+        [(10, 20), (60, 70)],
+        [(20, 30), (50, 60)],
+        [(30, 50)],
+    ]
+
+
+def test_unshard_refuses_other_lengths():
+    with pytest.raises(ValueError, match=r"shards must have .* but have \[3, 9\]"):
+        ring.unshard([torch.ones(1, 1, 3, 1), torch.ones(1, 1, 9, 1)])
+
+
+# ------------------------------------------------------------------------------------ the attention
+
+BANDS = [
+    {},
+    dict(causal=True),
+    dict(causal=True, softmax_scale=-0.3),
+    dict(window_size=(30, 0)),
+    dict(window_size=(7, 12), offset=11),
+    dict(causal=True, offset=-20),
+]
+SIZES = [  # B, Hq, Hkv, Nq, Nk, d
+    (2, 4, 2, 128, 128, 32),
+    (1, 2, 2, 131, 131, 64),
+    (1, 6, 1, 77, 150, 40),
+    (2, 2, 1, 150, 33, 16),
+    (1, 2, 1, 5, 5, 16),
+    (1, 2, 1, 1, 0, 16),
+    (1, 2, 1, 0, 9, 16),
+]
+
+
+def check_all(rank, ranks, device, seed, transposed):
+    """Each size with each band, in one of the dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = itertools.cycle(DTYPES[seed % 3 :] + DTYPES[: seed % 3] + DTYPES[:1])
+    for (B, Hq, Hkv, Nq, Nk, d), band in itertools.product(SIZES, BANDS):
+        dtype = next(dtypes)
+        shapes = (B, Hq, Nq, d), (B, Hkv, Nk, d), (B, Hkv, Nk, d)
+        whole = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        expected = Attention(*(ring.shard(x, rank, ranks) for x in attention(*whole, **band)))
+        shards = [ring.shard(x, rank, ranks) for x in whole]
+        if transposed:  # (B, N, H, d) in memory
+            shards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
+        o, lse = ring.forward(*shards, **band, return_lse=True)
+        try:
+            assert o.dtype == dtype and lse.dtype == torch.float32
+            assert o.stride() == torch.empty_like(shards[0]).stride()
+            check_o(o, expected, dtype)
+            torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=2e-6)
+            assert torch.equal(ring.forward(*shards, **band), o)
+        except AssertionError as error:
+            case = f"{ranks} ranks, {(B, Hq, Hkv, Nq, Nk, d)}, {dtype}, {band}"
+            raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_against_float64(ranks, transport, seed):
+    if transport == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip("there are fewer GPUs")
+    raise_first(run(check_all, ranks, seed, ranks == 3, transport=transport))
+
+
+def count_digits(rank, ranks, device, seed):
+    """How many bfloat16 elements aren't the nearest ones: of one process, and of this rank."""
+    q, k, v = torch.randn(3, 1, 1, 300, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    nearest = attention(q, k, v).o.bfloat16()
+    alone = minimal_attn.forward(q, k, v) != nearest
+    o = ring.forward(*(ring.shard(x, rank, ranks) for x in (q, k, v)))
+    return int(alone.sum()), int((o != ring.shard(nearest, rank, ranks)).sum())
+
+
+def test_merging_loses_no_digits(seed):
+    """Where blocks are rounded to bfloat16 and then merged, every second element of o is another one."""
+    results = run(count_digits, 4, seed)
+    raise_first(results)
+    alone, parts = zip(*results, strict=True)
+    print(f"not the nearest of {300 * 64}: {alone[0]} of one process, {sum(parts)} of four ranks")
+    assert sum(parts) <= alone[0] + 0.02 * 300 * 64
+
+
+def count_keys(rank, ranks, device):
+    computed = []
+    plain = minimal_attn.forward
+
+    def counting(q, k, v, **options):
+        computed.append(q.shape[2] * k.shape[2])
+        return plain(q, k, v, **options)
+
+    minimal_attn.forward = counting
+    x = torch.randn(1, 1, 800 // ranks, 16)
+    ring.forward(x, x, x, causal=True)
+    causal = sum(computed)
+    computed.clear()
+    ring.forward(x, x, x, window_size=(10, 0))
+    return causal, sum(computed)
+
+
+def test_hidden_blocks_are_not_computed():
+    """Each rank has the same causal work; a short window needs a chunk and the one before it.
+
+    Rank 3's two chunks are neighbours, so they count as one of 200 (whose hidden keys the kernel skips).
+    """
+    results = run(count_keys, 4)
+    raise_first(results)
+    causal, window = zip(*results, strict=True)
+    assert causal == (9 * 100 * 100,) * 3 + (10 * 100 * 100,)
+    assert window == (3 * 100 * 100, 4 * 100 * 100, 5 * 100 * 100, 6 * 100 * 100)
+
+
+def in_a_subgroup(rank, ranks, device):
+    group = dist.new_group([1, 2])
+    x = torch.randn(1, 1, 10, 16)
+    if rank in (1, 2):
+        time.sleep(0.4 * (rank - 1))  # the other one waits
+        return ring.forward(x, x, x, group=group).shape
+    with pytest.raises(ValueError, match="group must be a process group that has this rank"):
+        ring.forward(x, x, x, group=group)
+
+
+def test_subgroup():
+    assert run(in_a_subgroup, 3) == [None, (1, 1, 10, 16), (1, 1, 10, 16)]
+
+
+def test_needs_a_process_group():
+    x = torch.randn(1, 1, 10, 16)
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group"):
+        ring.forward(x, x, x)
+
+
+# ------------------------------------------------------------------------------------ odd ranks
+
+ODD = {  # what rank 1 does differently, the error on all ranks
+    "dtype": (lambda q, k, v: (q.half(), k.half(), v.half()), {}, ValueError, "dtype .* float16 on rank 1"),
+    "heads": (
+        lambda q, k, v: (q, k[:, :2], v[:, :2]),
+        {},
+        ValueError,
+        "Hkv .* 4 on ranks 0, 2 and 2 on rank 1",
+    ),
+    "d": (lambda q, k, v: (q[..., :8], k[..., :8], v[..., :8]), {}, ValueError, "^d must be the same"),
+    "length": (
+        lambda q, k, v: (q, k[:, :, 2:], v[:, :, 2:]),
+        {},
+        ValueError,
+        r"k's length must be \[.*shard",
+    ),
+    "causal": (lambda *qkv: qkv, dict(causal=True), ValueError, "causal .* True on rank 1"),
+    "window": (lambda *qkv: qkv, dict(window_size=(5, 0)), ValueError, r"window_size .* \[5, 0\] on rank 1"),
+    "scale": (lambda *qkv: qkv, dict(softmax_scale=0.5), ValueError, "softmax_scale .* 0.5 on rank 1"),
+    "timeout": (lambda *qkv: qkv, dict(timeout=0), ValueError, "rank 1: timeout must be a positive number"),
+    "shape": (lambda q, k, v: (q, k, v[:, :, 1:]), {}, ValueError, "rank 1: v must have k's shape"),
+    "type": (lambda q, k, v: (q, None, v), {}, TypeError, "rank 1: k must be a dense tensor"),
+    "offset": (lambda *qkv: qkv, dict(offset=torch.tensor([1])), TypeError, "rank 1: offset must be an int"),
+    "grad": (lambda q, k, v: (q.requires_grad_(), k, v), {}, RuntimeError, "rank 1: .* no backward pass"),
+    "backend": (lambda *qkv: qkv, dict(backend="best"), ValueError, "rank 1: "),
+}
+
+
+def odd_rank(rank, ranks, device):
+    """All errors in one go: the group stays usable."""
+    q, k, v = torch.randn(3, 1, 4, 20, 16)
+    errors = {}
+    for name, (change, options, *_) in ODD.items():
+        arguments, here = ((q, k, v), {}) if rank != 1 else (change(q.clone(), k, v), options)
+        try:
+            ring.forward(*arguments, **{"timeout": 20, **here})
+        except Exception as error:
+            errors[name] = type(error), str(error)
+    assert ring.forward(q, k, v).isfinite().all()
+    return errors
+
+
+def test_odd_ranks():
+    results = run(odd_rank, 3)
+    raise_first(results)
+    assert results[0] == results[1] == results[2]
+    for name, (*_, kind, text) in ODD.items():
+        was, said = results[0][name]
+        assert was is kind and "\n" not in said, name
+        with pytest.raises(kind, match=text):
+            raise was(said)
+
+
+# ------------------------------------------------------------------------------------ lost ranks
+
+
+def lose_a_rank(rank, ranks, device, lost, when, how, timeout):
+    """The error of a call in which a rank is lost before the call, or within its `when`th product."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    ring.forward(q, k, v, timeout=20)
+    calls = []
+    plain = minimal_attn.forward
+
+    def last(*arguments, **options):
+        calls.append(0)
+        if len(calls) == when:
+            if how == "raises":
+                raise MemoryError("there is none")
+            os.kill(os.getpid(), how)
+        return plain(*arguments, **options)
+
+    if rank == lost:
+        minimal_attn.forward = last
+        if when == 0:
+            os.kill(os.getpid(), how)
+    start = time.monotonic()
+    try:
+        ring.forward(q, k, v, timeout=timeout)
+    except (ring.RingError, MemoryError) as error:
+        return type(error), str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "how, lost, when",
+    [(signal.SIGKILL, 1, 1), (signal.SIGKILL, 2, 0), (signal.SIGSTOP, 1, 1), (signal.SIGSTOP, 0, 2)],
+    ids=["killed in the call", "killed before it", "stopped in the call", "stopped later in it"],
+)
+def test_lost_rank(how, lost, when):
+    """The others raise one error, within the time that was set. Who has all keys already may return."""
+    results = run(lose_a_rank, 4, lost, when, how, TIMEOUT, gone=[lost])
+    others = [result for result in results if result is not None]
+    assert others, "no rank raised"
+    kinds, texts, seconds = zip(*others, strict=True)
+    assert set(kinds) == {ring.RingError} and len(set(texts)) == 1, texts
+    assert f"rank {lost}" in texts[0] and "\n" not in texts[0]
+    assert max(seconds) < TIMEOUT + 3
+    if when < 2:
+        assert len(others) == 3
+    if how == signal.SIGSTOP:
+        assert f"{TIMEOUT:g} s" in texts[0]
+
+
+def test_rank_that_raises():
+    """It raises its own error, and the others name it at once, long before the timeout."""
+    results = run(lose_a_rank, 4, 2, 1, "raises", 1000)
+    assert results[2][:2] == (MemoryError, "there is none")
+    for kind, text, seconds in results[:2] + results[3:]:
+        assert (kind, text) == (
+            ring.RingError,
+            "ring.forward ended on all ranks: rank 2 raised MemoryError: there is none",
+        )
+        assert seconds < 10
+
+
+def test_host_of_the_store_stops():
+    """Then the store answers nobody, and its own limits don't hold."""
+    results = run(lose_a_rank, 3, 0, 0, signal.SIGSTOP, TIMEOUT, gone=[0], host=0)
+    for kind, text, seconds in results[1:]:
+        assert kind is ring.RingError and "store (most often rank 0 is its host)" in text
+        assert seconds < TIMEOUT + 4
+
+
+def fail_twice(rank, ranks, device):
+    x = torch.randn(1, 1, 8, 16)
+    if rank == 2:
+        time.sleep(20)
+    errors = []
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(ring.RingError) as error:
+            ring.forward(x, x, x, timeout=1)
+        errors.append((str(error.value), time.monotonic() - start))
+    return errors
+
+
+def test_group_stays_broken():
+    """Later calls raise the first failure, and don't wait for the timeout."""
+    for (first, _), (second, seconds) in run(fail_twice, 3, gone=[2])[:2]:
+        assert first == second and "s for rank 2 to call ring.forward" in first
+        assert seconds < 1
