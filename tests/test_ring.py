@@ -7,8 +7,12 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +24,8 @@ import minimal_attn
 from minimal_attn import ring
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch.distributed", "minimal_attn.ring", "pytest"])
+# The last one is what use_deterministic_algorithms imports, in a second.
+SERVER.set_forkserver_preload(["torch.distributed", "minimal_attn.ring", "pytest", "torch._inductor.config"])
 TIMEOUT = 1.0  # seconds that a rank waits for another one that is gone
 LIMIT = 30  # seconds for a test's processes to end
 
@@ -323,8 +328,14 @@ def lose_a_rank(rank, ranks, device, lost, when, how, timeout):
 
 @pytest.mark.parametrize(
     "how, lost, when",
-    [(signal.SIGKILL, 1, 1), (signal.SIGKILL, 2, 0), (signal.SIGSTOP, 1, 1), (signal.SIGSTOP, 0, 2)],
-    ids=["killed in the call", "killed before it", "stopped in the call", "stopped later in it"],
+    [
+        (signal.SIGKILL, 1, 1),
+        (signal.SIGKILL, 0, 2),
+        (signal.SIGKILL, 2, 0),
+        (signal.SIGSTOP, 1, 1),
+        (signal.SIGSTOP, 0, 2),
+        (signal.SIGSTOP, 3, 0),
+    ],
 )
 def test_lost_rank(how, lost, when):
     """The others raise one error, within the time that was set. Who has all keys already may return."""
@@ -379,3 +390,17 @@ def test_group_stays_broken():
     for (first, _), (second, seconds) in run(fail_twice, 3, gone=[2])[:2]:
         assert first == second and "s for rank 2 to call ring.forward" in first
         assert seconds < 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
+def test_example():
+    root = Path(__file__).resolve().parent.parent
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command += [root / "examples/ring.py", "--length=333"]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks" in done.stdout and "error against float64" in done.stdout
