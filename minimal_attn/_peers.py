@@ -27,11 +27,14 @@ class RingError(RuntimeError):
 
 
 class _Lost(Exception):
-    """What this rank saw of another one's failure; a sentence whose subject is this rank."""
+    """What this rank saw of another one's failure; a sentence whose subject is this rank.
 
+    `blamed` are the ranks that it waited for. If they report a failure, too, they know more of the cause.
+    """
 
-class _Closed(_Lost):
-    """The same, of a closed connection: most often another rank has seen the cause."""
+    def __init__(self, text: str, *blamed: int):
+        super().__init__(text)
+        self.blamed = blamed
 
 
 class Peers:
@@ -79,23 +82,24 @@ class Peers:
             ]
             self.works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise _Closed(f"lost rank {self.before} or {self.after} ({_line(error)})") from None
+            text = f"lost rank {self.before} or {self.after} ({_line(error)})"
+            raise _Lost(text, self.before, self.after) from None
 
     def finish(self) -> None:
         """Waits for what `start` began."""
         end = time.monotonic() + self.timeout
+        peers = [(self.before,), (self.after,)]
         names = [f"got no keys from rank {self.before}", f"could not send keys to rank {self.after}"]
         if len(self.works) == 1:  # NCCL makes one work of both
-            names = [" or ".join(names)]
-        for work, name in zip(self.works, names, strict=True):
+            names, peers = [" or ".join(names)], [(self.before, self.after)]
+        for work, name, blamed in zip(self.works, names, peers, strict=True):
             try:
                 if self.is_cuda:
                     self._poll(work, end)
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
             except RuntimeError as error:
-                if time.monotonic() >= end:
-                    raise _Lost(f"{name} in {self.timeout:g} s") from None
-                raise _Closed(f"{name} ({_line(error)})") from None
+                why = f"in {self.timeout:g} s" if time.monotonic() >= end else f"({_line(error)})"
+                raise _Lost(f"{name} {why}", *blamed) from None
         self.works = []
 
     def _poll(self, work: dist.Work, end: float) -> None:
@@ -107,7 +111,7 @@ class Peers:
             if now >= next_look:
                 next_look = now + 0.5
                 if _within(5, lambda: self.store.check([FAILED])):
-                    raise _Closed("was told of a failure")
+                    raise _Lost("was told of a failure")
         raise RuntimeError("timeout")
 
     def __enter__(self) -> Peers:
@@ -116,23 +120,30 @@ class Peers:
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or self.ranks == 1:
             return
-        does = str(error) if isinstance(error, _Lost) else f"raised {type(error).__name__}: {_line(error)}"
-        first = self._report(f"rank {self.rank} {does}", isinstance(error, _Closed))
+        lost = isinstance(error, _Lost)
+        does = str(error) if lost else f"raised {type(error).__name__}: {_line(error)}"
+        first = self._report(f"rank {self.rank} {does}", error.blamed if lost else ())
         self._close()
-        if isinstance(error, _Lost):
+        if lost:
             raise RingError(f"ring.forward ended on all ranks: {first}") from None
 
-    def _report(self, text: str, is_closed: bool) -> str:
-        """Tells the others of a failure, unless one told before: that is the cause, and what is returned."""
+    def _report(self, text: str, blamed: tuple[int, ...]) -> str:
+        """Tells the others of a failure, unless one told before. Returns what was told first."""
+
+        def is_told(seconds: float) -> bool:
+            return any(
+                self.store.check([FAILED]) for _ in _until(time.monotonic() + seconds, longest_pause=0.05)
+            )
 
         def report() -> str:
-            for _ in _until(time.monotonic() + 0.5 * is_closed, longest_pause=0.05):
-                if self.store.check([FAILED]):
-                    break
+            self.store.set(f"{KEYS}/lost/{self.rank}", "")
+            theirs = [f"{KEYS}/lost/{rank}" for rank in blamed]
+            if blamed and not is_told(0.3) and self.store.check(theirs):
+                is_told(1)
             return self.store.compare_set(FAILED, "", text).decode()
 
         try:
-            return _within(2, report)
+            return _within(3, report)
         except _Lost:
             return text
 

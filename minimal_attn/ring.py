@@ -118,8 +118,10 @@ def forward(
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or differs between ranks. Every rank raises
             the same error, nothing was sent, and the group can be used further.
-        RingError: a rank died, stalled or raised another error, or did not call within `timeout`. The ranks
-            that are left raise it with the same text, and connections of the group are closed.
+        RingError: a rank died, stalled or raised another error, or did not call. The ranks that are left
+            raise it, mostly at once, at the latest 4 seconds after `timeout`, with the same text if the
+            group's store still answers. A rank that has all blocks already returns its result. The group's
+            connections are closed.
         RuntimeError: torch.distributed isn't initialised, or an input requires grad while grad mode is on.
 
     Memory besides the result: two blocks of keys and values, and float32 o, l and m twice.
