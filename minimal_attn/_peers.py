@@ -67,7 +67,8 @@ class Peers:
                 raise _Lost("was told of an earlier failure")
         else:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call ring.forward")
+            if missing:
+                raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call ring.forward")
         everyone = [json.loads(text) for text in self.store.multi_get(keys)]
         # All ranks are in this call, so none still reads what was said in the last one.
         self.store.delete_key(f"{KEYS}/{call - 1}/{self.rank}")
