@@ -96,10 +96,10 @@ class Mask:
         """Some of the queries, mask[:, :, i:j, :]. Gemma 4 computes its last layers for those alone."""
         everything = slice(None)
         if not (isinstance(index, tuple) and [*index[:2], *index[3:]] == [everything] * 3):
-            raise TypeError(_NO_TENSOR)
+            raise RuntimeError(_NO_TENSOR)
         rows = range(self.shape[2])[index[2]]
         if not isinstance(rows, range) or rows.step != 1:
-            raise TypeError(_NO_TENSOR)
+            raise RuntimeError(_NO_TENSOR)
         first = dict(self.arguments, q_offset=self.arguments["q_offset"] + rows.start)
         return make_mask(**first | {"q_length": len(rows), "allow_is_causal_skip": False})
 
@@ -111,7 +111,8 @@ class Mask:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise TypeError(_NO_TENSOR)
+        # Not TypeError, for which Python would try mask + tensor next.
+        raise RuntimeError(_NO_TENSOR)
 
 
 def window_of(mask_function):

@@ -1,0 +1,457 @@
+"""minimal_attn.huggingface: tiny random models generate the tokens that eager attention generates.
+
+pytest tests/test_huggingface.py -k table -s    prints which calls were served, which passed on, and why
+"""
+
+import random
+import warnings
+
+import pytest
+import torch
+from reference import visible_keys
+
+transformers = pytest.importorskip("transformers")
+
+import minimal_attn.huggingface as huggingface  # noqa: E402
+from minimal_attn.huggingface import Mask, make_mask, register  # noqa: E402
+
+masks = transformers.masking_utils
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+SERVED = {"served"}
+SIZES = dict(
+    vocab_size=99,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+SLIDING = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+MLA = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+MOE = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32)
+CHUNKED = "mask function and_masks(chunked_overlay, causal_mask_function)"
+
+# Decoders: what their config has besides SIZES, and what happens to the calls of their layers.
+DECODERS = {
+    "llama": ({}, SERVED),
+    "mistral": (dict(sliding_window=5), SERVED),
+    "mixtral": (dict(sliding_window=5, num_local_experts=4), SERVED),
+    "qwen2": (dict(sliding_window=5, use_sliding_window=True, max_window_layers=1), SERVED),
+    "qwen3": (dict(head_dim=32), SERVED),
+    "gemma": (dict(head_dim=256), SERVED),
+    "gemma2": (SLIDING, {"argument softcap"}),
+    "gemma3_text": (dict(SLIDING, head_dim=32), SERVED),
+    "phi": ({}, SERVED),
+    "phi3": (dict(sliding_window=7), SERVED),
+    "gpt2": ({}, SERVED),
+    "gpt_neox": ({}, SERVED),
+    "gpt_bigcode": ({}, SERVED),  # one key head
+    "gpt_oss": (dict(SLIDING, head_dim=16, num_local_experts=4, num_experts_per_tok=2), SERVED),  # sinks
+    "opt": ({}, SERVED),
+    "starcoder2": (dict(sliding_window=6), SERVED),
+    "cohere2": (SLIDING, SERVED),
+    "olmo2": ({}, SERVED),
+    "stablelm": ({}, SERVED),
+    "granite": ({}, SERVED),
+    "smollm3": ({}, SERVED),
+    "exaone4": (SLIDING, SERVED),
+    "nemotron": ({}, SERVED),
+    "biogpt": ({}, SERVED),
+    "deepseek_v3": (
+        dict(MLA, **MOE, num_key_value_heads=4, first_k_dense_replace=1),
+        SERVED,
+    ),  # v is narrower
+    "llama4_text": (
+        dict(head_dim=16, attention_chunk_size=6, layer_types=["chunked_attention", "full_attention"]),
+        {"served", CHUNKED},
+    ),
+}
+NEW = 8
+MODES = {
+    "single": dict(rows=1),
+    "left_padding": dict(),
+    "static": dict(cache_implementation="static"),
+    "beams": dict(num_beams=3),
+    "chunked_prefill": dict(prefill_chunk_size=4),
+}
+
+
+def build(make, config, seed, device="cpu"):
+    """A model whose scores differ enough for a wrong mask to show."""
+    torch.manual_seed(seed)
+    model = make(config).eval().to(device)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def decoder(name, seed, device="cpu", **options):
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **DECODERS[name][0], **options})
+    return build(transformers.AutoModelForCausalLM.from_config, config, seed, device)
+
+
+def ragged(rows, length, device="cpu", right=False):
+    """Token ids and a padding mask, the first row without padding."""
+    ids = torch.randint(3, SIZES["vocab_size"], (rows, length), device=device)
+    padding = torch.zeros(rows, dtype=torch.int64, device=device)
+    padding[1:] = torch.randint(1, length - 1, (rows - 1,), device=device)
+    mask = torch.arange(length, device=device) >= padding[:, None]
+    mask = mask.flip(1) if right else mask
+    return ids * mask, mask.long()
+
+
+def by_each(model, call):
+    """(call's result with eager attention, and with minimal_attn; counts are those of the second)."""
+    register()
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = call()
+        model.set_attn_implementation("minimal_attn")
+        huggingface.calls.clear()
+        return expected, call()
+
+
+def check(model, why=SERVED, **call):
+    expected, o = by_each(model, lambda: model(**call)[0])
+    padding = call.get("attention_mask")
+    rows = slice(None) if padding is None or padding.shape[1] != o.shape[1] else padding.bool()
+    torch.testing.assert_close(o[rows], expected[rows], rtol=1e-4, atol=1e-4)
+    assert set(huggingface.calls) == why
+
+
+def check_generate(name, mode, seed, device="cpu"):
+    options = dict(MODES[mode])
+    model = decoder(name, seed, device)
+    ids, mask = ragged(options.pop("rows", 3), 11, device)
+
+    def generate():
+        return model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            disable_compile=True,
+            **options,
+        )
+
+    expected, o = by_each(model, generate)
+    assert torch.equal(o.sequences, expected.sequences)
+    size = torch.stack(expected.logits).std().item()  # tokens alone would forgive much
+    torch.testing.assert_close(o.logits, expected.logits, rtol=0, atol=1e-4 * size)
+    assert set(huggingface.calls) == DECODERS[name][1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate(name, mode, device, seed):
+    check_generate(name, mode, seed, device)
+
+
+def test_table(seed):
+    for name in DECODERS:
+        check_generate(name, "left_padding", seed)
+        print(name, ", ".join(f"{what}: {count}" for what, count in huggingface.calls.items()), sep="\t")
+
+
+def test_wrong_windows_would_show(seed, monkeypatch):
+    right = huggingface.window_of
+    monkeypatch.setattr(huggingface, "window_of", lambda f: (-1, 0) if right(f) == (4, 0) else right(f))
+    monkeypatch.setattr(huggingface, "register", lambda: None)
+    with pytest.raises(AssertionError):
+        check_generate("mistral", "left_padding", seed)
+
+
+def test_right_padding(seed):
+    for name in ("llama", "mistral", "gpt_oss"):
+        model = decoder(name, seed)
+        ids, mask = ragged(3, 13, right=True)
+        check(model, input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+def small(config, **options):
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return config(**{**sizes, "vocab_size": 99, **options})
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_bert(seed, right):
+    model = build(transformers.BertModel, small(transformers.BertConfig), seed)
+    ids, mask = ragged(3, 13, right=right)
+    check(model, input_ids=ids, attention_mask=mask)
+    check(model, input_ids=ids)
+
+
+def test_modernbert(seed):
+    """Windows to both sides."""
+    config = small(
+        transformers.ModernBertConfig, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0
+    )
+    ids, mask = ragged(3, 13, right=True)
+    check(build(transformers.ModernBertModel, config, seed), input_ids=ids, attention_mask=mask)
+
+
+def test_vit(seed):
+    model = build(transformers.ViTModel, small(transformers.ViTConfig, image_size=32, patch_size=8), seed)
+    check(model, pixel_values=torch.randn(2, 3, 32, 32))
+
+
+def test_clip(seed):
+    text, vision = dict(eos_token_id=2, bos_token_id=1), dict(image_size=32, patch_size=8)
+    sizes = dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=99
+    )
+    config = transformers.CLIPConfig(text_config={**sizes, **text}, vision_config={**sizes, **vision})
+    model = build(transformers.CLIPModel, config, seed)
+    ids, mask = ragged(3, 13, right=True)
+    check(model, input_ids=ids, attention_mask=mask, pixel_values=torch.randn(3, 3, 32, 32))
+
+
+def seq2seq(kind, seed):
+    sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2)
+    sizes |= dict(decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=99)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, decoder_start_token_id=1)
+    if kind == "whisper":
+        tokens |= dict(
+            num_mel_bins=8, max_source_positions=20, suppress_tokens=None, begin_suppress_tokens=None
+        )
+        make, config = transformers.WhisperForConditionalGeneration, transformers.WhisperConfig
+        inputs = dict(input_features=torch.randn(2, 8, 40))
+    else:
+        make, config = transformers.BartForConditionalGeneration, transformers.BartConfig
+        tokens["forced_eos_token_id"] = None
+        ids, mask = ragged(3, 12, right=True)
+        inputs = dict(input_ids=ids, attention_mask=mask)
+    return build(make, config(**sizes, **tokens), seed), inputs
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_beams=2), dict(cache_implementation="static")])
+@pytest.mark.parametrize("kind", ["whisper", "bart"])
+def test_encoder_decoder(kind, options, seed):
+    model, inputs = seq2seq(kind, seed)
+    fixed = dict(max_new_tokens=NEW, do_sample=False, disable_compile=True)
+    expected, o = by_each(model, lambda: model.generate(**inputs, **fixed, **options))
+    assert torch.equal(o, expected)
+    assert set(huggingface.calls) == SERVED
+
+
+# ---------------------------------------------------------------------- what is passed on or refused
+
+
+def test_holes_are_passed_on(seed):
+    model = decoder("llama", seed)
+    ids, mask = ragged(3, 13)
+    mask[:, -3] = 0
+    check(model, {"holes in attention_mask"}, input_ids=ids, attention_mask=mask)
+
+
+def test_masks_of_the_user_are_passed_on(seed):
+    model = decoder("llama", seed)
+    ids, _ = ragged(2, 9)
+    seen = torch.rand(2, 1, 9, 9) < 0.5
+    seen |= torch.eye(9, dtype=torch.bool)
+    mask = torch.zeros(2, 1, 9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
+    check(model, {"a mask that is a tensor"}, input_ids=ids, attention_mask=mask)
+
+
+def test_packed_documents_are_passed_on(seed):
+    model = decoder("llama", seed)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
+    ids = torch.randint(3, 99, (1, 9))
+    expected, o = by_each(model, lambda: model(ids, position_ids=positions, use_cache=False)[0])
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-4)
+    [why] = huggingface.calls
+    assert "packed_sequence_mask_function" in why
+
+
+def test_training_is_passed_on(seed):
+    register()
+    ids = torch.randint(3, 99, (2, 9))
+    losses = {}
+    for name in ("eager", "minimal_attn"):
+        model = decoder("llama", seed)
+        model.set_attn_implementation(name)
+        huggingface.calls.clear()
+        loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+        losses[name] = loss.detach(), model.model.layers[0].self_attn.k_proj.weight.grad
+    torch.testing.assert_close(losses["minimal_attn"], losses["eager"], rtol=1e-4, atol=1e-5)
+    assert set(huggingface.calls) == {"an input requires grad"}
+
+
+def test_dropout_and_weights_are_passed_on(seed):
+    model = decoder("llama", seed, attention_dropout=0.5).train()
+    ids = torch.randint(3, 99, (2, 9))
+    by_each(model, lambda: model(ids))
+    assert set(huggingface.calls) == {"dropout"}
+    expected, o = by_each(model.eval(), lambda: model(ids, output_attentions=True).attentions)
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_and_autocast(seed, dtype):
+    model = decoder("llama", seed)
+    ids, mask = ragged(3, 13)
+    call = dict(input_ids=ids, attention_mask=mask)
+    expected, _ = by_each(model, lambda: model(**call)[0])
+    with torch.autocast("cpu", dtype):
+        _, o = by_each(model, lambda: model(**call)[0])
+    _, of_half = by_each(model.to(dtype), lambda: model(**call)[0])
+    assert set(huggingface.calls) == SERVED
+    for x in (o, of_half):
+        error = (x.float() - expected)[mask.bool()].norm() / expected[mask.bool()].norm()
+        assert error < (0.02 if dtype == torch.float16 else 0.1)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "doge", "xglm"])
+def test_models_that_compute_with_their_mask_fail(name):
+    """They would be silently wrong with a mask of another kind."""
+    register()
+    config = transformers.AutoConfig.for_model(name, **SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="minimal_attn").eval()
+    ids, mask = ragged(2, 9)
+    with pytest.raises((RuntimeError, AttributeError), match="no tensor"), torch.no_grad():
+        model(ids, attention_mask=mask)
+
+
+def call_attention(mask=None, **options):
+    layer = torch.nn.Module()
+    layer.is_causal = options.pop("is_causal", False)
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    return huggingface.attention(layer, q, k, v, mask, **options)[0]
+
+
+def test_unknown_arguments_are_refused():
+    """A sparse attention's indices, for example, that transformers' functions would ignore."""
+    with pytest.raises(ValueError, match="indices"):
+        call_attention(indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="packed"):
+        call_attention(cu_seq_lens_q=torch.tensor([0, 2, 5]))
+    huggingface.calls.clear()
+    call_attention(is_causal=True)  # no mask, so transformers decides
+    assert set(huggingface.calls) == {"no mask in a layer that is causal or has a window"}
+
+
+# ---------------------------------------------------------------------- masks
+
+
+def mask_arguments(**changed):
+    arguments = dict(batch_size=3, q_length=7, kv_length=7, q_offset=0, kv_offset=0, attention_mask=None)
+    arguments |= dict(mask_function=masks.causal_mask_function, device="cpu", dtype=torch.float32)
+    return arguments | changed
+
+
+def seen_by(mask):
+    """What the Mask's bounds say, by the contract's words."""
+    assert mask.why is None
+    return visible_keys(mask.shape[0], *mask.shape[2:], window_size=mask.window, **mask.bounds)
+
+
+def test_bounds_are_transformers_mask(seed):
+    """On random lengths, offsets, windows and paddings."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(200):
+        Nq, kv_offset, n = draw.randint(1, 9), draw.choice([0, 0, 3]), draw.randint(1, 6)
+        q_offset = kv_offset + draw.choice([0, draw.randint(0, 9)])
+        Nk = q_offset - kv_offset + Nq + draw.choice([0, 0, 5])
+        function = draw.choice(
+            [
+                masks.causal_mask_function,
+                masks.bidirectional_mask_function,
+                masks.sliding_window_causal_mask_function(n),
+                masks.sliding_window_bidirectional_mask_function(n),
+            ]
+        )
+        padding = None
+        if draw.random() < 0.7:
+            length = draw.choice([kv_offset + Nk, q_offset + Nq])
+            first, last = torch.randint(0, length + 1, (2, 3, 1)).sort(0).values
+            padding = (torch.arange(length) >= first) & (torch.arange(length) < last)
+        offset = draw.choice([int, torch.tensor])(q_offset)
+        arguments = mask_arguments(q_length=Nq, kv_length=Nk, q_offset=offset, kv_offset=kv_offset)
+        arguments |= dict(mask_function=function, attention_mask=padding)
+        expected = masks.sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+        assert torch.equal(seen_by(make_mask(**arguments)), expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masks.chunked_causal_mask_function(3, torch.zeros(3, dtype=torch.int64)),
+        masks.or_masks(masks.causal_mask_function, masks.bidirectional_mask_function),
+        masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k != 2),
+        masks.sliding_window_causal_mask_function(torch.tensor(3)),
+        masks.packed_sequence_mask_function(torch.zeros(3, 7)),
+        lambda b, h, q, k: k <= q,
+    ],
+)
+def test_other_mask_functions_are_not_guessed(function):
+    mask = make_mask(**mask_arguments(mask_function=function))
+    assert mask.why.startswith("mask function")
+
+
+def test_some_rows_of_a_mask():
+    padding = torch.arange(7) >= torch.tensor([[0], [2], [6]])
+    mask = make_mask(**mask_arguments(attention_mask=padding))
+    assert torch.equal(seen_by(mask[:, :, -2:, :]), seen_by(mask)[:, :, -2:])
+    with pytest.raises(RuntimeError, match="no tensor"):
+        mask[:, :, :, :3]
+    with pytest.raises(RuntimeError, match="no tensor"):
+        torch.zeros(3, 1, 7, 7) + mask
+    with pytest.raises(AttributeError, match="no tensor"):
+        mask.masked_fill(0, 1)
+    assert torch.equal(seen_by(mask.to("cpu")), seen_by(mask))
+
+
+def test_a_changed_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr(huggingface, "window_of", lambda function: (3, 0))
+    with pytest.raises(ImportError, match="causal_mask_function"):
+        register()
+
+
+# ---------------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_compiled_generate(name, seed):
+    """With a StaticCache, whose masks generate makes outside of the compiled code."""
+    torch._dynamo.reset()
+    options = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    options._compile_all_devices = True
+    model = decoder(name, seed)
+    ids, mask = ragged(3, 11)
+    call = dict(attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="static")
+    expected, _ = by_each(model, lambda: model.generate(ids, **call, disable_compile=True))
+    assert torch.equal(model.generate(ids, **call, compile_config=options), expected)
+    assert set(huggingface.calls) == SERVED
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_call(padded, seed):
+    torch._dynamo.reset()
+    model = decoder("llama", seed)
+    ids, mask = ragged(3, 11)
+    padding = mask if padded else None
+    expected, _ = by_each(model, lambda: model(ids, attention_mask=padding)[0])
+    huggingface.calls.clear()
+    with torch.no_grad():
+        o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=padding)[0]
+    rows = mask.bool() if padded else slice(None)
+    torch.testing.assert_close(o[rows], expected[rows], rtol=1e-4, atol=1e-4)
+    assert set(huggingface.calls) == (
+        {"attention_mask's values aren't known while tracing"} if padded else SERVED
+    )
+
+
+def test_a_mask_says_what_it_is():
+    assert "window=(-1, 0)" in repr(make_mask(**mask_arguments()))
+    assert isinstance(make_mask(**mask_arguments(attention_mask=make_mask(**mask_arguments()))), Mask)
