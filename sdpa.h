@@ -32,15 +32,16 @@
 namespace minimal_attn::sdpa {
 
 // Who computed a call, or why PyTorch did.
-enum Taken { ours, mask, dropout, dtype, shapes, head_dimension, scale_value, debug_mask };
-inline constexpr std::array<const char *, 8> kTaken = {"minimal_attn",
+enum Taken { ours, mask, dropout, dtype, shapes, head_dimension, scale_value, debug_mask, half_gradients };
+inline constexpr std::array<const char *, 9> kTaken = {"minimal_attn",
                                                        "PyTorch: attn_mask is given",
                                                        "PyTorch: dropout_p is not 0",
                                                        "PyTorch: the dtype is not float32, float16 or bfloat16",
                                                        "PyTorch: the shapes are empty or don't fit together",
                                                        "PyTorch: a head dimension above 256, or two different ones",
                                                        "PyTorch: scale is not finite",
-                                                       "PyTorch: return_debug_mask is set"};
+                                                       "PyTorch: return_debug_mask is set",
+                                                       "PyTorch: gradients of a half type by this operator"};
 inline std::array<std::atomic<int64_t>, kTaken.size()> counts{};
 
 inline std::map<std::string, int64_t> calls() {
@@ -58,7 +59,8 @@ struct Call {
     std::optional<double> scale;
 };
 
-inline Taken who(const Call &c, bool return_debug_mask) {
+inline Taken who(const Call &c, bool return_debug_mask, bool half_lse) {
+    if (half_lse) return half_gradients;
     if (c.attn_mask) return mask;
     if (c.dropout_p != 0) return dropout;
     if (return_debug_mask) return debug_mask;
@@ -73,9 +75,10 @@ inline Taken who(const Call &c, bool return_debug_mask) {
     return c.scale && !std::isfinite((float)*c.scale) ? scale_value : ours;
 }
 
-// Whether run() serves the call; counts it.
-inline bool serves(const Call &call, bool return_debug_mask = false) {
-    const Taken taken = who(call, return_debug_mask);
+// Whether run() serves the call; counts it. half_lse: a half type with the log-sum-exp, which cuDNN's and the efficient
+// backward of half types expect in another form than ours.
+inline bool serves(const Call &call, bool return_debug_mask = false, bool half_lse = false) {
+    const Taken taken = who(call, return_debug_mask, half_lse);
     counts[taken].fetch_add(1, std::memory_order_relaxed);
     return taken == ours;
 }
@@ -126,12 +129,10 @@ inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Maybe
                   bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
                   std::optional<double> scale) {
     const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
-    if (!serves(call, return_debug_mask))
+    if (!serves(call, return_debug_mask, compute_log_sumexp))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
-    const Results results = compute(call, compute_log_sumexp);
-    const Tensor lse = compute_log_sumexp ? results.l.unsqueeze(-1) : Tensor();
-    return nine(call, results.o, lse, at::kLong);
+    return nine(call, compute(call, false).o, Tensor(), at::kLong);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q, const Tensor &k, const Tensor &v,
@@ -139,7 +140,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
                                                                  double dropout_p, bool is_causal,
                                                                  std::optional<double> scale) {
     const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
-    if (!serves(call))
+    if (!serves(call, false, compute_log_sumexp && q.scalar_type() != at::kFloat))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
     const Results results = compute(call, compute_log_sumexp);

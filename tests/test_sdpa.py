@@ -250,12 +250,20 @@ def test_every_operator_of_cuda(randn, device, kind, dtype, is_causal, requires_
     exact = [t.detach().double().requires_grad_(requires_grad) for t in tensors]
     weight = randn(2, 4, 70, 64, dtype=dtype)
     expected = F.scaled_dot_product_attention(*exact, is_causal=is_causal)
+    with sdpa_kernel(getattr(SDPBackend, kind)):
+        try:
+            F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+        except RuntimeError as error:
+            pytest.skip(f"PyTorch has it not: {error}")
     with minimal_attn.activate() as activation, sdpa_kernel(getattr(SDPBackend, kind)):
         o = F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
         check(o, expected, dtype)
         if requires_grad:
             found = torch.autograd.grad(o, tensors, weight)
-    assert activation.calls == {"minimal_attn": 1}
+    passed_on = requires_grad and dtype != torch.float32 and kind != "FLASH_ATTENTION"
+    assert activation.calls == {
+        "PyTorch: gradients of a half type by this operator" if passed_on else "minimal_attn": 1
+    }
     if requires_grad:
         for x, y in zip(found, torch.autograd.grad(expected, exact, weight.double()), strict=True):
             check(x, y, dtype, factor=6)
@@ -450,16 +458,18 @@ class Decoder(nn.Module):
         for qkv, o, mlp in zip(self.qkv, self.o, self.mlp, strict=True):
             parts = qkv(F.layer_norm(x, x.shape[-1:])).split(self.split, -1)
             q, k, v = (t.unflatten(-1, (-1, self.d)).transpose(1, 2) for t in parts)
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            gqa = k.shape[1] != q.shape[1]
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
             x = x + o(a.transpose(1, 2).flatten(2))
             x = x + mlp(x)
         return self.head(x)
 
 
 def test_training(device, generator, seed):
-    """12 steps: the same losses as with PyTorch's kernels, to 5 decimals."""
+    """12 steps: the same losses as with PyTorch's kernels, to 5 decimals. On CUDA PyTorch has no operator for
+    grouped keys in float32, so none that we could replace."""
     torch.manual_seed(seed)
-    model = Decoder().to(device)
+    model = Decoder(key_heads=2 if device == "cpu" else 4).to(device)
     tokens = torch.randint(50, (12, 4, 41), generator=generator).to(device)
 
     def train(model):
