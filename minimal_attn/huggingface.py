@@ -320,8 +320,11 @@ def register() -> None:
     """Makes attn_implementation="minimal_attn" known to transformers. May be called again.
 
     Raises:
-        ImportError: a mask function means something else in this version of transformers than here.
+        ImportError: this version of transformers is too old, or its mask functions mean something else.
     """
+    version = f"transformers {transformers.__version__}"
+    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(f"minimal_attn.huggingface needs transformers 5.4 or newer, but this is {version}")
     functions = [causal_mask_function, bidirectional_mask_function]
     for n in (1, 3):
         functions.append(masking_utils.sliding_window_causal_mask_function(n))
@@ -331,7 +334,8 @@ def register() -> None:
         left, right = window_of(function) or (0, -2)  # an empty window where it isn't known any more
         seen = ((j >= i - left) | (left == -1)) & ((j <= i + right) | (right == -1))
         if not torch.equal(seen, function(0, 0, i, j).expand(9, 9)):
-            what = f"{_name(function)} of transformers {transformers.__version__}"
-            raise ImportError(f"minimal_attn.huggingface doesn't know the meaning of {what}")
+            raise ImportError(
+                f"minimal_attn.huggingface doesn't know the meaning of {_name(function)} in {version}"
+            )
     AttentionInterface.register("minimal_attn", attention)
     AttentionMaskInterface.register("minimal_attn", make_mask)
