@@ -242,6 +242,8 @@ def test_long_sums(backend, dtype, keys, Nk):
     ours = relative_error(backend.forward(q, k, v), expected)
     sdpa = relative_error(torch.nn.functional.scaled_dot_product_attention(q, k, v), expected)
     bound = 2 * ERROR_BOUND[dtype]
+    if backend.name in ("hopper", "portable") and dtype == torch.float16:
+        bound = 3 * ERROR_BOUND[dtype]  # equal Pij are rounded alike, by up to 2^-11, and sums are truncated
     if backend.name == "paper" and dtype == torch.float32:
         bound = Nk / 64 * 2**-23  # the paper has one sum
     assert ours <= max(bound, 1.2 * sdpa)
