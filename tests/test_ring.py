@@ -344,7 +344,7 @@ def test_lost_rank(how, lost, when):
     assert others, "no rank raised"
     kinds, texts, seconds = zip(*others, strict=True)
     assert set(kinds) == {ring.RingError} and len(set(texts)) == 1, texts
-    # When the last block is under way, a rank may not know which of its two neighbours is gone: "rank 2 or 0".
+    # A rank may not know which of its two neighbours is gone: "rank 2 or 0".
     assert (f"rank {lost}" in texts[0] or f" or {lost} " in texts[0]) and "\n" not in texts[0]
     assert max(seconds) < TIMEOUT + 4
     if when < 2:
