@@ -107,8 +107,8 @@ def windows_into_nan(backend, q, element):
 
 @pytest.mark.parametrize("d", [64, 37, 256])
 def test_out(backend, dtype, d):
-    """The values of a call without it, there and nowhere else. On Hopper float32 has other last bits where rows
-    of o aren't aligned to 16 bytes, since another epilogue stores them."""
+    """The values of a call without it, there and nowhere else. On Hopper float32 has other last bits where
+    rows of o aren't aligned to 16 bytes, since another epilogue stores them."""
     q, k, v = backend.qkv(Nq=130, Nk=150, d=d, dtype=dtype)
     for options in {}, {"causal": True, "sinks": backend.randn(4)}:
         expected = backend.forward(q, k, v, **options)
