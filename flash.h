@@ -3,9 +3,9 @@
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
-// Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc is the size of a tile of scores. In Qi, Kj, Sij the letters
-// name tiles; alone, i is a query and j a key, and i0 and j0 begin a tile. What every backend needs to know about the
-// mask stands here once.
+// Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc is the size of a tile of scores. In Qi, Kj, Sij the
+// letters name tiles; alone, i is a query and j a key, and i0 and j0 begin a tile. What every backend needs to know
+// about the mask stands here once.
 #pragma once
 
 #include <cmath>
@@ -40,8 +40,8 @@ struct Attention {
     Strides q_stride, k_stride, v_stride;
     float softmax_scale;
 
-    // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and Nk.
-    // Of these, query i sees i + p + first <= j <= i + p + last. p is offset[b] if offset is given, else n - Nq if
+    // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and
+    // Nk. Of these, query i sees i + p + first <= j <= i + p + last. p is offset[b] if offset is given, else n - Nq if
     // offset_from_end, else 0 (an int offset is already added to first and last). Without a bound these are -+kNoBound,
     // so that sums can't overflow. The arrays are (B,) on the device of q, or null.
     const int *seqlens_k, *leftpad_k, *offset;
@@ -116,8 +116,8 @@ MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i
     return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
 }
 
-// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. A term whose flag is false must be left out, not multiplied by
-// 0, since it may be NaN. Without an earlier state there is no o_in, whatever reads_o_in is.
+// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. A term whose flag is false must be left out, not multiplied
+// by 0, since it may be NaN. Without an earlier state there is no o_in, whatever reads_o_in is.
 struct RowEnd {
     float l, m, weight_Oi, weight_o_in;
     bool reads_Oi, reads_o_in;
@@ -170,8 +170,8 @@ Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
 
-// For tests. The instruction sets that this CPU has, the best first, null at the end; and the best one that plan_cpu may
-// choose from now on: returns the one until now, or null where this CPU hasn't `name`.
+// For tests. The instruction sets that this CPU has, the best first, null at the end; and the best one that plan_cpu
+// may choose from now on: returns the one until now, or null where this CPU hasn't `name`.
 const char *const *cpu_instructions();
 const char *limit_cpu_instructions(const char *name);
 

@@ -1,5 +1,5 @@
-// overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what the
-// dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd refuses gradients.
+// overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what
+// the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd refuses gradients.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -40,8 +40,8 @@ inline bool has_amx() {
 #pragma GCC push_options
 #pragma GCC target("avx512f,amx-tile,amx-bf16")
 
-// Between these two calls a thread has eight tile registers of 16 rows of 64 bytes. Here 0 to 3 hold C, 4 and 5 A, 6 and
-// 7 B.
+// Between these two calls a thread has eight tile registers of 16 rows of 64 bytes. Here 0 to 3 hold C, 4 and 5 A, 6
+// and 7 B.
 [[gnu::noipa]] inline void begin_amx() {
     alignas(64) static const struct {
         uint8_t palette = 1, start_row = 0, zeros[14] = {};
@@ -70,9 +70,9 @@ inline void multiply_tiles() {
     _tile_dpbf16ps(3, 5, 7);
 }
 
-// C(x, i) = sum over y of A(x, y) B(y, i) of split operands, which have xs, is and ys tiles in x, i and y; xs and is are
-// even. The small products come first, so that they are rounded while the sum is small. noipa, since the compiler isn't
-// told that tile loads read memory.
+// C(x, i) = sum over y of A(x, y) B(y, i) of split operands, which have xs, is and ys tiles in x, i and y; xs and is
+// are even. The small products come first, so that they are rounded while the sum is small. noipa, since the compiler
+// isn't told that tile loads read memory.
 [[gnu::noipa]] inline void multiply_split(int xs, int is, int ys, const float *A, const float *B, float *C,
                                           int64_t C_row) {
     constexpr int first = 0, second = tile_size, third = 2 * tile_size;

@@ -1,5 +1,5 @@
-// cpu/decode.h: Algorithm 1 for at most few_rows rows of Q a key head, as in decoding: K and V are read once, and that is
-// what takes the time. A lane is a channel in products, and a key in the softmax. kernel.h includes it once for each
+// cpu/decode.h: Algorithm 1 for at most few_rows rows of Q a key head, as in decoding: K and V are read once, and that
+// is what takes the time. A lane is a channel in products, and a key in the softmax. kernel.h includes it once for each
 // instruction set.
 
 [[gnu::always_inline]] inline float sum_of(Vec x) {
@@ -14,8 +14,8 @@
     return x[0];
 }
 
-// Step 9 for one row q: the scores of n keys. W dot products are a vector each; transposed, their sum is one. visit(j) is
-// called once for each key, W keys at a time.
+// Step 9 for one row q: the scores of n keys. W dot products are a vector each; transposed, their sum is one. visit(j)
+// is called once for each key, W keys at a time.
 template <class Visit>
 [[gnu::always_inline]] inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row,
                                                 float scale, float *Si, const Visit &visit) {
@@ -87,7 +87,8 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     };
     if (buffers.Oi_held) start_held_sums(C * W, C * D, buffers);
 
-    // Where K and V are read in place, the next tile of keys begins its way from memory row by row, beside the products.
+    // Where K and V are read in place, the next tile of keys begins its way from memory row by row, beside the
+    // products.
     const bool in_place = std::is_same_v<T, float> && a.d == D;
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {

@@ -115,8 +115,8 @@ const char *limit_cpu_instructions(const char *name) {
 }
 
 // Br is 128, or 64 where there are too few tiles for all threads: 128 is up to 7 % faster than 64 from N 512 on, on two
-// Intel cores, and 4 % on two AMD cores. With AMX it is 256, since each tile of queries splits its keys again: 1 to 9 %.
-// Results have the same bits whatever Br is.
+// Intel cores, and 4 % on two AMD cores. With AMX it is 256, since each tile of queries splits its keys again: 1 to 9
+// %. Results have the same bits whatever Br is.
 Plan plan_cpu(const Attention &a, const Device &) {
     Plan plan{};
     plan.tile = cpu::choose_set(a);

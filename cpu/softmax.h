@@ -7,8 +7,8 @@ constexpr int scores_per_sum = 8;
 // Where no key was seen yet or all scores were -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) should be.
 [[gnu::always_inline]] inline Vec finite_max(Vec m) { return m == -INFINITY ? Vec{} : m; }
 
-// Steps 10 and 11 for R vectors of rows: mi, alpha = exp(old mi - mi), Pij = exp(Sij - mi), li = alpha li + rowsum(Pij).
-// Sij is (key, query).
+// Steps 10 and 11 for R vectors of rows: mi, alpha = exp(old mi - mi), Pij = exp(Sij - mi), li = alpha li +
+// rowsum(Pij). Sij is (key, query).
 template <int R>
 void update_softmax(int n, float *Sij, float *mi, float *li, Vec (&alpha)[R]) {
     Vec m[R], l[R] = {};
@@ -34,7 +34,8 @@ void update_softmax(int n, float *Sij, float *mi, float *li, Vec (&alpha)[R]) {
     for (int r = 0; r < R; ++r) vec(li + r * W) = alpha[r] * vec(li + r * W) + l[r];
 }
 
-// held = alpha held + x, x = 0, for n times R vectors; `lost` is what rounding has taken from held so far (Kahan's sum).
+// held = alpha held + x, x = 0, for n times R vectors; `lost` is what rounding has taken from held so far (Kahan's
+// sum).
 template <int R>
 void hold(int64_t n, const Vec (&alpha)[R], float *x, float *held, float *lost) {
     for (int64_t c = 0; c < n; ++c)

@@ -81,8 +81,8 @@ inline void transpose(const float *from, int64_t from_row, float *to, int64_t to
 // The next smaller height of a register tile, for what the larger ones leave.
 constexpr int smaller(int C) { return C == 6 ? 4 : C == 3 ? 2 : C / 2; }
 
-// The one product of this folder. use(x, r, sum over y < n of A(x, y) B(y, vector r)) for x0 <= x < x1. A number of A is
-// broadcast; C x R sums stay in registers. A_x, A_y and B_y are strides.
+// The one product of this folder. use(x, r, sum over y < n of A(x, y) B(y, vector r)) for x0 <= x < x1. A number of A
+// is broadcast; C x R sums stay in registers. A_x, A_y and B_y are strides.
 template <int R, int C, class Use>
 [[gnu::always_inline]] inline void multiply(int x0, int x1, int n, const float *A, int64_t A_x, int64_t A_y,
                                             const float *B, int64_t B_y, const Use &use) {

@@ -78,7 +78,7 @@ def draw_ways():
     p.arrow(680, 211, 770, 211, "", both=True)
     p.arrow(770, 256, 270, 256, "once, at the end")
 
-    rung(310, "hopper/half.cu", "persistent blocks;\na producer warpgroup,\n2 or 3 consumers")
+    rung(310, "hopper/half.cu", "persistent blocks;\na producer warpgroup,\n1 to 3 consumers")
     p.box(160, 315, 110, 36, "Q, K, V", BLUE)
     p.box(160, 368, 110, 36, "O", ORANGE)
     p.box(520, 315, 160, 40, "stages of Qi, Kj, Vj", BLUE)

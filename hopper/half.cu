@@ -79,7 +79,7 @@ struct SharedStorage {
 };
 
 // Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V
-// the work tile must also have loaded a Vj into every stage: only then has the O staged there before been stored.
+// each stage must also have received a Vj of this work tile: that proves that the O staged there earlier is stored.
 template <class Tile>
 __device__ bool stages_O(const Parameters &p, const WorkTile &work, int warpgroup) {
     if (Tile::O == StoreO::direct) return false;
@@ -253,7 +253,7 @@ __device__ void mask_and_track_max(float (&Sij)[Count], float (&largest)[2], con
     for (int x = 0; x < Count; x += 2) largest[x / 2 % 2] = fmaxf(largest[x / 2 % 2], fmaxf(Sij[x], Sij[x + 1]));
 }
 
-// Steps 10 and 11: Pij by the exact maximum. True: the next tile needs it, too, since its scores are so large that m is
+// Steps 10 and 11: Pij by the exact maximum. True: the next tile must use it, too, since scores are so large that m is
 // subtracted first (softmax.h), which stale_softmax can't do.
 template <class T, int Count>
 __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
@@ -277,7 +277,7 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread's exponentials before the wait for Pij Vj. Three consumers have no registers for more. With two, 16 and 28
-// were 3 % slower at d 128; at d 256 all from 8 on are equal.
+// were 3 % slower at d 128; at d 256 any count from 8 on gives the same time.
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 

@@ -3,7 +3,8 @@
 // A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out:
 // head after head; the last heads are interleaved, longest tiles first. If tiles are few or all alike, their order is
 // fixed: round after round, to and fro, so that the block with the longest tile of one round gets the shortest of the
-// next. A fixed order needs no counter set to 0, and the kernel can overlap the one before it.
+// next. A fixed order needs no counter set to 0, and the kernel can overlap the one before it. With a float32 workspace
+// blocks always take work tiles from a counter (float32/forward.cu, produce).
 #pragma once
 #include <algorithm>
 
@@ -32,7 +33,7 @@ struct alignas(16) WorkTile {
     int key_head;      // the head of K and V that head h reads
 };
 
-// Taken from p if possible: computing it in 64 bits would delay the first load of a work tile.
+// The band comes from p if possible: computing it in 64 bits would delay the first load of a work tile.
 __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
     return p.same_band ? p.band : narrow(band_of(p.a, b));
 }

@@ -100,8 +100,8 @@ __device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
     return block;
 }
 
-// Loads a tile of Rows x D into shared memory, with zeros where row >= rows or x >= d. Rows of Vj past seqlens_k must be
-// zeros, since Pij = 0 times NaN is NaN. If aligned, copies are asynchronous (from sm_80 on), 16 bytes each.
+// Loads a tile of Rows x D into shared memory, with zeros where row >= rows or x >= d. Rows of Vj past seqlens_k must
+// be zeros, since Pij = 0 times NaN is NaN. If aligned, copies are asynchronous (from sm_80 on), 16 bytes each.
 template <int Rows, int D, int Stride, int Threads, class T, class S>
 __device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
     if constexpr (sizeof(T) == sizeof(S)) {
@@ -134,8 +134,8 @@ __device__ void wait_for_tiles() {
 
 // ------------------------------------------------------------------------------ rows
 
-// 11. mi becomes m_new; returns alpha. While a row has seen only scores of -inf, m_safe = 0 is subtracted instead of mi,
-// so that its exponentials are 0 and not NaN.
+// 11. mi becomes m_new; returns alpha. While a row has seen only scores of -inf, m_safe = 0 is subtracted instead of
+// mi, so that its exponentials are 0 and not NaN.
 __device__ float update_row_max(float &mi, float m_new, float &m_safe) {
     m_safe = m_new == -INFINITY ? 0.f : m_new;
     const float alpha = exp_fast(mi - m_safe);
@@ -199,7 +199,8 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
         store<Count>((T *)a.o + at, o, aligned, count);
 }
 
-// ------------------------------------------------------------------------------ step 1, on the host: tiles, plan, launch
+// ------------------------------------------------------------------------------ step 1, on the host: tiles, plan,
+// launch
 
 // A call whose keys are more than two sums of kTilesOfSum tiles has sums in the workspace (flush_sums), at most so many
 // floats: 512 MB. That is thousands of blocks, which keep a GPU busy; the next ones take another launch.
@@ -213,9 +214,9 @@ auto with_tiles_for(int d, const Use &use) {
     return use(typename Kernels::D256());
 }
 
-// Takes the first tile of the list that fits the shared memory of a block (64 KB on a T4; 99 on sm_86, sm_89 and sm_120;
-// 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at most 55
-// KB.
+// Takes the first tile of the list that fits the shared memory of a block (64 KB on a T4; 99 on sm_86, sm_89 and
+// sm_120; 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at
+// most 55 KB.
 template <class Kernels, class Tile, class... Smaller>
 Plan plan_tile(const Attention &a, const Device &device, const char *name, TileList<Tile, Smaller...>, int index = 0) {
     if constexpr (sizeof...(Smaller) > 0)

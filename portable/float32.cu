@@ -124,9 +124,9 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
 }
 
 // Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Over
-// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). Sums in the workspace are relative
-// to the mi of the last flush, which is there, too, as is what each addition lost (Kahan's sum). A thread has its own
-// floats; neighbours' lie side by side.
+// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). Sums in the workspace are
+// relative to the mi of the last flush, which is there, too, as is what each addition lost (Kahan's sum). A thread has
+// its own floats; neighbours' lie side by side.
 template <class Tile>
 __device__ void flush_sums(float *sums, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
                            const float (&mi)[Tile::R], bool is_first, bool is_last) {
@@ -179,8 +179,8 @@ __device__ void float_block(const Attention &a, int64_t index, bool aligned, flo
 #pragma unroll
     for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
 
-    // 5. for j: the first tile begins at the first key that some query of this block sees, so no tile holds a key before
-    // leftpad_k. The last tile may hold keys that no query sees; the mask hides them.
+    // 5. for j: the first tile begins at the first key that some query of this block sees, so no tile holds a key
+    // before leftpad_k. The last tile may hold keys that no query sees; the mask hides them.
     if (!empty(block.seen)) load_K(block.seen.begin);
     const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
     int next_flush = first_flush;
@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     if constexpr (!on_tensor_cores<T>()) float_block<T, Tile>(a, first_block + blockIdx.x, aligned, sums);
 }
 
-// Tiles in order of preference: D, Br, Bc, TX, TY, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s on an
-// H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
+// Tiles in order of preference: D, Br, Bc, TX, TY, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s on
+// an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct FloatKernels {
     static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
     template <class T, class Tile>

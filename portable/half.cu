@@ -34,8 +34,8 @@ struct HalfTile {
     static_assert(Bc == 32 || Bc == 64, "D is a multiple of Bc, and Bc / 8 lanes store a row");
 };
 
-// Loads a fragment from shared memory. nvcc compiles load_matrix_sync of bfloat16 to 4-byte loads, which makes the whole
-// kernel a fifth slower. The same PTX instruction with a .shared address becomes ldmatrix, as float16's does.
+// Loads a fragment from shared memory. nvcc compiles load_matrix_sync of bfloat16 to 4-byte loads, which makes the
+// whole kernel a fifth slower. The same PTX instruction with a .shared address becomes ldmatrix, as float16's does.
 template <class Fragment, class T>
 __device__ void load_fragment(Fragment &fragment, const T *tile, int stride) {
     namespace wmma = nvcuda::wmma;
@@ -65,8 +65,8 @@ __device__ void load_fragment(Fragment &fragment, const T *tile, int stride) {
 
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
-// WMMA hides which row an element of Oi has. So alpha is loaded as a fragment like it, all of whose columns are the alphas
-// of 16 rows: a matrix by columns, with a stride of 0.
+// WMMA hides which row an element of Oi has. So alpha is loaded as a fragment like it, all of whose columns are the
+// alphas of 16 rows: a matrix by columns, with a stride of 0.
 __device__ Accumulator load_diagonal(const float *alphas) {
     Accumulator diag;
     nvcuda::wmma::load_matrix_sync(diag, alphas, 0, nvcuda::wmma::mem_col_major);
@@ -82,8 +82,8 @@ __device__ RowEnd shuffle(const RowEnd &end, int lane) {
             (bool)__shfl_sync(~0u, end.reads_o_in, lane)};
 }
 
-// 9. - 11. softmax_scale and the mask, mi and li of row i of the block, and Pij in Sij's place. Returns alpha. A lane has
-// LaneKeys keys of its row, from j_lane on.
+// 9. - 11. softmax_scale and the mask, mi and li of row i of the block, and Pij in Sij's place. Returns alpha. A lane
+// has LaneKeys keys of its row, from j_lane on.
 template <class Tile, class T>
 __device__ float softmax(const Attention &a, const Block<T> &block, int i, int j0, int row, int j_lane, float *Sij,
                          float &li, float &mi) {
@@ -117,7 +117,8 @@ __device__ float softmax(const Attention &a, const Block<T> &block, int i, int j
     return alpha;
 }
 
-// 12. - 13. O = Oi / li, l and m to HBM, of the warp's rows from warp_row on. Oi goes through Sij, Bc columns at a time.
+// 12. - 13. O = Oi / li, l and m to HBM, of the warp's rows from warp_row on. Oi goes through Sij, Bc columns at a
+// time.
 template <class Tile, class T, int M, int X>
 __device__ void store_rows(const Attention &a, const Block<T> &block, const Accumulator (&Oi)[M][X], float li, float mi,
                            float *Sij, int warp_row, bool aligned) {
@@ -272,8 +273,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
 }
 
-// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s
-// on an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
+// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory,
+// TFLOP/s on an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct HalfKernels {
     static constexpr int kTilesOfSum = 0;
     template <class T, class Tile>

@@ -5,8 +5,8 @@
 
 namespace minimal_attn::hopper {
 
-// Tensor cores truncate sums towards 0, so Sij and Tij = Pij Vj are too small, in the mean by these parts of themselves.
-// The exponent's factor and O's weight correct that for free: a quarter less error. m stays uncorrected.
+// Tensor cores truncate sums towards 0, so Sij and Tij = Pij Vj are too small, in the mean by these parts of
+// themselves. The exponent's factor and O's weight correct that for free: a quarter less error. m stays uncorrected.
 template <int D>
 constexpr double kTruncationS = (D <= 64 || D > 128 ? 0.8 : 1.4) * 0x1p-23;
 template <int D>
@@ -21,12 +21,12 @@ __device__ inline int row_of_thread() {
     return 64 * (thread / 128 - 1) + thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 
-// x, in shared memory, for all lanes, read by the lane whose arrival will release x's stage: an arrival doesn't wait for
-// another lane's load, which could then read the next tile's x.
+// x, in shared memory, for all lanes, read by the lane whose arrival will release x's stage: an arrival doesn't wait
+// for another lane's load, which could then read the next tile's x.
 __device__ inline float read_by_lane0(const float &x, bool is_lane_0) { return broadcast_lane0(is_lane_0 ? x : 0.f); }
 
-// Whether this is lane 0, by a shuffle, so that ptxas keeps the answer. Else it reads threadIdx.x again in each turn of a
-// loop, which takes a while (S2R).
+// Whether this is lane 0, by a shuffle, so that ptxas keeps the answer. Else it reads threadIdx.x again in each turn of
+// a loop, which takes a while (S2R).
 __device__ inline bool is_lane0_kept() { return __shfl_sync(~0u, threadIdx.x, threadIdx.x % 32) % 32 == 0; }
 
 // 9. Sij = Qi Kj^T of columns x0 to x1. The products with a low part come first, while the sum is small.
@@ -92,8 +92,8 @@ __device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], con
     return __any_sync(~0u, small);
 }
 
-// 12. - 13. O to HBM. store_state does what is rare: this code runs once a work tile, and is waited for, line by line of
-// the instruction cache, so it should be short.
+// 12. - 13. O to HBM. store_state does what is rare: this code runs once a work tile, and is waited for, line by line
+// of the instruction cache, so it should be short.
 template <class Tile, int Count>
 __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const float (&Oi)[Count],
                         const SoftmaxState &softmax, const float (&l)[2], float c, float unit, float unitO) {

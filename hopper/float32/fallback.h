@@ -1,7 +1,9 @@
-// fallback.h: FMAs multiply what hi and lo don't carry, 64 rows of a work tile at a time, from float32s in shared memory.
+// fallback.h: FMAs multiply what hi and lo don't carry, 64 rows of a work tile at a time, from float32s in shared
+// memory.
 //
-// It needs the memory of Qi, Kj and Vj, so it comes after all work tiles. Until then each warp has a list of those whose
-// rows are deferred: the last one's number is in shared memory, the one before's is where that one's O will be.
+// It needs the memory of Qi, Kj and Vj, so it comes after all work tiles. Until then each warp has a list of deferred
+// work tiles. Shared memory holds the number of the last one. The O rows of each hold the number of the one deferred
+// before it, until its O is stored.
 #pragma once
 #include "hopper/float32/consumer.h"
 
@@ -61,8 +63,8 @@ __device__ void multiply_QK(float (&Sij)[Count], float *Qi, float *Kj, int row, 
     }
 }
 
-// 12. Oi += Pij Vj, which is summed first and then added: one sum over all keys would lose small terms. P is transposed;
-// of Vj a thread's four columns of sixteen are neighbours.
+// 12. Oi += Pij Vj, which is summed first and then added: one sum over all keys would lose small terms. P is
+// transposed; of Vj a thread's four columns of sixteen are neighbours.
 template <int D, int Keys, int Count>
 __device__ void multiply_PV(float (&Oi)[Count], const float *P, const float *Vj, int row) {
 #pragma unroll
@@ -191,7 +193,8 @@ __device__ void defer(const Parameters &p, ConsumerMemory<Tile> &shared, const F
     next_deferred(p, work) = deferred, deferred = work.n;
 }
 
-// All deferred work tiles of a warpgroup's four lists, the largest number first, which is the last one that was put there
+// All deferred work tiles of a warpgroup's four lists, the largest number first, which is the last one that was put
+// there
 template <class Tile>
 __device__ void run_deferred(const Parameters &p, ConsumerMemory<Tile> &shared, Pipeline<Tile::Stages> KV) {
     const int warpgroup = consumer_index();
@@ -210,7 +213,7 @@ __device__ void run_deferred(const Parameters &p, ConsumerMemory<Tile> &shared, 
     }
 }
 
-// For the single-tile kernel: amid its code, which runs once, it costs 3 %.
+// For the single tile: amid its code, which runs once, it costs 3 %.
 template <class Tile>
 __device__ __noinline__ void run_deferred_out_of_line(const Parameters &p, ConsumerMemory<Tile> &shared,
                                                       Pipeline<Tile::Stages> KV) {

@@ -11,22 +11,24 @@
 //        v
 //     tiles[stage] in shared memory ---> wgmma by the consumer warpgroups
 //
-// So K and V are split once a call, by whichever block is free. Qi, 64 rows, is split in place by its consumer. With at
-// most 64 queries and keys a head the producer warpgroup is another one, without a workspace: single.h.
+// So K and V are split once a call, by whichever block is free. Qi, 64 rows, is split in place by its consumer. If d,
+// Nq and Nk are at most 64, single.h replaces the producer and the splitters, and there is no workspace. The tables
+// below are for the other tiles.
 //
 // role                | warps            | registers | does
 // producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
-// splitter groups     | the last 2 or 3  | 32 to 56  | split jobs: see splitters.h
-// consumer warpgroups | 2, 3 or 4 of 4   | 112 to 232| 64 rows of a work tile each; split jobs while they wait; fallback.h
+// splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
+// consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait
 //
-// barrier                      | who arrives           | who waits          | orders what
-// tile_queue full, empty       | producer; consumers   | consumers; producer| a work tile's description: written; read
-// Q full, empty                | TMA; its consumer     | consumer; producer | Qi: there, as float32s; its last Sij is done
-// KV full, empty               | bulk copy; consumers  | consumers; producer| Kj or Vj and its inverse scale: there; read
-// tile_loaded                  | TMA                   | a splitter group   | its float32 tile is there
-// named, 1 + group             | the group             | the group          | extremes, jobs and parts of its threads
-// tiles_split (global memory)  | publish               | producer warps     | hi and lo of a head are in the workspace
-// tiles_taken (global memory)  | producer warps        | splitter groups    | splitters don't run too far ahead (kTilesAhead)
+// barrier                | who arrives              | who waits           | orders what
+// tile_queue full, empty | producer; consumers      | consumers; producer | a work tile's description: written; read
+// Q full, empty          | producer, TMA; consumer  | consumer; producer  | Qi: there, as float32s; its last Sij is done
+// KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its inverse scale: there; read
+// tile_loaded            | its first thread, TMA    | a splitter group    | its float32 tile is there
+// named, 1 + group       | the group                | the group           | its votes, jobs, extremes; in fallback.h tiles
+// in global memory:
+// tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
+// tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
 #include "hopper/float32/fallback.h"
 #include "hopper/float32/producer.h"
 #include "hopper/float32/single.h"
@@ -60,8 +62,8 @@ __device__ void produce_KV(const Float32Parameters &p, SharedMemory<Tile> &share
     }
 }
 
-// 7. for i. With a workspace even a block's first work tile comes from the counter: only blocks that run have one, as
-// others wait for what these split.
+// 7. for i. With a workspace a block's first work tile comes from the counter, too. So a running block gets the lowest
+// number, and no block waits for splits of a block that has not started.
 template <class Tile>
 __device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) {
     Pipeline<1> Q{};
@@ -83,8 +85,8 @@ __device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) 
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// If m moved in the warp, l of the whole row goes to shared memory and begins again at 0: what is added before the next
-// move may be so little, tile by tile, that beside the whole sum it would be lost. A row's first tile moves m from -inf.
+// When m rises, the row sum moves to shared memory and l begins again at 0. The sums of later tiles may be so small
+// that adding them to the whole sum would lose them. On a row's first tile m rises from -inf.
 __device__ inline void flush_row_sum(SoftmaxState &softmax, float *flushed_l, bool is_first) {
     if (!__any_sync(~0u, softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
     for (int r = 0; r < 2; ++r) {
@@ -96,7 +98,7 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, float *flushed_l, bo
     }
 }
 
-// Splits jobs until the next work tile is there. All threads must agree whether it is, so they vote.
+// Takes split jobs until the next work tile is there. All threads must agree whether it is, so they vote.
 template <class Tile>
 __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {
@@ -106,8 +108,8 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Til
     }
 }
 
-// 10. - 11. Pij as hi and lo, for a tile of keys from j0 on. With a stale maximum Pij may exceed 1; if one, times kPScale,
-// exceeds float16, all are computed again by the exact maximum.
+// 10. - 11. Pij as hi and lo, for a tile of keys from j0 on. With a stale maximum Pij may exceed 1; if one, times
+// kPScale, exceeds float16, all are computed again by the exact maximum.
 template <class Tile, int Count, class IsFirst>
 __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
                           SoftmaxState &softmax, float c, float c_tile, float tile_unit, bool uses_stale_max,
@@ -187,7 +189,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             return work.inverse_scale_K * nonzero_inverse_scale(shared.inverse_scale_Q[warpgroup]);
         };
         Q().consumer_wait();
-        bool fallback = work.fallback;  // false in the single-tile kernel
+        bool fallback = work.fallback;  // false with the single tile
         if (!fallback) {
             split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup],
                            {{0, work.i1 - work.i0 - 64 * warpgroup}, false}, shared.inverse_scale_Q[warpgroup]);
@@ -212,8 +214,8 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                     if (keys > 0 && keys % (kTilesInOi * Bc) == 0)
                         flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, keys == kTilesInOi * Bc, false);
                 }
-                // Shared memory is read before products are issued, or behind the last one: between two of them, where
-                // ptxas would put a read but for the __syncwarps, the second product waits for the answer.
+                // Shared memory is read before the first or after the last wgmma of a group: a load between two would
+                // delay the second. The __syncwarps keep ptxas from moving loads there.
                 const Keys fully_visible = work.fully_visible[warpgroup];
                 const bool needs_mask = j0 < fully_visible.begin || j0 + Bc > fully_visible.end;
                 const bool is_last = Tile::IsSingle || j0 + Bc >= work.ends[warpgroup];
@@ -271,7 +273,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 }
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
-            } while (!Tile::IsSingle && j0 < end);  // instead of !is_last, with which Vj's stage is released later
+            } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
             if constexpr (D > 128)
                 if (j0 - work.visible.begin > kTilesInOi * Bc)
                     flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
@@ -310,14 +312,14 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     };
     run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
 #elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for something else than sm_90a, which no launch should come to
+    __trap();  // compiled for another architecture than sm_90a; no launch gets here
 #endif
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// D, Br, Bc, stages, splitter groups. Other d use the next of 64, 128 and 256. d 64 with seven stages and four consumers:
-// the same within 3 %.
+// D, Br, Bc, stages, splitter groups. Other d use the next of 64, 128 and 256. d 64 with seven stages and four
+// consumers: the same within 3 %.
 using Tiles = TileList<Float32Tile<64, 64, 64, 2, 1, 2>,     // single: 48 KB of shared memory, two blocks; single.h
                        Float32Tile<64, 192, 64, 7, 3>,       // d64_few: 208 KB
                        Float32Tile<64, 256, 64, 6, 3>,       // d64: 208 KB
@@ -369,8 +371,9 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
-        const bool has_keys = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
-        const int64_t counter_bytes = has_keys ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
+        const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
+        const int64_t counter_bytes =
+            has_workspace ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
         return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
     });
 }

@@ -1,5 +1,5 @@
-// hi_lo.h: a float32 as two float16s. x * scale = hi + lo, 22 bits together; the scale is a power of 2 of the whole tile.
-// Then x y = hi hi + hi lo + lo hi, three products of the tensor cores. docs/float32.md has the error analysis.
+// hi_lo.h: a float32 as two float16s. x * scale = hi + lo, 22 bits together; the scale is a power of 2 of the whole
+// tile. Then x y = hi hi + hi lo + lo hi, three products of the tensor cores. docs/float32.md has the error analysis.
 #pragma once
 #include "hopper/pipeline.h"
 #include "hopper/softmax.h"
@@ -15,8 +15,8 @@ constexpr int kGuessExponent = 13, kMaxExponent = 14;
 constexpr float kMinColumn = 1.f, kMinColumnOfFew = 1.f / 256;
 constexpr uint32_t kTwoMinColumns = 0x3c003c00;  // kMinColumn as two float16s
 
-// Q and K: what subnormal lo lose is harmless if d * softmax_scale is at most kMaxScoreUnit in units of scores, which
-// are the product of both inverse scales: a score then loses less than 2^-17, in the mean 2^-22.
+// The unit of a score is the product of the inverse scales of Qi and Kj. If unit * d * softmax_scale < kMaxScoreUnit,
+// subnormal lo change a score by less than 2^-17, in the mean by 2^-22.
 constexpr float kMaxScoreUnit = 0x1p-9f;
 
 // Tiles of zeros lose nothing, so they count as if their largest number were 2^-10, which makes units small.
@@ -78,8 +78,8 @@ __device__ void split(const Eight &x, float scale, unsigned char *to_hi, unsigne
     *(uint4 *)to_lo = {lo[0], lo[1], lo[2], lo[3]};
 }
 
-// Pij's scale. With a current maximum Pij <= 1, and 2^15 leaves room for rounding. With a stale one Pij may reach 15.99,
-// and 2^12 times that is where float16 ends.
+// Pij's scale. With a current maximum Pij <= 1, and 2^15 leaves room for rounding. With a stale one Pij may reach
+// 15.99, and 2^12 times that is where float16 ends.
 template <class Tile>
 constexpr float kPScale = Tile::UsesStaleMax ? 0x1p12f : 0x1p15f;
 

@@ -1,10 +1,10 @@
-// producer.h: what the producer warps of both float32 kernels have in common.
+// producer.h: what both producers use: `produce` (forward.cu) and `produce_and_split` (single.h).
 #pragma once
 #include "hopper/float32/tile.h"
 
 namespace minimal_attn::hopper {
 
-// By one thread, before roles part. So many warps of the producer read the work tiles, too.
+// By thread 0. producer_warps: how many producer warps release a stage of tile_queue, besides all consumer warps.
 template <class Tile>
 __device__ void init_consumer_memory(ConsumerMemory<Tile> &shared, int producer_warps) {
     constexpr int warps = 4 * Tile::Consumers;

@@ -1,6 +1,6 @@
-// single.h: the producer warpgroup for at most 64 queries and 64 keys a head, d up to 64. Such a head is one work tile, and
-// no other work tile reads its K and V: so they are split in place, without a workspace. Two blocks share a
-// multiprocessor.
+// single.h: the producer warpgroup for at most 64 queries and 64 keys a head, d up to 64. Each query head is then one
+// work tile with one tile of keys. So its block splits Kj and Vj in place, without a workspace. Query heads that
+// share a key head split it again. Two blocks share a multiprocessor.
 //
 // Each step runs once a head, so nothing hides latencies: loads come first, before the work tile is worked out, and the
 // code is short and straight, as each line of it is waited for in the instruction cache.
@@ -11,8 +11,8 @@
 //
 // barrier                | who arrives               | who waits            | orders what
 // tile_queue full, empty | thread 0; all 8 warps     | all warps; thread 0  | a work tile's description: written; read
-// Q full, empty          | TMA; consumer             | consumer; thread 0   | Qi: there, as float32s; Sij is done
-// tile_loaded            | TMA                       | producer             | Kj or Vj is there, as float32s
+// Q full, empty          | thread 0, TMA; consumer   | consumer; thread 0   | Qi: there, as float32s; Sij is done
+// tile_loaded            | thread 0, TMA             | producer             | Kj or Vj is there, as float32s
 // KV full, empty         | thread 0; consumer        | consumer; thread 0   | Kj or Vj: split; read
 // named, 1 and 2         | consumer; producer        | the same             | what its threads exchange when they split
 #pragma once
@@ -25,7 +25,7 @@ template <class Tile>
 __device__ void produce_and_split(const Parameters &p, SharedMemory<Tile> &shared) {
     Pipeline<1> Q{};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    int parity = 0;  // of this work tile's phase of `loaded` and KV
+    int parity = 0;  // of this work tile's phase of `tile_loaded` and KV
     const auto load = [&](bool is_V, int key_head, int b) {
         wait(shared.KV[is_V].empty, parity ^ 1);
         load_tile<Tile::Bc, Tile::Boxes, 32>(shared.tiles[is_V], is_V ? p.V : p.K, 0, key_head, b,

@@ -10,10 +10,11 @@ struct SharedMemory : ConsumerMemory<Tile> {
     Barrier tile_loaded[Tile::IsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
     // What each splitter splits now. Of two warps also the job before, which the second one publishes meanwhile.
     SplitJob current_job[Tile::Splitters][Tile::SplitterWarps];
-    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // of each group; or its last one
+    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // a group's next one; behind the last job head < 0
 };
 
-// A consumer warpgroup splits a job, straight from global memory. False: there are no more jobs.
+// A consumer warpgroup takes a split job and reads its tiles straight from global memory. False: there are no more
+// jobs.
 template <class Tile>
 __device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup) {
     SplitJob &next = shared.next_job[warpgroup];
@@ -36,8 +37,9 @@ __device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile
 }
 
 // A splitter group of the producer. It has one float32 tile: the next one is loaded when all have read this one. The
-// first thread takes jobs and loads; the last warp's first thread publishes, which waits for all stores. A lone warp
-// loads, then publishes, and only then waits for work tiles to be taken, as those may wait for what it publishes.
+// first thread takes jobs and loads; the last warp's first thread publishes, which waits for all stores. A
+// one-warp splitter publishes before it waits for `tiles_taken`: a producer warp may need that tile before it can take
+// its next work tile.
 template <class Tile>
 __device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;

@@ -5,7 +5,8 @@
 
 namespace minimal_attn::hopper {
 
-// D, Br, Bc; stages of the pipeline of Kj and Vj; splitter groups of the producer warpgroup; blocks on a multiprocessor.
+// D, Br, Bc; stages of the pipeline of Kj and Vj; splitter groups of the producer warpgroup; blocks on a
+// multiprocessor.
 template <int D_, int Br_, int Bc_, int Stages_, int Splitters_, int BlocksPerSM_ = 1>
 struct Float32Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
@@ -15,8 +16,8 @@ struct Float32Tile {
     static constexpr int ProducerRegisters = Consumers == 1 ? 96 : Consumers == 4 ? 32 : D > 128 ? 40 : 56;
     // A tile has as many bytes in hi and lo as in float32s: boxes of 128 bytes a row.
     static constexpr int Boxes = D / 32, QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
-    // Lone warps are faster than two together: one loads and publishes while another splits. Each takes a float32 tile of
-    // shared memory, though, so where there is room for one tile only, two warps share it.
+    // Lone warps are faster than two together: one loads and publishes while another splits. Each takes a float32 tile
+    // of shared memory, though, so where there is room for one tile only, two warps share it.
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
@@ -32,14 +33,15 @@ struct Float32Work : WorkTile {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo don't carry K or V (or there is no key): the fallback computes all rows
-    // The largest inverse scale of the head's Kj, which is the unit of m (Sij is in units of its own Kj), and of its Vj,
-    // where 0 is a V of zeros. In the single-tile kernel inf if hi and lo don't carry it; `fallback` is false there.
+    // The largest inverse scale of the head's Kj, which is the unit of m (Sij is in units of its own Kj), and of its
+    // Vj, where 0 is a V of zeros. With the single tile inf if hi and lo don't carry it; `fallback` is false there.
     float inverse_scale_K, inverse_scale_V;
     int ends[4];                       // of the keys that each consumer's rows see
     alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
 };
 
-// Shared memory that both kernels have. All tiles begin at multiples of 1024 bytes, since TMA swizzles them by address.
+// Shared memory of the producer and the consumers, with and without a workspace. All tiles begin at multiples of 1024
+// bytes, since TMA swizzles them by address.
 template <class Tile>
 struct ConsumerMemory {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);

@@ -5,8 +5,8 @@
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
 //
-// A block that waits for a tile can't deadlock: tiles are split in the order of heads, as work tiles are, by blocks that
-// already run, and a splitter has published all that it split before it waits (docs/float32.md).
+// A block that waits for a tile can't deadlock: tiles are split in the order of heads, as work tiles are, by blocks
+// that already run, and a splitter has published all that it split before it waits (docs/float32.md).
 #pragma once
 #include "hopper/float32/tile.h"
 
@@ -24,7 +24,7 @@ struct HeadStatus {
 };
 
 struct Workspace {
-    HeadStatus *heads;  // null: there is no workspace, since there is no key
+    HeadStatus *heads;  // null: no workspace, because there is no key or the tile is `single`
     int *tiles_taken, *jobs_taken;
     float4 *inverse_scale;  // in x; 0 of a tile of zeros
     unsigned char *hi_lo;
@@ -41,7 +41,7 @@ struct Float32Parameters : Parameters {
 struct SplitJob {
     int head, h, b;  // index in Workspace::heads (below 0: there are no more jobs), key head, batch
     int n, end;
-    Keys keys;       // only these count; other rows become 0
+    Keys keys;       // the valid ones; other rows become 0
     int not_before;  // a splitter waits until so many work tiles are taken
 
     __device__ bool is_V() const { return n % 2; }
@@ -95,8 +95,8 @@ __device__ inline void publish(const Workspace &w, const SplitJob &job, float in
     add_release(head.tiles_split, 1);
 }
 
-// Waits until all tiles of the work tile's head are split. The fallback has to compute it if hi and lo don't carry K or V,
-// or if scales of V are 2^60 apart: Oi, in units of the last Vj, would overflow.
+// Waits until all tiles of the work tile's head are split. The fallback has to compute it if hi and lo don't carry K or
+// V, or if scales of V are 2^60 apart: Oi, in units of the last Vj, would overflow.
 template <class Tile>
 __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
     const Keys keys = work.band.keys;
