@@ -6,6 +6,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -144,6 +146,15 @@ inline std::pair<const char *, const char *> bytes_of(const Tensor &t) {
 }
 
 inline void check_overlap(const Arguments &a, const Tensor &out) {
+    std::array<std::pair<int64_t, int64_t>, 3> dimensions;  // stride and size, by stride
+    for (int i = 0; i < 3; ++i) dimensions[i] = {out.stride(i), out.size(i)};
+    std::sort(dimensions.begin(), dimensions.end());
+    int64_t least = out.size(3);
+    for (const auto &[stride, size] : dimensions) {
+        TORCH_CHECK_VALUE(size <= 1 || out.numel() == 0 || stride >= least,
+                          "out must not overlap itself, but has strides ", out.strides());
+        if (size > 1) least = stride * size;
+    }
     const auto [begin, end] = bytes_of(out);
     const auto refuse_overlap = [&, begin = begin, end = end](const Tensor &t, const char *name) {
         const auto [t_begin, t_end] = bytes_of(t);

@@ -65,12 +65,29 @@ struct Overload<compute> {
     static Result autograd(c10::DispatchKeySet keys, Args... args) {
         size_t i = 0;
         (..., refuse_grad(args, kNames[i++]));
-        if constexpr (std::is_void_v<Result>) {  // autograd must know that `out` changes
-            const Tensor &out = std::get<sizeof...(Args) - 1>(std::tie(args...));
-            if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-        }
+        const at::AutoDispatchBelowAutograd guard;
+        return handle().redispatch(keys & c10::after_autograd_keyset, std::forward<Args>(args)...);
+    }
+
+    // Autograd must know that `out`, the last argument, changes; in inference mode, too.
+    static Result bump_version(c10::DispatchKeySet keys, Args... args) {
+        const Tensor &out = std::get<sizeof...(Args) - 1>(std::tie(args...));
+        if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
         const at::AutoDispatchBelowADInplaceOrView guard;
         return handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
+    }
+
+    // Views that are negated lazily. PyTorch's own kernel for them expects `out` among the results, and crashes.
+    static Result resolve_negative(Args... args) {
+        const Tensor &out = std::get<sizeof...(Args) - 1>(std::tie(args...));
+        TORCH_CHECK_VALUE(!out.is_neg(), "out must not be a view with the negative bit, but is: pass another tensor");
+        return call(resolve(std::forward<Args>(args))...);
+    }
+    static Tensor resolve(const Tensor &t) { return t.resolve_neg(); }
+    static MaybeTensor resolve(const MaybeTensor &t) { return t ? MaybeTensor(t->resolve_neg()) : t; }
+    template <class T>
+    static T &&resolve(T &&t) {
+        return std::forward<T>(t);
     }
 
     // q, k and v in autocast's dtype, as F.scaled_dot_product_attention casts them.
@@ -97,6 +114,10 @@ struct Overload<compute> {
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
             m.impl(full_name.c_str(), torch::dispatch(key, compute));
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, &autograd));
+        if constexpr (std::is_void_v<Result>) {
+            m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::ADInplaceOrView, &bump_version));
+            m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Negative, &resolve_negative));
+        }
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCPU, &autocast<at::kCPU>));
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCUDA, &autocast<at::kCUDA>));
     }

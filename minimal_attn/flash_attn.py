@@ -236,6 +236,7 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_batch_idx must be None with a block_table, but was a tensor")
     elif cache_batch_idx is not None:
         _check("cache_batch_idx", cache_batch_idx, q, (B,), _INTS)
+        _check_range("cache_batch_idx", cache_batch_idx, C)
     elif C < B:
         raise ValueError(f"k_cache must have at least q's {B} sequences, but has {C}")
     if cache_leftpad is not None:
@@ -248,9 +249,13 @@ def flash_attn_with_kvcache(
         _check("v", v, q, k.shape, (q.dtype,))
         N_new = k.shape[1]
     lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
+    if block_table is not None and _is_known(block_table):
+        first = torch.arange(block_table.shape[1]) * N  # keys of the pages that are in use
+        used = block_table if lengths is None else block_table[first < lengths[:, None]]
+        _check_range("block_table", used, C)
     if N_new:
         for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
-            forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), **options)
+            forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), sinks=s_aux, **options)
         position = lengths[:, None] + torch.arange(-N_new, 0, device=q.device)
         if block_table is not None:
             row, position = block_table.long().gather(1, position // N), position % N
@@ -380,8 +385,18 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
 
 def _known_max(x):
     """The largest number, or 0 where that would cost a synchronisation or isn't there."""
-    is_known = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return int(x.max()) if is_known and x.numel() else 0
+    return int(x.max()) if _is_known(x) and x.numel() else 0
+
+
+def _is_known(x):
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_range(name, x, end):
+    """Refuses numbers outside 0 to end - 1, as far as the host knows them."""
+    low, high = -_known_max(-x), _known_max(x)
+    if low < 0 or high >= end:
+        raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
 
 
 def _check_packed(name, cu_seqlens, max_seqlen, total):
@@ -398,12 +413,9 @@ def _lengths(cache_seqlens, N_new, N, q):
     """How many keys each sequence has, with the new ones: (B,) on q's device, or None: all."""
     if cache_seqlens is None:
         return None
-    longest = cache_seqlens
     if isinstance(cache_seqlens, int):
+        _check_range("cache_seqlens", torch.tensor([cache_seqlens]), N - N_new + 1)
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
-    else:
-        _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)
-        longest = _known_max(cache_seqlens)
-    if longest + N_new > N:
-        raise ValueError(f"cache_seqlens must be at most {N} less {N_new} new keys, but was {longest}")
+    _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)
+    _check_range("cache_seqlens", cache_seqlens, N - N_new + 1)
     return cache_seqlens + N_new

@@ -145,6 +145,8 @@ def _served(
 def _four_dimensional(tensors: list[Tensor], enable_gqa: bool) -> str | tuple[list[Tensor], _Shape | None]:
     """Views (B, H, N, d), or copies where strides don't allow them. Heads of keys that broadcast stay one."""
     leading = [t.shape[:-2] for t in tensors]
+    if enable_gqa and not all(leading):  # without heads: PyTorch's error
+        return _UNFIT
     Hq, Hk, Hv = (shape[-1] if shape else 1 for shape in leading)
     if Hk != Hv and 1 not in (Hk, Hv):
         return _UNFIT

@@ -602,8 +602,9 @@ def test_a_cache_is_as_before_after_an_error():
     before = options["k_cache"].clone(), options["v_cache"].clone()
     table = torch.zeros(2, 1, dtype=torch.int32)
     for error, wrong, *patterns in (
-        (ValueError, dict(cache_seqlens=6), "^cache_seqlens must be at most 7 less 2 new keys, but was 6"),
-        (ValueError, dict(cache_seqlens=backend.ints(3, 6)), "^cache_seqlens must be at most .* but was 6"),
+        (ValueError, dict(cache_seqlens=6), "^cache_seqlens must be 0 to 5, but is 6"),
+        (ValueError, dict(cache_seqlens=-1), "^cache_seqlens must be 0 to 5, but is -1"),
+        (ValueError, dict(cache_seqlens=backend.ints(3, 6)), "^cache_seqlens must be 0 to 5, but is 6"),
         (ValueError, dict(cache_seqlens=None), "^cache_seqlens must be given"),
         (
             ValueError,

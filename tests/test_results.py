@@ -171,3 +171,32 @@ def test_lengths_beyond_the_keys(backend, integer):
     info = torch.iinfo(integer)
     lengths = torch.tensor([info.max, max(info.min, 0)], device=backend.device).to(integer)
     backend.check(q, k, v, seqlens_k=lengths)
+
+
+def test_out_that_is_a_negative_view(backend):
+    """PyTorch's own kernel for lazily negated tensors would corrupt the stack."""
+    q, k, v = backend.qkv()
+    with pytest.raises(ValueError, match="^out must not be a view with the negative bit"):
+        backend.forward(q, k, v, out=torch._neg_view(torch.zeros_like(q)))
+    out = torch.empty_like(q)
+    backend.forward(torch._neg_view(q), k, torch._neg_view(v), out=out)
+    assert torch.equal(out, backend.forward(-q, k, -v))
+
+
+def test_out_overlaps_itself(backend):
+    q, k, v = backend.qkv(B=2, Hq=2, Hkv=2, Nq=5, Nk=7, d=8)
+    for strides in (16, 8, 1, 1), (80, 4, 8, 1), (40, 40, 8, 1):
+        out = q.new_zeros(2000).as_strided(q.shape, strides)
+        with pytest.raises(ValueError, match="^out must"):
+            backend.forward(q, k, v, out=out)
+
+
+def test_out_in_inference_mode(backend):
+    """Autograd notices that a tensor that it has saved was overwritten."""
+    q, k, v = backend.qkv()
+    out, w = torch.zeros_like(q), torch.ones_like(q, requires_grad=True)
+    y = (w * out).sum()
+    with torch.inference_mode():
+        backend.forward(q, k, v, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
