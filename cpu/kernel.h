@@ -25,6 +25,8 @@
 
 namespace {
 
+static_assert(few_rows <= most_few_rows && W <= most_lanes);  // the size of Buffers
+
 #include "cpu/vector.h"
 #include "cpu/rows.h"
 #include "cpu/softmax.h"
