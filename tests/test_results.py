@@ -10,7 +10,7 @@ BANDS = [
     {"causal": True},
     {"causal": True, "offset": -20},
     {"window_size": (40, 30), "offset": 9},
-    {"softmax_scale": -0.4},
+    {"softmax_scale": -0.1},
 ]
 
 
