@@ -231,13 +231,7 @@ def attention(
     d, d_v = k.shape[-1], v.shape[-1]
     if d_v < d:
         v = torch.nn.functional.pad(v, (0, d - d_v))
-    has_sink = s_aux is not None
-    o = minimal_attn.forward(
-        q, k, v, window_size=window, softmax_scale=scaling, return_state=has_sink, **bounds
-    )
-    if has_sink:  # the keys' part of a softmax that the sink is in, too
-        o, l, m = o
-        o = (o * torch.sigmoid(m + l.log() - s_aux.float().view(1, -1, 1))[..., None]).to(q.dtype)
+    o = minimal_attn.forward(q, k, v, window_size=window, softmax_scale=scaling, sinks=s_aux, **bounds)
     return o[..., :d_v].transpose(1, 2).contiguous(), None
 
 
