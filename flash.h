@@ -116,8 +116,8 @@ MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i
     return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
 }
 
-// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. A term whose flag is false must be left out, not multiplied
-// by 0, since it may be NaN. Without an earlier state there is no o_in, whatever reads_o_in is.
+// How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. If reads_Oi or reads_o_in is false, its term must not be
+// computed: 0 times NaN is NaN. Without an earlier state there is no o_in, and reads_o_in has no meaning.
 struct RowEnd {
     float l, m, weight_Oi, weight_o_in;
     bool reads_Oi, reads_o_in;

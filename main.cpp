@@ -274,7 +274,6 @@ Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const T
 
 }  // namespace
 
-// Computes into `out`, where there is one, else into a new tensor.
 Results run(const Arguments &a, Returns returns, const Tensor *out) {
     check_q_k_v(a);
     check_options(a);

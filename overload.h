@@ -110,7 +110,7 @@ struct Overload<compute> {
             "Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, "
             "str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None";
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
-        // CUDA is there without CUDA code, too: check_backend then says what to do about it.
+        // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
             m.impl(full_name.c_str(), torch::dispatch(key, compute));
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, &autograd));

@@ -15,8 +15,8 @@ namespace minimal_attn::hopper {
 
 constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 
-// Under a mask the last heads are interleaved, so that blocks end together: as many heads as give each block about 4 of
-// their tiles (2 and 3: up to 3 % slower; 8: the same), but no more than those whose K and V fit the L2 cache.
+// Under a mask the last heads are interleaved, so that blocks end together. Each block gets about 4 work tiles of these
+// heads: 2 and 3 were up to 3 % slower, 8 the same. K and V of all interleaved heads must fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
 // Under a mask the order is fixed up to 2 tiles a block; for 16-bit types up to 4, with at most 2048 keys that stay in

@@ -208,7 +208,7 @@ def _around(peers, q, k, v, Nq, Nk, offset, band, **options) -> tuple[Tensor, Te
     states: list[State | None] = [None] * len(parts)
     block = torch.stack((k, v)) if peers.ranks > 1 else (k, v)
     for step in range(peers.ranks):
-        source = (peers.rank - step) % peers.ranks  # the rank whose keys and values these are
+        source = (peers.rank - step) % peers.ranks  # the rank that the present block came from
         is_last = step == peers.ranks - 1
         if not is_last:
             coming = _length(segments(Nk, (source - 1) % peers.ranks, peers.ranks))

@@ -23,7 +23,7 @@
 //
 // Every warp has the same role: it loads a part of each tile and computes some rows of Sij and Oi.
 //
-//     barrier                         | who arrives and waits | orders what
+//     barrier                         | arrives and waits     | then
 //     wait_for_tiles, before step 9   | the block             | Kj (and the first time Qi) has arrived; all warps have
 //                                     |                       | read Vj-1, so Vj may overwrite it
 //     wait_for_tiles, after step 9    | the block             | Vj has arrived; all warps have read Kj, so Kj+1 may

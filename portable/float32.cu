@@ -124,9 +124,9 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
 }
 
 // Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Over
-// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). Sums in the workspace are
-// relative to the mi of the last flush, which is there, too, as is what each addition lost (Kahan's sum). A thread has
-// its own floats; neighbours' lie side by side.
+// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). The workspace also
+// holds the mi of the last flush, to which its sums are relative, and what each addition lost (Kahan's sum). Each thread
+// has floats of its own; those of neighbouring threads lie side by side.
 template <class Tile>
 __device__ void flush_sums(float *sums, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
                            const float (&mi)[Tile::R], bool is_first, bool is_last) {

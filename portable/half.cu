@@ -65,8 +65,8 @@ __device__ void load_fragment(Fragment &fragment, const T *tile, int stride) {
 
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
-// WMMA hides which row an element of Oi has. So alpha is loaded as a fragment like it, all of whose columns are the
-// alphas of 16 rows: a matrix by columns, with a stride of 0.
+// WMMA hides which row an element of Oi belongs to. So the alphas of 16 rows are loaded as a fragment of Oi's layout.
+// With a stride of 0 between columns, each column of this fragment holds the same alphas.
 __device__ Accumulator load_diagonal(const float *alphas) {
     Accumulator diag;
     nvcuda::wmma::load_matrix_sync(diag, alphas, 0, nvcuda::wmma::mem_col_major);

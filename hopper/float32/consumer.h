@@ -21,8 +21,8 @@ __device__ inline int row_of_thread() {
     return 64 * (thread / 128 - 1) + thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 
-// x, in shared memory, for all lanes, read by the lane whose arrival will release x's stage: an arrival doesn't wait
-// for another lane's load, which could then read the next tile's x.
+// Broadcasts x, which is in shared memory. Lane 0 reads x, because lane 0 later arrives to release the stage of x. An
+// arrival waits for its own lane's loads alone: another lane could read the next tile's x.
 __device__ inline float read_by_lane0(const float &x, bool is_lane_0) { return broadcast_lane0(is_lane_0 ? x : 0.f); }
 
 // Whether this is lane 0, by a shuffle, so that ptxas keeps the answer. Else it reads threadIdx.x again in each turn of

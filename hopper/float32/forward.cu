@@ -20,11 +20,11 @@
 // splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
 // consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait
 //
-// barrier                | who arrives              | who waits           | orders what
+// barrier                | arrives                  | waits               | then
 // tile_queue full, empty | producer; consumers      | consumers; producer | a work tile's description: written; read
-// Q full, empty          | producer, TMA; consumer  | consumer; producer  | Qi: there, as float32s; its last Sij is done
-// KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its inverse scale: there; read
-// tile_loaded            | its first thread, TMA    | a splitter group    | its float32 tile is there
+// Q full, empty          | producer, TMA; consumer  | consumer; producer  | Qi has arrived, as float32s; its last Sij is done
+// KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its scale: have arrived; are read
+// tile_loaded            | a group's thread 0, TMA  | a splitter group    | its float32 tile is in shared memory
 // named, 1 + group       | the group                | the group           | its votes, jobs, extremes; in fallback.h tiles
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
@@ -98,7 +98,8 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, float *flushed_l, bo
     }
 }
 
-// Takes split jobs until the next work tile is there. All threads must agree whether it is, so they vote.
+// Takes split jobs until the next work tile has arrived. The threads vote whether it has, so that all take the same
+// branch.
 template <class Tile>
 __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {

@@ -9,10 +9,10 @@
 // producer warpgroup  | 0 to 3 | 96        | thread 0 loads Kj, Qi and Vj; all split Kj, then Vj, in place
 // consumer warpgroup  | 4 to 7 | 160       | as in forward.cu, one tile of keys
 //
-// barrier                | who arrives               | who waits            | orders what
+// barrier                | arrives                   | waits                | then
 // tile_queue full, empty | thread 0; all 8 warps     | all warps; thread 0  | a work tile's description: written; read
-// Q full, empty          | thread 0, TMA; consumer   | consumer; thread 0   | Qi: there, as float32s; Sij is done
-// tile_loaded            | thread 0, TMA             | producer             | Kj or Vj is there, as float32s
+// Q full, empty          | thread 0, TMA; consumer   | consumer; thread 0   | Qi has arrived, as float32s; Sij is done
+// tile_loaded            | thread 0, TMA             | producer             | Kj or Vj is in shared memory, as float32s
 // KV full, empty         | thread 0; consumer        | consumer; thread 0   | Kj or Vj: split; read
 // named, 1 and 2         | consumer; producer        | the same             | what its threads exchange when they split
 #pragma once
