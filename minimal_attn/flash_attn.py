@@ -23,7 +23,7 @@ With return_attn_probs, return_softmax_lse or s_aux, half dtypes cost a float32 
 
 from __future__ import annotations
 
-import math
+from operator import index
 
 import torch
 from torch import Tensor
@@ -146,15 +146,16 @@ def flash_attn_varlen_func(
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
     _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
     _check_packed("q", cu_seqlens_q, max_seqlen_q, len(q))
-    _check_packed("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else math.inf)
+    _check_packed("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else float("inf"))
     begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
         lengths, room = end - begin, block_table.shape[1] * k.shape[1]
         if (longest := _known_max(lengths)) > room:
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
+        block_table = _used_pages(block_table, lengths, "k", k)
         block_table = block_table[:, : _divide_up(int(max_seqlen_k), k.shape[1])]
-        k, v = (_gather_pages(cache, block_table, lengths) for cache in (k, v))
+        k, v = (cache[block_table].flatten(1, 2) for cache in (k, v))
         begin = torch.arange(B, device=q.device) * k.shape[1]
         end, k, v = begin + lengths, k.flatten(0, 1), v.flatten(0, 1)
     out, lse = _attend_packed(
@@ -249,10 +250,8 @@ def flash_attn_with_kvcache(
         _check("v", v, q, k.shape, (q.dtype,))
         N_new = k.shape[1]
     lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
-    if block_table is not None and _is_known(block_table):
-        first = torch.arange(block_table.shape[1]) * N  # keys of the pages that are in use
-        used = block_table if lengths is None else block_table[first < lengths[:, None]]
-        _check_range("block_table", used, C)
+    if block_table is not None:
+        block_table = _used_pages(block_table, lengths, "k_cache", k_cache)
     if N_new:
         for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
             forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), sinks=s_aux, **options)
@@ -264,7 +263,7 @@ def flash_attn_with_kvcache(
         k_cache[row, position] = k
         v_cache[row, position] = v
     if block_table is not None:
-        k, v = (_gather_pages(cache, block_table, lengths) for cache in (k_cache, v_cache))
+        k, v = (cache[block_table].flatten(1, 2) for cache in (k_cache, v_cache))
     elif cache_batch_idx is not None:
         k, v = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
     else:
@@ -292,8 +291,9 @@ def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants
     How many blocks there are at most is known without the lengths. The last block has no query and no key.
     """
     total, B, device = len(q), len(begin), q.device
-    if total == 0:
-        return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    if total == 0:  # forward's checks, and its empty results
+        out, lse = _attend(*(x[None] for x in (q, k, v)), s_aux, wants_lse, **options)
+        return out[0], lse[0] if wants_lse else None
     blocks_of_longest = max(1, _divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
     rows = max(1, _divide_up(max_seqlen_q, blocks_of_longest))
     n_blocks = min(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
@@ -329,12 +329,15 @@ def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants
     return out.flatten(0, 1).index_select(0, row), lse
 
 
-def _gather_pages(cache, block_table, lengths):
-    """The pages (pages, page size, H, d) of each sequence in a row: (B, n * page size, H, d)."""
-    if lengths is not None:  # where no key is, the table may have any number
+def _used_pages(block_table, lengths, name, cache):
+    """The table with 0 in place of the pages behind a sequence's last key, which may have any number."""
+    if 0 in cache.shape[:2]:
+        raise ValueError(f"{name} must have pages, of at least 1 key, but has shape {tuple(cache.shape)}")
+    if lengths is not None:
         first_key = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
         block_table = torch.where(first_key < lengths[:, None], block_table, 0)
-    return cache[block_table].flatten(1, 2)
+    _check_range("block_table", block_table, len(cache))
+    return block_table
 
 
 def _divide_up(x, y):
@@ -345,26 +348,26 @@ def _divide_up(x, y):
 
 
 def _options(softmax_scale, causal, window_size):
-    window_size = tuple(max(int(bound), -1) for bound in window_size)
+    try:
+        window_size = tuple(max(index(bound), -1) for bound in window_size)
+    except TypeError:
+        raise TypeError(f"window_size must be two ints (left, right), but was {window_size!r}") from None
     return dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
 
 
 def _refuse(**missing):
     for name, x in missing.items():
-        is_tensor = isinstance(x, Tensor)
-        if is_tensor or (x or 0) > 0:
-            must_be, was = ("None", "a tensor") if is_tensor else ("0", x)
-            raise NotImplementedError(f"{name} must be {must_be}, but was {was}: minimal_attn has none yet")
+        was = "a tensor" if isinstance(x, Tensor) else x or 0
+        if not (isinstance(was, (int, float)) and was <= 0):  # NaN is neither
+            raise NotImplementedError(f"{name} must be 0 or None, but was {was}: minimal_attn has none yet")
 
 
 def _check(name, x, q, shape, dtypes):
     """x must be on q's device, of one of the dtypes and of this shape, where a word is any number."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, but was {x!r}")
-    fits = len(x.shape) == len(shape) and all(
-        isinstance(must, str) or n == must for n, must in zip(x.shape, shape, strict=True)
-    )
-    if not fits:
+    pairs = zip(x.shape, shape, strict=False)
+    if len(x.shape) != len(shape) or any(n != must for n, must in pairs if not isinstance(must, str)):
         must = ", ".join(map(str, shape)) + "," * (len(shape) == 1)
         raise ValueError(f"{name} must have shape ({must}), but has shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
@@ -404,9 +407,7 @@ def _check_packed(name, cu_seqlens, max_seqlen, total):
     if longest > max_seqlen:
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
     if end > total:
-        raise ValueError(
-            f"cu_seqlens_{name} must end at most at {total}, where {name} ends, but ends at {end}"
-        )
+        raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
 
 
 def _lengths(cache_seqlens, N_new, N, q):

@@ -512,7 +512,10 @@ FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
     "name, value",
     [
         ("dropout_p", 0.17),
+        ("dropout_p", math.nan),
         ("softcap", 50.0),
+        ("softcap", math.nan),
+        ("softcap", "50"),
         ("alibi_slopes", torch.ones(4)),
         ("rotary_cos", torch.ones(9, 4)),
     ],
@@ -520,7 +523,9 @@ FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
 def test_what_is_missing(backend, function, name, value):
     options = good(backend, function)
     if name in inspect.signature(function).parameters:
-        refuses(NotImplementedError, function, options | {name: value}, f"^{name} must be (0|None), but was ")
+        refuses(
+            NotImplementedError, function, options | {name: value}, f"^{name} must be 0 or None, but was "
+        )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -558,7 +563,50 @@ def test_values(backend, function):
     options = good(backend, function)
     refuses(ValueError, function, options | {"softmax_scale": math.nan}, "^softmax_scale must be .* nan")
     refuses(TypeError, function, options | {"causal": "yes"}, "^causal must be True or False, but was .yes.")
-    refuses(TypeError, function, options | {"window_size": (1, 2, 3)}, "^window_size must be .*1, 2, 3")
+    for window_size in (1, 2, 3), None, 5, "ab", (1.5, 2), (None, None), torch.tensor([0.5, 1.0]):
+        wrong = options | {"window_size": window_size}
+        refuses(TypeError, function, wrong, f"^window_size must be two .*{re.escape(str(window_size))}")
+
+
+def test_no_query_is_checked_as_well(backend):
+    options = good(backend, flash_attn_varlen_func)
+    options |= dict(q=options["q"][:0], cu_seqlens_q=backend.ints(0, 0, 0), max_seqlen_q=0)
+    out, lse, _ = flash_attn_varlen_func(**options, return_attn_probs=True)
+    assert out.shape == (0, 4, 8) and lse.shape == (4, 0)
+    assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
+    for error, wrong, pattern in (
+        (ValueError, dict(softmax_scale=math.nan), "^softmax_scale must be .* nan"),
+        (TypeError, dict(causal="yes"), "^causal must be True or False"),
+        (ValueError, dict(q=backend.randn(0, 3, 8)), "^q must have a multiple of k's heads"),
+        (RuntimeError, dict(k=options["k"].clone().requires_grad_()), "must not require grad"),
+    ):
+        refuses(error, flash_attn_varlen_func, options | wrong, pattern)
+
+
+@pytest.mark.parametrize("size", [(0, 3), (3, 0)])
+def test_pages_without_a_key(backend, size):
+    pages = backend.randn(*size, 2, 8)
+    table = dict(block_table=torch.zeros(2, 2, dtype=torch.int32, device=backend.device))
+    options = good(backend, flash_attn_varlen_func) | dict(k=pages, v=pages, max_seqlen_k=0)
+    options |= dict(cu_seqlens_k=backend.ints(0, 0, 0), **table)
+    refuses(ValueError, flash_attn_varlen_func, options, "^k must have pages, .*" + re.escape(str(size)[:-1]))
+    options = dict(q=backend.randn(2, 5, 4, 8), k_cache=pages, v_cache=pages, **table)
+    for lengths in dict(cache_seqlens=backend.ints(0, 0)), dict(cache_seqlens=0), {}:
+        refuses(ValueError, flash_attn_with_kvcache, options | lengths, "^k_cache must have pages, ")
+
+
+def test_pages_that_do_not_exist():
+    """On a GPU PyTorch's assertion finds them."""
+    backend = Backend("cpu", 0)
+    k, v = (backend.randn(3, 4, 2, 8) for _ in "kv")
+    table = backend.ints(0, 3, 1, -1).view(2, 2)
+    options = good(backend, flash_attn_varlen_func) | dict(k=k, v=v, block_table=table)
+    refuses(ValueError, flash_attn_varlen_func, options, "^block_table must be 0 to 2, but is -1")
+    options = dict(q=backend.randn(2, 5, 4, 8), k_cache=k, v_cache=v, block_table=table)
+    refuses(ValueError, flash_attn_with_kvcache, options, "^block_table must be 0 to 2, but is -1")
+    wrong = options | dict(cache_seqlens=backend.ints(5, 4))
+    refuses(ValueError, flash_attn_with_kvcache, wrong, "^block_table must be 0 to 2, but is 3")
+    flash_attn_with_kvcache(**options | dict(cache_seqlens=backend.ints(4, 4)))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
