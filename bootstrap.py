@@ -41,10 +41,11 @@ UNFINISHED = os.path.join(VENV, "unfinished")
 SOURCE_FOLDERS = ["cpu", "portable", "hopper"]  # with the folders inside them; flash.cu and main.cpp are here
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 8)
+OLDEST_SETUPTOOLS = (77, 0)  # which knows the licence in pyproject.toml
 PINS = {
     "torch": "torch==2.11.*",
-    "setuptools": "setuptools>=70.1,<82",
+    "setuptools": "setuptools>=77,<82",
     "ninja": "ninja==1.13.*",
     "numpy": "numpy==2.*",
     "pytest": "pytest==9.*",
@@ -165,6 +166,8 @@ def describe():
         facts["torch"], facts["cuda"] = str(about["__version__"]), about["cuda"]
         if two_numbers(facts["torch"]) < OLDEST_TORCH:
             facts["has"].remove("torch")
+    if "setuptools" in facts["has"] and two_numbers(version_of("setuptools")) < OLDEST_SETUPTOOLS:
+        facts["has"].remove("setuptools")
     if not find_ninja():
         facts["has"] = [name for name in facts["has"] if name != "ninja"]
     elif "ninja" not in facts["has"]:
@@ -175,6 +178,15 @@ def describe():
 def where(package):
     """None also for what is only a folder of that name, as an uninstalled package may leave."""
     return getattr(importlib.util.find_spec(package), "origin", None)
+
+
+def version_of(package):
+    from importlib import metadata  # not in the oldest Pythons that may run this file
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "999.0"  # as long as it can be imported
 
 
 def two_numbers(version):

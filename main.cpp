@@ -418,6 +418,7 @@ TORCH_LIBRARY(minimal_attn, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.attr("built_for") = "minimal_attn for torch " MINIMAL_ATTN_TORCH;  // which _load.py finds in the file, too
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(eager));
     m.def("explain", torch::wrap_pybind_function(explain), "What minimal_attn.explain returns, as a dict");

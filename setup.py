@@ -1,6 +1,6 @@
 """Builds minimal_attn and its extension minimal_attn._C, of every .cpp and, with CUDA, every .cu.
 
-    pip install --no-build-isolation .     into a Python that has torch
+    pip install .                          into a Python that has torch, which is the one it is built for
     python setup.py build_ext --inplace    here, beside the sources (make does this)
 
 TORCH_CUDA_ARCH_LIST says what GPUs to build for, entries separated by spaces, commas or semicolons:
@@ -15,6 +15,7 @@ version that torch was built with, else the one of PyPI's packages. CXX names th
 shows the commands.
 """
 
+import json
 import os
 import platform
 import re
@@ -33,17 +34,41 @@ from bootstrap import die, say  # noqa: E402
 
 OLDEST_GPU = (7, 5)
 
-HERE = bootstrap.describe()  # the Python that runs this, and its torch
-if "torch" not in HERE["has"]:
-    hint = "" if "torch" in HERE else "; if pip runs this, it needs --no-build-isolation"
-    die(bootstrap.no_torch(HERE) + hint)
+
+def describe():
+    """The Python that runs this, and its torch. pip's isolated build hides it, but not from python -E."""
+    here = bootstrap.describe()
+    if "torch" not in here:
+        command = [sys.executable, "-E", bootstrap.__file__, "describe"]
+        outside = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        if "torch" in outside:
+            here |= {name: outside[name] for name in ("torch", "torch_home", "cuda", "path")}
+            here["has"] += ["torch"] * ("torch" in outside["has"])
+    return here
+
+
+HERE = describe()
+
+
+def check_torch():
+    """All commands need it but those of the source distribution."""
+    if "torch" not in HERE["has"] and not {"sdist", "egg_info", "--version"} & set(sys.argv):
+        todo = "pip install torch setuptools ninja, then pip install --no-build-isolation ."
+        die(f"{bootstrap.no_torch(HERE)}: {todo}")
+
+
+def requirement():
+    """torch promises no binary compatibility between its versions: what one built needs that one."""
+    if "torch" in HERE["has"]:
+        return "torch=={}.{}.*".format(*bootstrap.two_numbers(HERE["torch"]))
+    return "torch>={}.{}".format(*bootstrap.OLDEST_TORCH)
 
 
 def cuda_targets():
     """What CUDA code to build, {name: [values of -gencode]}, empty for none; a line says why."""
     entries = bootstrap.cuda_targets()
-    if not HERE["cuda"]:
-        why = f"torch {HERE['torch']} has no CUDA"
+    if not HERE.get("cuda"):
+        why = f"torch {HERE.get('torch')} has no CUDA"
         entries = []
     elif bootstrap.architectures() == "none":
         why = "TORCH_CUDA_ARCH_LIST=none"
@@ -81,7 +106,7 @@ COMPILE = ["-MMD", "-MF", "$out.d", "-c", "$in", "-o", "$out"]
 def cpp(cxx, cuda, targets):
     torch = HERE["torch_home"]
     standard = "c++20" if bootstrap.two_numbers(HERE["torch"]) >= (2, 12) else "c++17"  # what torch needs
-    defines = ["-DTORCH_EXTENSION_NAME=_C"]
+    defines = ["-DTORCH_EXTENSION_NAME=_C", f'-DMINIMAL_ATTN_TORCH="{HERE["torch"]}"']
     includes = [f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")]
     if cuda:
         defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
@@ -228,17 +253,17 @@ def ninja_file(folder, output, sources, rules):
 
 
 def main():
-    Build.targets = cuda_targets()
+    check_torch()
+    Build.targets = cuda_targets() if "torch" in HERE["has"] else {}
     if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
         bootstrap.write("architectures", bootstrap.architectures())
     suffixes = (".cpp", ".cu") if Build.targets else (".cpp",)
     setup(
         packages=["minimal_attn"],
-        package_data={"minimal_attn": ["py.typed"]},
+        package_data={"minimal_attn": ["py.typed", "*.pyi"]},
         ext_modules=[Extension("minimal_attn._C", sorted(bootstrap.sources(*suffixes), key=longest_first))],
         cmdclass={"build_ext": Build},
-        # torch promises no binary compatibility between its versions: what one built needs that one.
-        install_requires=["torch=={}.{}.*".format(*bootstrap.two_numbers(HERE["torch"]))],
+        install_requires=[requirement()],
     )
 
 

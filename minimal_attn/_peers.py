@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 T = TypeVar("T")
 KEYS = "minimal_attn.ring"  # the prefix of keys in the group's store
@@ -48,7 +49,8 @@ class Peers:
         self.group, self.timeout, self.is_cuda = group, timeout, is_cuda
         self.rank, self.ranks = group.rank(), group.size()
         self.before, self.after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
-        self.store = group.get_group_store()
+        has_method = hasattr(group, "get_group_store")  # torch 2.8 has not
+        self.store = group.get_group_store() if has_method else _get_process_group_store(group)
         self.works: list[dist.Work] = []
 
     def exchange(self, mine: dict) -> list[dict]:

@@ -20,6 +20,7 @@ Brandon et al., arXiv:2311.09431; this order is the one of Llama 3's context par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from torch import Tensor
 import minimal_attn
 from minimal_attn._forward import State
 from minimal_attn._peers import Peers, RingError, named
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["RingError", "forward", "segments", "shard", "unshard"]
 
@@ -78,6 +82,30 @@ def _length(parts: list[tuple[int, int]]) -> int:
 # ------------------------------------------------------------------------------------ the attention
 
 
+class _Options(TypedDict, total=False):
+    """forward's keywords that don't change what it returns."""
+
+    group: dist.ProcessGroup | None
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    offset: int | None
+    timeout: float
+    backend: str
+
+
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Options]
+) -> Tensor: ...
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def forward(
     q: Tensor,
     k: Tensor,

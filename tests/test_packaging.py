@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import minimal_attn
 
@@ -90,7 +91,7 @@ def test_missing_torch_and_old_torch_are_told_apart(machine):
     no_torch = machine.module().no_torch
     assert no_torch({"python": "/bin/python", "has": []}) == "/bin/python has no torch"
     old = no_torch({"python": "/bin/python", "has": [], "torch": "2.4.0"})
-    assert "torch 2.4.0" in old and "too old" in old and "2.11" in old
+    assert "torch 2.4.0" in old and "too old" in old and "2.8" in old
     machine.describe(torch="2.4.0", torch_home="/", cuda=None, venv=False)
     assert "couldn't" not in machine.bootstrap().stderr
 
@@ -231,11 +232,12 @@ def test_source_distribution_is_complete(tmp_path):
     [archive] = tmp_path.glob("*.tar.gz")
     assert run("tar", "-xf", archive, "-C", tmp_path).returncode == 0
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
-    kinds = "*.cpp", "*.cu", "*.cuh", "*.h", "*.py", "Makefile", "py.typed"
+    kinds = "*.cpp", "*.cu", "*.cuh", "*.h", "*.py", "*.pyi", "Makefile", "py.typed"
     out_of = {ROOT / name for name in ("build", "dist", ".venv")}
     wanted = {file for kind in kinds for file in ROOT.rglob(kind) if not out_of & set(file.parents)}
     assert len(wanted) > 30
     assert [file for file in wanted if not (unpacked / file.relative_to(ROOT)).exists()] == []
+    assert (unpacked / "CHANGELOG.md").exists() and (unpacked / "LICENSE").exists()
     for objects in (ROOT / "build").glob("temp.*"):
         shutil.copytree(objects, unpacked / "build" / objects.name)
     targets = minimal_attn._C.cuda_architectures() or "none"
@@ -245,6 +247,78 @@ def test_source_distribution_is_complete(tmp_path):
     program = "import minimal_attn; print(minimal_attn.__file__, minimal_attn.__version__)"
     done = run(sys.executable, "-c", program, cwd=unpacked, env=os.environ | {"PYTHONPATH": ""})
     assert done.stdout.split() == [str(unpacked / "minimal_attn/__init__.py"), minimal_attn.__version__], done
+
+
+ISOLATION = """
+import sys
+sys.path = [folder for folder in sys.path if not folder.endswith("-packages")] + [OVERLAY]
+"""
+
+
+@pytest.fixture
+def isolated(tmp_path):
+    """The environment of pip's isolated build: build requirements in a folder, all other packages hidden."""
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    for name in "setuptools", "_distutils_hack", "packaging", "wheel":
+        if (spec := importlib.util.find_spec(name)) and spec.origin:
+            package = Path(spec.origin).parent
+            for path in package, *package.parent.glob(f"{name}-*.dist-info"):
+                (overlay / path.name).symlink_to(path)
+    (tmp_path / "sitecustomize.py").write_text(ISOLATION.replace("OVERLAY", repr(str(overlay))))
+    return os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONNOUSERSITE": "1", "TORCH_CUDA_ARCH_LIST": ""}
+
+
+def test_isolated_build_finds_the_torch_of_this_python(tmp_path, isolated):
+    if not run(sys.executable, "-E", "-c", "import torch").returncode == 0:
+        pytest.skip("torch is on PYTHONPATH")
+    assert run(sys.executable, "-c", "import torch", env=isolated).returncode != 0
+    command = sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path
+    done = run(*command, cwd=ROOT, env=isolated)
+    assert done.returncode == 0, done.stderr
+    major, minor = torch.__version__.split(".")[:2]
+    requires = (tmp_path / "minimal_attn.egg-info" / "requires.txt").read_text()
+    assert requires == f"torch=={major}.{minor}.*\n"
+
+
+def test_without_torch_only_the_source_distribution_is_made(setup, monkeypatch):
+    monkeypatch.setattr(setup, "HERE", {"python": "/bin/python", "has": []})
+    monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
+    setup.check_torch()
+    assert setup.requirement() == "torch>=2.8"
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    with pytest.raises(SystemExit, match="/bin/python has no torch: pip install torch setuptools ninja"):
+        setup.check_torch()
+
+
+def test_places_that_contributing_names_are_there():
+    """Each `file`: `name`, `name` of CONTRIBUTING.md."""
+    places = re.findall(r"`([\w./]+)`:((?:[,\s]+`[\w-]+`)+)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(places) > 20
+    for file, names in places:
+        text = (ROOT / file).read_text()
+        for name in re.findall(r"`([\w-]+)`", names):
+            assert re.search(rf"\b{name}\b", text), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("torch_of_build", ["2.8.0", "2.99.0"])
+def test_import_under_another_torch_names_both(tmp_path, torch_of_build):
+    """An extension that can't be loaded, and one that can: PyTorch promises nothing for either."""
+    shutil.copytree(ROOT / "minimal_attn", tmp_path / "minimal_attn", ignore=shutil.ignore_patterns("_C*"))
+    built_for = f"minimal_attn for torch {torch_of_build}"
+    if torch_of_build == "2.8.0":
+        (tmp_path / "minimal_attn" / "_C.abi3.so").write_text(f"not loadable\0{built_for}\0")
+    else:
+        (tmp_path / "minimal_attn" / "_C.py").write_text(f"built_for = {built_for!r}")
+    done = run(sys.executable, "-c", "import minimal_attn", cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: "), done.stderr
+    for words in (
+        f"was built for torch {torch_of_build}",
+        f"this Python has torch {torch.__version__}",
+        "pip install",
+    ):
+        assert words in last
 
 
 @pytest.mark.parametrize(
