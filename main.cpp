@@ -425,7 +425,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
     m.def("restore_sdpa", &sdpa::restore_operators, "Let them take PyTorch's kernels again");
-    m.def("sdpa_calls", &sdpa::calls, "How many calls they had since override_sdpa, by who computed them");
+    m.def("sdpa_calls", &sdpa::calls, "How many calls they had since the import, by what became of them");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def(

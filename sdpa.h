@@ -31,23 +31,22 @@
 
 namespace minimal_attn::sdpa {
 
-// Who computed a call, or why PyTorch did.
-enum Taken { ours, mask, dropout, dtype, shapes, head_dimension, scale_value, debug_mask, half_gradients };
-inline constexpr std::array<const char *, 9> kTaken = {"minimal_attn",
-                                                       "PyTorch: attn_mask is given",
-                                                       "PyTorch: dropout_p is not 0",
-                                                       "PyTorch: the dtype is not float32, float16 or bfloat16",
-                                                       "PyTorch: the shapes are empty or don't fit together",
-                                                       "PyTorch: a head dimension above 256, or two different ones",
-                                                       "PyTorch: scale is not finite",
-                                                       "PyTorch: return_debug_mask is set",
-                                                       "PyTorch: gradients of a half type by this operator"};
-inline std::array<std::atomic<int64_t>, kTaken.size()> counts{};
+// What becomes of a call: our kernels serve it, or it is passed on to PyTorch's, for one of these reasons.
+enum Outcome { served, mask, dropout, dtype, shapes, head_dimension, scale_value, debug_mask };
+inline constexpr std::array<const char *, 8> kOutcomes = {"minimal_attn",
+                                                          "PyTorch: attn_mask is given",
+                                                          "PyTorch: dropout_p is not 0",
+                                                          "PyTorch: the dtype is not float32, float16 or bfloat16",
+                                                          "PyTorch: the shapes are empty or don't fit together",
+                                                          "PyTorch: a head dimension above 256, or two different ones",
+                                                          "PyTorch: scale is not finite",
+                                                          "PyTorch: return_debug_mask is set"};
+inline std::array<std::atomic<int64_t>, kOutcomes.size()> counts{};  // they only grow
 
 inline std::map<std::string, int64_t> calls() {
     std::map<std::string, int64_t> calls;
     for (size_t i = 0; i < counts.size(); ++i)
-        if (counts[i]) calls[kTaken[i]] = counts[i];
+        if (counts[i]) calls[kOutcomes[i]] = counts[i];
     return calls;
 }
 
@@ -59,8 +58,7 @@ struct Call {
     std::optional<double> scale;
 };
 
-inline Taken who(const Call &c, bool return_debug_mask, bool half_lse) {
-    if (half_lse) return half_gradients;
+inline Outcome outcome_of(const Call &c, bool return_debug_mask) {
     if (c.attn_mask) return mask;
     if (c.dropout_p != 0) return dropout;
     if (return_debug_mask) return debug_mask;
@@ -72,26 +70,33 @@ inline Taken who(const Call &c, bool return_debug_mask, bool half_lse) {
     const bool fit = c.q.numel() > 0 && c.k.numel() > 0 && c.k.sizes() == c.v.sizes() && c.k.size(0) == c.q.size(0) &&
                      c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) < kMaxTokens && c.k.size(2) < kMaxTokens;
     if (!fit) return shapes;
-    return c.scale && !std::isfinite((float)*c.scale) ? scale_value : ours;
+    return c.scale && !std::isfinite((float)*c.scale) ? scale_value : served;
 }
 
-// Whether run() serves the call; counts it. half_lse: a half type with the log-sum-exp, which cuDNN's and the efficient
-// backward of half types expect in another form than ours.
-inline bool serves(const Call &call, bool return_debug_mask = false, bool half_lse = false) {
-    const Taken taken = who(call, return_debug_mask, half_lse);
-    counts[taken].fetch_add(1, std::memory_order_relaxed);
-    return taken == ours;
+// Whether our kernels serve the call; counts it.
+inline bool serves(const Call &call, bool return_debug_mask = false) {
+    const Outcome outcome = outcome_of(call, return_debug_mask);
+    counts[outcome].fetch_add(1, std::memory_order_relaxed);
+    return outcome == served;
 }
 
-// o, and the log-sum-exp (B, Hq, Nq) if it is wanted. is_causal aligns the first query with the first key, except in
-// FlashAttention's operator, which aligns the last ones.
-inline Results compute(const Call &c, bool lse, bool aligns_last = false) {
+// o has the strides of PyTorch's kernels and of their shapes on Meta: q's, or those of (B, Nq, Hq, d) in memory.
+enum class Layout { of_q, tokens_first };
+
+// Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
+enum class Aligned { first, last };
+
+// o, and the log-sum-exp (B, Hq, Nq) if it is wanted.
+inline Results compute(const Call &c, bool lse, Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
     static const MaybeTensor none;
     static const std::array<SymInt, 2> window = {-1, -1};
-    const std::optional<SymInt> offset = aligns_last ? std::nullopt : std::optional<SymInt>(0);
+    const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
     const Arguments a{c.q,    c.k,  c.v,    c.is_causal, window, c.scale, none, none,
                       offset, none, "auto", none,        none,   none,    none};
-    const Tensor o = at::empty_like(c.q);  // with the strides that PyTorch's kernels and their shapes on Meta have
+    const Tensor &q = c.q;
+    const Tensor o = layout == Layout::of_q
+                         ? at::empty_like(q)
+                         : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
     return run(a, lse ? Returns::lse : Returns::o, o.stride(3) == 1 || o.size(3) == 1 ? &o : nullptr);
 }
 
@@ -121,7 +126,7 @@ inline Nine flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double
     const Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
-    const Results results = compute(call, true, /*aligns_last=*/true);
+    const Results results = compute(call, true, Layout::of_q, Aligned::last);
     return nine(call, results.o, results.l, at::kUInt64);
 }
 
@@ -129,10 +134,11 @@ inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Maybe
                   bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
                   std::optional<double> scale) {
     const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
-    if (!serves(call, return_debug_mask, compute_log_sumexp))
+    if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
-    return nine(call, compute(call, false).o, Tensor(), at::kLong);
+    const Results results = compute(call, compute_log_sumexp);
+    return nine(call, results.o, compute_log_sumexp ? results.l.unsqueeze(-1) : Tensor(), at::kLong);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q, const Tensor &k, const Tensor &v,
@@ -140,10 +146,11 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
                                                                  double dropout_p, bool is_causal,
                                                                  std::optional<double> scale) {
     const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
-    if (!serves(call, false, compute_log_sumexp && q.scalar_type() != at::kFloat))
+    if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
-    const Results results = compute(call, compute_log_sumexp);
+    // The backward kernels of half types take the strides of o for granted, whatever they are.
+    const Results results = compute(call, compute_log_sumexp, Layout::tokens_first);
     const auto floats = q.options().dtype(at::kFloat);
     Tensor lse = at::empty({q.size(0), q.size(1), 0}, floats);
     if (compute_log_sumexp) {  // its backward reads rows in groups of 32; those that aren't there are infinite
@@ -161,7 +168,6 @@ inline std::list<torch::Library> overriding;
 
 inline void override_operators() {
     if (!overriding.empty()) return;
-    for (auto &count : counts) count = 0;
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__)
         .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu);
 #ifdef WITH_CUDA

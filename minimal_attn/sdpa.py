@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 import torch.nn.attention
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_variadic
 
@@ -62,7 +63,8 @@ def scaled_dot_product_attention(
         What PyTorch's function raises, since arguments that don't fit go there.
 
     Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
-    gradients is passed on; under activate() PyTorch's function comes back to these kernels.
+    gradients is passed on; under activate() PyTorch's function comes back to these kernels. So is one with
+    dual tensors (torch.func.jvp), which PyTorch serves under sdpa_kernel(SDPBackend.MATH) alone.
     """
     served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     if isinstance(served, str):
@@ -129,6 +131,10 @@ def _served(
         return f"the device is not one of {', '.join(_DEVICES)}, which this build serves"
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return "gradients are wanted"
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in (query, key, value)
+    ):
+        return "forward-mode derivatives are wanted"
     if scale is not None and not abs(scale) < _LARGEST:
         return "scale is not finite"
     q, k, v = query.shape, key.shape, value.shape
@@ -182,29 +188,43 @@ def _broadcast(shapes: list[_Shape]) -> _Shape | None:
 
 
 class Activation:
-    """That F.scaled_dot_product_attention takes these kernels, until remove() or the end of a with block."""
+    """That F.scaled_dot_product_attention takes these kernels, until remove() or the end of a with block.
+
+    Several may overlap and end in any order: the last one that ends restores what was there before the first.
+    """
 
     def __init__(self) -> None:
-        self._before = _active()
-        self._calls: dict[str, int] | None = None
-        if self._before != _NAME:
+        if _active() != _NAME:
+            before = _active()
             _activate()
+            _handle.before = before
+            _handle.is_owned = True
+        self._handle = _handle
+        self._handle.activations.add(self)
+        self._start = _C.sdpa_calls()
+        self._calls: dict[str, int] | None = None
 
     @property
     def calls(self) -> dict[str, int]:
-        """How many calls the kernels had since they were activated, and how many PyTorch's, by reason.
+        """How many calls came from activate() to now or remove(): "minimal_attn" are those that the kernels
+        served, "PyTorch: ..." those that went to PyTorch's, by reason.
 
         Calls for which PyTorch takes no fused kernel, but separate operations, never arrive and don't count.
         """
-        return _C.sdpa_calls() if self._calls is None else self._calls
+        return self._since_start() if self._calls is None else self._calls
+
+    def _since_start(self) -> dict[str, int]:
+        new = {why: n - self._start.get(why, 0) for why, n in _C.sdpa_calls().items()}
+        return {why: n for why, n in new.items() if n}
 
     def remove(self) -> None:
         """Make F.scaled_dot_product_attention what it was before. A second time does nothing."""
         if self._calls is not None:
             return
-        self._calls = _C.sdpa_calls()
-        if self._before != _NAME:
-            _restore(self._before)
+        self._calls = self._since_start()
+        self._handle.activations.discard(self)
+        if self._handle is _handle and _handle.is_owned and not _handle.activations:
+            _restore(_handle.before)
 
     def __enter__(self) -> Activation:
         return self
@@ -224,6 +244,11 @@ def activate() -> Activation:
     PyTorch's, from this o and log-sum-exp. From torch 2.11 on, torch.nn.attention's registry knows it as
     "minimal_attn": current_flash_attention_impl(), restore_flash_attention_impl().
 
+    Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
+    with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.
+    Forward-mode derivatives are refused by PyTorch's fused operators, and work with
+    torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which takes none of these kernels.
+
     Returns:
         an Activation: a context manager that ends it, with .remove() and .calls.
     """
@@ -231,19 +256,28 @@ def activate() -> Activation:
 
 
 class _Handle:
-    """What PyTorch's registry keeps while the kernels are active."""
+    """What PyTorch's registry keeps while the kernels are active; it makes a new one each time."""
 
     def __init__(self) -> None:
+        global _handle
+        self.activations: set[Activation] = set()
+        self.before: str | None = None  # the kernels that were active before
+        self.is_owned = (
+            False  # made by activate(), not by the registry's function: then it ends with the last
+        )
         with warnings.catch_warnings():  # that kernels are overridden is what was asked for
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             _C.override_sdpa()
+        _handle = self
 
     def remove(self) -> None:
+        global _handle
+        _handle = None
         _C.restore_sdpa()
 
 
+_handle: _Handle | None = None  # while the kernels are active
 _registry = torch.nn.attention if hasattr(torch.nn.attention, "register_flash_attention_impl") else None
-_by_hand: list[_Handle] = []  # where torch has no registry
 if _registry:
     _registry.register_flash_attention_impl(_NAME, register_fn=_Handle)
 
@@ -251,21 +285,20 @@ if _registry:
 def _active() -> str | None:
     if _registry:
         return _registry.current_flash_attention_impl()
-    return _NAME if _by_hand else None
+    return _NAME if _handle else None
 
 
 def _activate() -> None:
     if _registry:
         _registry.activate_flash_attention_impl(_NAME)
     else:
-        _by_hand.append(_Handle())
+        _Handle()
 
 
 def _restore(before: str | None) -> None:
     if _registry:
-        if _active() == _NAME:
-            _registry.restore_flash_attention_impl()
+        _registry.restore_flash_attention_impl()
         if before is not None:
             _registry.activate_flash_attention_impl(before)
-    elif _by_hand:
-        _by_hand.pop().remove()
+    elif _handle:
+        _handle.remove()
