@@ -27,9 +27,7 @@ class Layer(nn.Module):
         self.split = width, key_heads * self.d, key_heads * self.d
         self.qkv = nn.Linear(width, sum(self.split), bias=False)
         self.o = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, width)
-        )
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, width))
 
     def forward(self, x):
         parts = self.qkv(F.layer_norm(x, x.shape[-1:])).split(self.split, -1)
