@@ -8,6 +8,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <torch/library.h>
 
@@ -17,6 +18,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -86,8 +88,8 @@ enum class Layout { of_q, tokens_first };
 // Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
 enum class Aligned { first, last };
 
-// o, and the log-sum-exp (B, Hq, Nq) if it is wanted.
-inline Results compute(const Call &c, bool lse, Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
+// o in q's dtype, and what else is wanted: the log-sum-exp or the state (l, m), each (B, Hq, Nq).
+inline Results compute(const Call &c, Returns returns, Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
     static const MaybeTensor none;
     static const std::array<SymInt, 2> window = {-1, -1};
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
@@ -97,7 +99,21 @@ inline Results compute(const Call &c, bool lse, Layout layout = Layout::of_q, Al
     const Tensor o = layout == Layout::of_q
                          ? at::empty_like(q)
                          : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
-    return run(a, lse ? Returns::lse : Returns::o, o.stride(3) == 1 || o.size(3) == 1 ? &o : nullptr);
+    return run(a, returns, o.stride(3) == 1 || o.size(3) == 1 ? &o : nullptr);
+}
+
+// The log-sum-exp in one pass, (B, Nq, Hq) in memory, as PyTorch has it on a CPU.
+inline Tensor lse_of(const Tensor &l, const Tensor &m) {
+    const int64_t H = l.size(1), N = l.size(2);
+    const Tensor lse = at::empty({l.size(0), N, H}, l.options());
+    const float *const from_l = l.const_data_ptr<float>(), *const from_m = m.const_data_ptr<float>();
+    float *const to = lse.mutable_data_ptr<float>();
+    at::parallel_for(0, l.size(0) * H, std::max<int64_t>(1, 4096 / N), [&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head)
+            for (int64_t i = 0; i < N; ++i)
+                to[(head / H * N + i) * H + head % H] = from_m[head * N + i] + std::log(from_l[head * N + i]);
+    });
+    return lse.transpose(1, 2);
 }
 
 inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p,
@@ -105,9 +121,8 @@ inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, co
     const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
     if (!serves(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
-    const Results results = compute(call, true);
-    // (B, Nq, Hq) in memory, as PyTorch has it
-    return {results.o, results.l.transpose(1, 2).contiguous().transpose(1, 2)};
+    const Results results = compute(call, Returns::state);
+    return {results.o.to(q.scalar_type()), lse_of(results.l, results.m)};
 }
 
 #ifdef WITH_CUDA
@@ -126,7 +141,7 @@ inline Nine flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double
     const Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
-    const Results results = compute(call, true, Layout::of_q, Aligned::last);
+    const Results results = compute(call, Returns::lse, Layout::of_q, Aligned::last);
     return nine(call, results.o, results.l, at::kUInt64);
 }
 
@@ -137,7 +152,7 @@ inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Maybe
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
-    const Results results = compute(call, compute_log_sumexp);
+    const Results results = compute(call, compute_log_sumexp ? Returns::lse : Returns::o);
     return nine(call, results.o, compute_log_sumexp ? results.l.unsqueeze(-1) : Tensor(), at::kLong);
 }
 
@@ -150,7 +165,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
     // The backward kernels of half types take the strides of o for granted, whatever they are.
-    const Results results = compute(call, compute_log_sumexp, Layout::tokens_first);
+    const Results results = compute(call, compute_log_sumexp ? Returns::lse : Returns::o, Layout::tokens_first);
     const auto floats = q.options().dtype(at::kFloat);
     Tensor lse = at::empty({q.size(0), q.size(1), 0}, floats);
     if (compute_log_sumexp) {  // its backward reads rows in groups of 32; those that aren't there are infinite

@@ -129,7 +129,8 @@ def forward(
             (compute capability 9.0, at most 2^30 tiles of 64 queries). For float32, "hopper" allocates
             workspace as large as k and v, with d rounded up to 64, 128 or 256.
         sinks: (Hq,) or (B, Hq), of any floating dtype: one more score a query head, with the value 0, which
-            every query sees. It isn't scaled. Not together with `state`: the first call counts it.
+            every query sees. It isn't scaled. Not together with `state`: the first call counts it. -inf is
+            no sink; +inf, or more than float32 holds, gives NaN, as softmax does.
         return_lse: return the log-sum-exp of the scaled scores, too. Not together with return_state.
         out: where o is written: q's shape, dtype and device, the last dimension contiguous, in memory apart
             from all inputs. Not together with return_state, state or return_lse.
