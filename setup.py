@@ -50,8 +50,10 @@ def describe():
 HERE = describe()
 
 
-def check_torch():
-    """All commands need it but those of the source distribution."""
+def check_packages():
+    """All commands need torch but those of the source distribution."""
+    if "setuptools" not in HERE["has"]:
+        die(f"{HERE['python']}'s setuptools is too old: pip install 'setuptools>=77,<82'")
     if "torch" not in HERE["has"] and not {"sdist", "egg_info", "--version"} & set(sys.argv):
         todo = "pip install torch setuptools ninja, then pip install --no-build-isolation ."
         die(f"{bootstrap.no_torch(HERE)}: {todo}")
@@ -253,7 +255,7 @@ def ninja_file(folder, output, sources, rules):
 
 
 def main():
-    check_torch()
+    check_packages()
     Build.targets = cuda_targets() if "torch" in HERE["has"] else {}
     if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
         bootstrap.write("architectures", bootstrap.architectures())

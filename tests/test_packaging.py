@@ -282,13 +282,21 @@ def test_isolated_build_finds_the_torch_of_this_python(tmp_path, isolated):
 
 
 def test_without_torch_only_the_source_distribution_is_made(setup, monkeypatch):
-    monkeypatch.setattr(setup, "HERE", {"python": "/bin/python", "has": []})
+    monkeypatch.setattr(setup, "HERE", {"python": "/bin/python", "has": ["setuptools"]})
     monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
-    setup.check_torch()
+    setup.check_packages()
     assert setup.requirement() == "torch>=2.8"
     monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
     with pytest.raises(SystemExit, match="/bin/python has no torch: pip install torch setuptools ninja"):
-        setup.check_torch()
+        setup.check_packages()
+
+
+def test_old_setuptools_is_said_in_a_line(setup, monkeypatch):
+    """It knows no SPDX licence, and said so in 20 lines."""
+    monkeypatch.setattr(setup.bootstrap, "version_of", lambda package: "76.1.0")
+    monkeypatch.setattr(setup, "HERE", setup.bootstrap.describe())
+    with pytest.raises(SystemExit, match="setuptools is too old: pip install 'setuptools>=77,<82'"):
+        setup.check_packages()
 
 
 def test_places_that_contributing_names_are_there():
