@@ -277,7 +277,8 @@ class _Handle:
 
 
 _handle: _Handle | None = None  # while the kernels are active
-_registry = torch.nn.attention if hasattr(torch.nn.attention, "register_flash_attention_impl") else None
+# torch 2.10 has one without the way back.
+_registry = torch.nn.attention if hasattr(torch.nn.attention, "restore_flash_attention_impl") else None
 if _registry:
     _registry.register_flash_attention_impl(_NAME, register_fn=_Handle)
 

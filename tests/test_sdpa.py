@@ -17,7 +17,7 @@ import minimal_attn
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 DEVICES = ["cpu", *["cuda"] * bool(cuda_backends())]
-HAS_REGISTRY = hasattr(nn.attention, "register_flash_attention_impl")
+HAS_REGISTRY = hasattr(nn.attention, "restore_flash_attention_impl")
 
 
 @pytest.fixture(params=DEVICES)
