@@ -23,7 +23,7 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--length", type=int, default=4099, help="of the sequence")
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="of queries and of keys")
-    parser.add_argument("--d", type=int, default=64, help="the head dimension")
+    parser.add_argument("--head-dim", type=int, default=64, help="d (torchrun takes --d for one of its own)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--full", action="store_true", help="without the causal mask")
     parser.add_argument("--timeout", type=float, default=60, help="seconds that a rank waits for another one")
@@ -40,7 +40,7 @@ def main():
     # Every rank draws the whole sequence, so that it can be checked; a model would compute its part alone.
     torch.manual_seed(0)
     Hq, Hkv = args.heads
-    whole = [torch.randn(1, H, args.length, args.d) for H in (Hq, Hkv, Hkv)]
+    whole = [torch.randn(1, H, args.length, args.head_dim) for H in (Hq, Hkv, Hkv)]
     whole = [x.to(device, getattr(torch, args.dtype)) for x in whole]
     q, k, v = (ring.shard(x, rank, ranks) for x in whole)
     options = dict(causal=not args.full)
