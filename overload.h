@@ -90,6 +90,11 @@ struct Overload<compute> {
         return std::forward<T>(t);
     }
 
+    // torch.vmap's rule (minimal_attn/_torch.py) returns new tensors.
+    static Result refuse_vmap(Args...) {
+        TORCH_CHECK_VALUE(false, "out must be None under torch.vmap, which makes one call of all elements");
+    }
+
     // q, k and v in autocast's dtype, as F.scaled_dot_product_attention casts them.
     template <at::DeviceType device>
     static Result autocast(Args... args) {
@@ -117,6 +122,7 @@ struct Overload<compute> {
         if constexpr (std::is_void_v<Result>) {
             m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::ADInplaceOrView, &bump_version));
             m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Negative, &resolve_negative));
+            m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::FuncTorchBatched, &refuse_vmap));
         }
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCPU, &autocast<at::kCPU>));
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCUDA, &autocast<at::kCUDA>));

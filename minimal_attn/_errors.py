@@ -109,4 +109,6 @@ def clearer(error, arguments):
             was = " ".join(was.split())
             was = was if len(was) <= 80 else was[:77] + "..."
             return TypeError(f"{name} must be {must_be}, but was {was} ({type(value).__name__})")
+    if arguments["out"] is not None and "sharding strategy" in str(error):
+        return ValueError("out must be None for DTensors: their placements decide how the result is sharded")
     return error

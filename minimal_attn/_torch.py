@@ -1,14 +1,15 @@
-"""What PyTorch's tools ask besides the dispatcher: torch.vmap's rule and the count of FLOPs."""
+"""What PyTorch's tools ask besides the dispatcher: vmap's rule, the count of FLOPs, DTensor's sharding."""
 
-import importlib.util
+import math
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from itertools import combinations
 
 import torch
 
 # The operator's tensors, in its order, that have a row for each batch. Sinks have one for each head.
 _BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m")
-_FLOP_COUNTER = "torch.utils.flop_counter"
 
 
 def _vmap_rule(operator):
@@ -51,34 +52,87 @@ def _flops(q, k, *args, out_shape=None, **kwargs):
     return 4 * B * Hq * Nq * Nk * d
 
 
-class _AfterFlopCounter(MetaPathFinder, Loader):
-    """Registers the formula once torch.utils.flop_counter is imported: that takes 0.2 s, for triton."""
-
-    def find_spec(self, name, path, target=None):
-        if name != _FLOP_COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        self.spec = importlib.util.find_spec(name)
-        return self.spec and importlib.util.spec_from_loader(name, self, origin=self.spec.origin)
-
-    def create_module(self, spec):
-        return importlib.util.module_from_spec(self.spec)
-
-    def exec_module(self, module):
-        module.__spec__, module.__loader__ = self.spec, self.spec.loader
-        self.spec.loader.exec_module(module)
-        register_flops(module)
-
-
-def register_flops(flop_counter):
+def _register_flops(flop_counter):
     flop_counter.register_flop_formula(torch.ops.minimal_attn.forward)(_flops)
 
 
+def _sharding_rule(operator):
+    """How DTensors may be sharded over one dimension of a mesh: by batches, by heads, or not at all.
+
+    The rule has the operator's arguments, with a DTensorSpec for each tensor, and returns pairs of what the
+    results have and what the arguments have. DTensor redistributes what has none of them.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    names = [argument.name for argument in operator._schema.arguments]
+    whole = Replicate()
+
+    def rule(*args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        k, sinks = given["k"], given.get("sinks")
+        by_batch = dict.fromkeys(_BY_BATCH, Shard(0))
+        by_head = dict.fromkeys(("q", "k", "v", "o", "l", "m"), Shard(1))
+        if sinks is not None:
+            by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
+            by_head["sinks"] = Shard(sinks.ndim - 1)
+        Hkv, sizes = k.shape[1], k.mesh.shape
+        # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
+        # refuses more parts than there are heads.
+        parts = [math.prod(some) for n in range(len(sizes)) for some in combinations(sizes, n + 1)]
+        if Hkv == 1:  # each query head reads the one key head
+            by_head |= {"k": whole, "v": whole}
+        elif any(Hkv % n for n in parts if n <= Hkv):
+            by_head = {}
+
+        def placements(of, result):
+            is_tensor = {name: hasattr(x, "placements") for name, x in given.items()}
+            inputs = [of.get(name, whole) if is_tensor[name] else None for name in given]
+            return [result] * len(operator._schema.returns), inputs
+
+        choices = [placements({}, whole), placements(by_batch, Shard(0))]
+        return choices + [placements(by_head, Shard(1))] * bool(by_head)
+
+    return rule
+
+
+def _register_sharding(tensor):
+    from torch.distributed.tensor.experimental import register_sharding
+
+    for operator in _functional():
+        register_sharding(operator)(_sharding_rule(operator))
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with a module once that is imported, which takes too long to be done for it alone."""
+
+    def __init__(self, functions):
+        self.functions = functions
+
+    def find_spec(self, name, path, target=None):
+        spec = PathFinder.find_spec(name, path, target) if name in self.functions else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module):
+                execute(module)
+                self.functions.pop(name, lambda module: None)(module)
+
+            spec.loader.exec_module = execute_and_call
+        return spec
+
+
+def _functional():
+    """The overloads that return new tensors."""
+    return [getattr(torch.ops.minimal_attn.forward, overload) for overload in ("default", "lse", "state")]
+
+
 def register():
-    for overload in "default", "lse", "state":
-        operator = getattr(torch.ops.minimal_attn.forward, overload)
+    for operator in _functional():
         torch.library.register_vmap(operator, _vmap_rule(operator))
-    if _FLOP_COUNTER in sys.modules:
-        register_flops(sys.modules[_FLOP_COUNTER])
-    else:
-        sys.meta_path.insert(0, _AfterFlopCounter())
+    functions = {
+        "torch.utils.flop_counter": _register_flops,
+        "torch.distributed.tensor": _register_sharding,
+    }
+    for name in [name for name in functions if name in sys.modules]:
+        functions.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, _AfterImport(functions))
