@@ -1,4 +1,4 @@
-"""PyTorch's view: the operator's schema, shapes without data, torch.compile, autocast, vmap."""
+"""PyTorch's view: the operator's schema, shapes without data, autocast, vmap, __torch_function__, FLOPs."""
 
 import subprocess
 import sys
@@ -166,103 +166,6 @@ def test_bad_input_without_data():
         minimal_attn.forward(q, q, q, backend="gpu")
 
 
-@pytest.mark.parametrize("name", KEYWORDS)
-def test_compile(backend, dtype, name):
-    """The default backend, one graph, other operations before and after: eager's values."""
-    options = keywords(backend)[name]
-
-    def block(x, k, v):
-        results = minimal_attn.forward(x.transpose(1, 2), k, v, **options)
-        return results if isinstance(results, tuple) else results.transpose(1, 2).flatten(2)
-
-    q, k, v = backend.qkv(dtype=dtype)
-    x = q.transpose(1, 2).contiguous()
-    assert same_bits(torch.compile(block, fullgraph=True)(x, k, v), block(x, k, v))
-
-
-def test_compile_out(backend):
-    """`out` changes in the graph, and in the caller's tensor."""
-
-    def block(q, k, v, out):
-        out = minimal_attn.forward(q, k, v, causal=True, out=out[:, :, 3:])
-        return out + 1
-
-    q, k, v = backend.qkv()
-    out = backend.randn(2, 4, 73, 64)
-    before = out.clone()
-    result = torch.compile(block, fullgraph=True)(q, k, v, out)
-    expected = minimal_attn.forward(q, k, v, causal=True)
-    assert torch.equal(out[:, :, 3:], expected) and torch.equal(out[:, :, :3], before[:, :, :3])
-    assert torch.equal(result, expected + 1)
-
-
-def test_compile_bad_input(backend):
-    forward = torch.compile(minimal_attn.forward, fullgraph=True)
-    q, k, v = backend.qkv()
-    with pytest.raises(Exception, match="window_size must be"):
-        forward(q, k, v, window_size=(-2, 0))
-    assert same_bits(forward(q, k, v), minimal_attn.forward(q, k, v))
-
-
-@pytest.mark.parametrize("return_state", [False, True])
-def test_compiled_once_for_all_lengths(backend, return_state):
-    """Neither a new length nor a new offset recompiles, once sizes are dynamic."""
-
-    @torch.compile(fullgraph=True, dynamic=True)
-    def forward(q, k, v, offset):
-        return minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
-
-    forward(*backend.qkv(Nq=70, Nk=90), 20)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for Nq, Nk, offset in (70, 91, 21), (65, 128, 3), (300, 33, -40), (2, 1000, 998), (512, 512, 5):
-            q, k, v = backend.qkv(Nq=Nq, Nk=Nk)
-            expected = minimal_attn.forward(q, k, v, causal=True, offset=offset, return_state=return_state)
-            assert same_bits(forward(q, k, v, offset), expected)
-
-
-def test_compiled_lengths_become_dynamic(backend):
-    """Without being told: a second length makes the length dynamic, a third compiles nothing."""
-
-    @torch.compile(fullgraph=True)
-    def decode(q, k, v, seqlens_k, state):
-        return minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
-
-    def run(Nk):
-        q, k, v = backend.qkv(Nq=1, Nk=Nk)
-        state = minimal_attn.forward(*backend.qkv(Nq=1), return_state=True)
-        seqlens_k = backend.ints(Nk // 2, Nk)
-        expected = minimal_attn.forward(q, k, v, seqlens_k=seqlens_k, causal=True, state=state)
-        assert same_bits(decode(q, k, v, seqlens_k, state), expected)
-
-    run(90)
-    run(91)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for Nk in 92, 128, 500, 33:
-            run(Nk)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_gradients_are_refused(backend, dynamic):
-    """As in eager mode: an error, never zero or missing gradients."""
-    q, k, v = backend.qkv()
-    weight = backend.randn(64, 64).requires_grad_()
-    forward = torch.compile(lambda q: minimal_attn.forward(q @ weight, k, v), fullgraph=True, dynamic=dynamic)
-    with pytest.raises(Exception, match="q must not require grad"):
-        forward(q)
-    with torch.no_grad():
-        torch.testing.assert_close(forward(q), minimal_attn.forward(q @ weight, k, v))
-
-
-def test_export(backend):
-    class Block(torch.nn.Module):
-        def forward(self, q, k, v):
-            return minimal_attn.forward(q, k, v, causal=True)
-
-    q, k, v = backend.qkv()
-    program = torch.export.export(Block(), (q, k, v))
-    assert same_bits(program.module()(q, k, v), minimal_attn.forward(q, k, v, causal=True))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 def test_autocast(backend, dtype, to, compiled):
@@ -324,6 +227,14 @@ def test_vmap(backend, returns):
         assert counts["minimal_attn::forward"] <= 2  # the call that is mapped, and that with the larger batch
         for x, *elements in zip(actual, *calls, strict=True):
             torch.testing.assert_close(x, torch.stack(elements), rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_of_out(backend):
+    q, k, v = (t.unflatten(0, (2, 3)) for t in backend.qkv(B=6))
+    for out in torch.zeros_like(q), torch.zeros_like(q[0]):
+        with pytest.raises(ValueError, match="^out must be None under torch.vmap"):
+            in_dims = (0, 0, 0, 0 if out.dim() == 5 else None)
+            torch.vmap(lambda q, k, v, out: backend.forward(q, k, v, out=out), in_dims)(q, k, v, out)
 
 
 def test_torch_function_mode(backend):
