@@ -137,12 +137,35 @@ inline void check_out(const Arguments &a, const Tensor &out) {
                       out.sym_strides());
 }
 
-// The bytes from a tensor's first to its last element; of tensors that have data.
-inline std::pair<const char *, const char *> bytes_of(const Tensor &t) {
-    const char *const begin = (const char *)t.const_data_ptr();
+// What is below is for tensors that have data.
+
+// From a tensor's first element to the end of its last one, in bytes.
+inline int64_t span_of(const Tensor &t) {
+    if (t.numel() == 0) return 0;
     int64_t last = 0;
     for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return {begin, t.numel() ? begin + (last + 1) * t.element_size() : begin};
+    return (last + 1) * t.element_size();
+}
+
+// A storage may have shrunk since the tensor was made: FSDP frees parameters by untyped_storage().resize_(0).
+inline void check_memory(const Tensor &t, const char *name) {
+    const int64_t needed = t.numel() ? t.storage_offset() * t.element_size() + span_of(t) : 0;
+    TORCH_CHECK_VALUE(needed <= (int64_t)t.storage().nbytes(), name, " must have memory, but needs ", needed,
+                      " bytes of a storage that has ", t.storage().nbytes(), " (was it resized?)");
+}
+
+// Each of the tensors among the arguments, with its name.
+template <class Function>
+void for_each_tensor(const Arguments &a, const Function &function) {
+    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) function(*t, name);
+    for (const auto &[t, name] : {std::pair{&a.seqlens_k, "seqlens_k"},
+                                  {&a.leftpad_k, "leftpad_k"},
+                                  {&a.offsets, "offset"},
+                                  {&a.sinks, "sinks"},
+                                  {&a.o, "state's o"},
+                                  {&a.l, "state's l"},
+                                  {&a.m, "state's m"}})
+        if (*t) function(**t, name);
 }
 
 inline void check_overlap(const Arguments &a, const Tensor &out) {
@@ -155,20 +178,12 @@ inline void check_overlap(const Arguments &a, const Tensor &out) {
                           "out must not overlap itself, but has strides ", out.strides());
         if (size > 1) least = stride * size;
     }
-    const auto [begin, end] = bytes_of(out);
-    const auto refuse_overlap = [&, begin = begin, end = end](const Tensor &t, const char *name) {
-        const auto [t_begin, t_end] = bytes_of(t);
-        TORCH_CHECK_VALUE(t_end <= begin || end <= t_begin, "out must not overlap ", name, " in memory, but does");
-    };
-    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) refuse_overlap(*t, name);
-    for (const auto &[t, name] : {std::pair{&a.seqlens_k, "seqlens_k"},
-                                  {&a.leftpad_k, "leftpad_k"},
-                                  {&a.offsets, "offset"},
-                                  {&a.sinks, "sinks"},
-                                  {&a.o, "state's o"},
-                                  {&a.l, "state's l"},
-                                  {&a.m, "state's m"}})
-        if (*t) refuse_overlap(**t, name);
+    const char *const begin = (const char *)out.const_data_ptr(), *const end = begin + span_of(out);
+    for_each_tensor(a, [&](const Tensor &t, const char *name) {
+        const char *const t_begin = (const char *)t.const_data_ptr();
+        TORCH_CHECK_VALUE(t_begin + span_of(t) <= begin || end <= t_begin, "out must not overlap ", name,
+                          " in memory, but does");
+    });
 }
 
 }  // namespace minimal_attn

@@ -35,6 +35,24 @@
 #endif
 
 namespace minimal_attn {
+// Python's True or False alone: pybind11's own bool takes None and numbers, too.
+struct Flag {
+    bool value;
+    operator bool() const { return value; }
+};
+
+}  // namespace minimal_attn
+
+template <>
+struct pybind11::detail::type_caster<minimal_attn::Flag> {
+    PYBIND11_TYPE_CASTER(minimal_attn::Flag, const_name("bool"));
+    bool load(handle x, bool) {
+        value.value = x.ptr() == Py_True;
+        return PyBool_Check(x.ptr());
+    }
+};
+
+namespace minimal_attn {
 namespace {
 
 std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
@@ -138,7 +156,8 @@ const Backend *check_backend(const Arguments &a) {
     }
     size_t length = std::min<size_t>(a.backend.size(), 40);
     while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
-    const auto name = std::string(a.backend.substr(0, length));
+    auto name = std::string(a.backend.substr(0, length));
+    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
@@ -242,7 +261,7 @@ void plan_and_launch(const Attention &attention, const Backend &backend, const T
     check_launch(backend.launch(attention, plan, memory, stream), q);
 }
 
-// One int32 a batch, dense. Clamping an int64 changes nothing: no key or position is beyond int32.
+// One int32 a batch, dense. No key is beyond int32; of an offset that is, only a window as large could tell.
 Tensor per_batch(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
@@ -285,7 +304,8 @@ Results run(const Arguments &a, Returns returns, const Tensor *out) {
 #endif
     Results results = allocate(a, returns, out);
     if (!backend || a.q.numel() == 0) return results;
-    if (out) check_overlap(a, *out);
+    for_each_tensor(a, check_memory);
+    if (out) check_memory(*out, "out"), check_overlap(a, *out);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
@@ -339,12 +359,12 @@ Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c
 }
 
 // What Python calls while not compiling: the same operator.
-std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
+std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
                                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                                        std::optional<int64_t> offset, const MaybeTensor &offsets,
-                                       const std::string &backend, const std::optional<State> &state, bool return_state,
-                                       const MaybeTensor &sinks, bool return_lse, const MaybeTensor &out) {
+                                       const std::string &backend, const std::optional<State> &state, Flag return_state,
+                                       const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out) {
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     MaybeTensor o, l, m;
@@ -360,11 +380,11 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
 }
 
 // What forward would do with these arguments, for minimal_attn.explain; launches nothing.
-pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, bool causal,
+pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
                        const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
-                       bool return_state, const MaybeTensor &sinks, bool return_lse, const MaybeTensor &out) {
+                       Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;

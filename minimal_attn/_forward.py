@@ -119,8 +119,8 @@ def forward(
         leftpad_k: (B,) likewise: the keys of batch b begin at leftpad_k[b], clamped likewise. The position of
             a key stays its index.
         offset: position of query 0 among the keys, of any sign: an int, or (B,) of an integer dtype on q's
-            device. None: the last query sees the last key, so it is seqlens_k[b] - Nq, or Nk - Nq without
-            seqlens_k.
+            device (beyond int32 it counts as the nearest int32). None: the last query sees the last key, so
+            it is seqlens_k[b] - Nq, or Nk - Nq without seqlens_k.
         state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape,
             l and m (B, Hq, Nq). The result covers the keys of both calls. The tensors are not changed.
         return_state: return the state (implied by `state`, unless return_lse is given).
@@ -152,9 +152,9 @@ def forward(
     """
     if unknown:
         raise unknown_keyword("forward", unknown)
-    if return_lse and return_state:
+    if return_lse is True and return_state is True:
         raise ValueError("return_lse must be False with return_state=True: the log-sum-exp is m + log(l)")
-    if out is not None and (return_lse or return_state or state is not None):
+    if out is not None and (return_lse is True or return_state is True or state is not None):
         raise ValueError(
             "out must be None with return_lse, return_state and state, which return several tensors"
         )

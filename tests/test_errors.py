@@ -460,3 +460,28 @@ def test_nothing_is_printed(backend, capfd):
     if backend.device.type == "cuda":
         torch.cuda.synchronize()  # a kernel's printf shows only then
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["causal", "return_state", "return_lse"])
+@pytest.mark.parametrize("wrong", [None, 1, 0.0, float("nan"), torch.zeros(2)], ids=str)
+def test_what_is_only_true_or_false(backend, name, wrong):
+    """pybind11's bool takes None for False, and numbers."""
+    refuses(backend, TypeError, rf"^{name} must be True or False", **{name: wrong})
+    with pytest.raises(TypeError, match=rf"^{name} must be True or False"):
+        minimal_attn.explain(*backend.qkv(), **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", ["cpu\n", "a\r\nb", "auto\0"], ids=repr)
+def test_backend_with_control_characters(backend, wrong):
+    refuses(backend, ValueError, "^backend must be ", backend=wrong)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "seqlens_k", "offset", "sinks", "out", "state"])
+def test_memory_that_was_freed(backend, name):
+    """FSDP frees parameters by resizing their storage: reading them would crash."""
+    q, k, v = backend.qkv(B=2, Hq=4, Hkv=2, Nq=5, Nk=7, d=8)
+    given = {"q": q, "k": k, "v": v, "out": torch.zeros_like(q), "sinks": zeros(backend, 4)}
+    t = state_of(backend)[2] if name == "state" else given.get(name, backend.ints(3, 4)).clone()
+    value = (*state_of(backend)[:2], t) if name == "state" else t
+    t.untyped_storage().resize_(0)
+    refuses(backend, ValueError, rf"^{name}\b.* must have memory, but needs \d+ bytes", **{name: value})
