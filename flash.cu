@@ -33,6 +33,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "device.h"
 #include "flash.h"
@@ -301,6 +302,9 @@ const char *launch(const Attention &a, const Plan &plan, const State &state, CUs
                          is_aligned(a.v, a.v_stride, element, a.d) && is_aligned(a.o_in, a.o_in_stride, 4, a.d) &&
                          is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
     const auto kernel = algorithm_1<T>;
+    // Between the two calls below another thread could ask for less shared memory, for its own tiles.
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
     const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
     for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include <pthread.h>
+
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/BFloat16.h>
@@ -114,6 +116,16 @@ const char *limit_cpu_instructions(const char *name) {
     return cpu::sets[before].name;
 }
 
+namespace {
+
+// GCC's OpenMP waits forever in the child of a process that used its threads before fork(): such a child computes on
+// one thread.
+std::atomic<bool> has_used_threads{false}, has_lost_threads{false};
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { has_lost_threads = has_used_threads.load(); });
+
+}  // namespace
+
 // Br is 128, or 64 where there are too few tiles for all threads: 128 is up to 7 % faster than 64 from N 512 on, on two
 // Intel cores, and 4 % on two AMD cores. With AMX it is 256, since each tile of queries splits its keys again: 1 to 9
 // %. Results have the same bits whatever Br is.
@@ -121,7 +133,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
     Plan plan{};
     plan.tile = cpu::choose_set(a);
     plan.kernel = cpu::sets[plan.tile].name;
-    plan.threads = at::get_num_threads();
+    plan.threads = has_lost_threads ? 1 : at::get_num_threads();
     const int64_t rows = cpu::rows_of_key_head(a), heads = a.B * a.Hkv;
     const auto enough_for = [&](int Br) { return heads * rows >= 4 * Br * plan.threads; };
     const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;
@@ -139,6 +151,7 @@ const char *launch_cpu(const Attention &a, const Plan &plan, void *, CUstream_st
     std::fegetenv(&modes);
     std::atomic<int64_t> next_tile{0};
     const int64_t threads = std::min<int64_t>(plan.grid, plan.threads);
+    if (threads > 1) has_used_threads = true;
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
         const cpu::Modes callers_modes(modes);
         const int64_t floats = cpu::Buffers(nullptr, a, plan.Br, uses_amx).size;
