@@ -10,6 +10,8 @@ TORCH_CUDA_ARCH_LIST says what GPUs to build for, entries separated by spaces, c
     native        the GPUs of this machine; the same as an empty or unset variable
     none          the CPU part alone, which is also what a machine without a GPU gets
 It holds in this folder until it is set to something else or `make clean`.
+MINIMAL_ATTN_SANITIZE=address,undefined builds the C++ files with GCC's sanitizers, for tests of the CPU part;
+Python then needs their library first, by LD_PRELOAD, as .ci/run gives it.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
 shows the commands.
@@ -114,6 +116,7 @@ def cpp(cxx, cuda, targets):
         defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
         includes += [*cuda_includes(cuda), *package_includes()]
     flags = ["-O3", f"-std={standard}", "-Wall", "-fPIC", "-fvisibility=hidden", *openmp(cxx)]
+    flags += sanitize()
     flags += ["-I."]  # where setup.py is
     flags += [f"-isystem{folder}" for folder in includes]  # not -I: warnings in there aren't ours
     return [*cxx, *flags, *defines, *COMPILE]
@@ -148,7 +151,18 @@ def link(cxx, cuda):
         cudart = [f"{package}/lib/libcudart.so.{cuda_major()}" for package in packages()]
         cudart += [f"{cuda}/lib64/libcudart.so", *glob(f"{cuda}/targets/*/lib/libcudart.so")]
         libraries += ["-ltorch_cuda", "-lc10_cuda", next(filter(os.path.isfile, cudart), "-lcudart")]
-    return [*cxx, *flags, "$in", "-o", "$out", *libraries]
+    return [*cxx, *flags, *sanitize(), "$in", "-o", "$out", *libraries]
+
+
+def sanitize():
+    """Flags that end the program at the first error, for what MINIMAL_ATTN_SANITIZE names."""
+    names = os.environ.get("MINIMAL_ATTN_SANITIZE")
+    # After -O3, which it replaces: the same checks in half of the compile time.
+    return (
+        [f"-fsanitize={names}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
+        if names
+        else []
+    )
 
 
 def cuda_major():
