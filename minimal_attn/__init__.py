@@ -2,6 +2,7 @@
 
 from minimal_attn import _torch
 from minimal_attn._forward import Explanation, explain, forward
+from minimal_attn._merge import merge
 from minimal_attn.sdpa import (
     Activation,
     activate,
@@ -16,6 +17,7 @@ __all__ = [
     "explain",
     "explain_scaled_dot_product_attention",
     "forward",
+    "merge",
     "scaled_dot_product_attention",
 ]
 __version__ = "0.1.0"

@@ -112,3 +112,29 @@ def clearer(error, arguments):
     if arguments["out"] is not None and "sharding strategy" in str(error):
         return ValueError("out must be None for DTensors: their placements decide how the result is sharded")
     return error
+
+
+def check_states(states):
+    """Refuses what merge can't take, in one line."""
+    if len(states) < 2:
+        raise ValueError(f"merge must be given at least 2 states (o, l, m), but was given {len(states)}")
+    for number, state in enumerate(states):
+        name = f"states[{number}]"
+        if not _is_tuple(state, 3, _is_tensor):
+            raise TypeError(
+                f"{name} must be three dense tensors (o, l, m), but was of type {type(state).__name__}"
+            )
+        shape, device = states[0][0].shape, states[0][0].device
+        for t, letter, expected in zip(state, "olm", (shape, shape[:-1], shape[:-1]), strict=True):
+            if t.dtype != torch.float32:
+                raise ValueError(f"{name}'s {letter} must be float32, but is {str(t.dtype)[6:]}")
+            if t.device != device:
+                raise ValueError(
+                    f"{name}'s {letter} must be on {device} as the first o, but is on {t.device}"
+                )
+            if t.shape != expected:
+                raise ValueError(
+                    f"{name}'s {letter} must have shape {tuple(expected)}, but has shape {tuple(t.shape)}"
+                )
+        if not shape:
+            raise ValueError(f"{name}'s o must have a last dimension d, but has shape ()")
