@@ -82,14 +82,9 @@ struct Block {
 };
 
 template <class T>
-__device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
-    const int Tr = (a.Nq + Br - 1) / Br;
-    const int64_t head = index / Tr;
+__device__ Block<T> block_at(const Attention &a, int64_t b, int64_t h, int i0, int rows) {
     Block<T> block;
-    block.b = head / a.Hq, block.h = head % a.Hq;
-    block.i0 =
-        (Tr - 1 - (int)(index % Tr)) * Br;  // under a causal mask the last queries see most keys: they start first
-    block.rows = min(Br, a.Nq - block.i0);
+    block.b = b, block.h = h, block.i0 = i0, block.rows = rows;
     block.band = band_of(a, block.b);
     block.seen = keys_of_any(block.band, block.i0, block.i0 + block.rows);
     block.by_all = keys_of_all(block.band, block.i0, block.i0 + block.rows);
@@ -100,15 +95,30 @@ __device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
     return block;
 }
 
+template <class T>
+__device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
+    const int Tr = (a.Nq + Br - 1) / Br;
+    const int64_t head = index / Tr;
+    const int i0 = (Tr - 1 - (int)(index % Tr)) * Br;  // the last queries, which see most keys if causal, start first
+    return block_at<T>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
+}
+
+// The threads that compute a block: all of the kernel's block. hopper/float32/fallback.h has 128 of more.
+struct WholeBlock {
+    __device__ unsigned index() const { return threadIdx.x; }
+    __device__ void sync() const { __syncthreads(); }
+};
+
 // Loads a tile of Rows x D into shared memory, with zeros where row >= rows or x >= d. Rows of Vj past seqlens_k must
 // be zeros, since Pij = 0 times NaN is NaN. If aligned, copies are asynchronous (from sm_80 on), 16 bytes each.
 template <int Rows, int D, int Stride, int Threads, class T, class S>
-__device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
+__device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, int d, bool aligned,
+                          int thread = threadIdx.x) {
     if constexpr (sizeof(T) == sizeof(S)) {
         constexpr int Chunk = 16 / sizeof(T);
         if (aligned) {
 #pragma unroll 4
-            for (int chunk = threadIdx.x; chunk < Rows * (D / Chunk); chunk += Threads) {
+            for (int chunk = thread; chunk < Rows * (D / Chunk); chunk += Threads) {
                 const int row = chunk / (D / Chunk), x = chunk % (D / Chunk) * Chunk;
                 const bool exists = row < rows && x < d;
                 __pipeline_memcpy_async(&tile[row * Stride + x], exists ? &source[row * stride + x] : source, 16,
@@ -118,18 +128,19 @@ __device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, in
         }
     }
 #pragma unroll 4
-    for (int element = threadIdx.x; element < Rows * D; element += Threads) {
+    for (int element = thread; element < Rows * D; element += Threads) {
         const int row = element / D, x = element % D;
         float value = row < rows && x < d ? to_float(source[row * stride + x]) : 0.f;
         convert(value, tile[row * Stride + x]);
     }
 }
 
-// Waits until every load that any thread of the block has issued is in shared memory. It is also a barrier.
-__device__ void wait_for_tiles() {
+// Waits until every load that any of the threads has issued is in shared memory. It is also a barrier.
+template <class Threads = WholeBlock>
+__device__ void wait_for_tiles(const Threads &threads = Threads()) {
     __pipeline_commit();
     __pipeline_wait_prior(0);
-    __syncthreads();
+    threads.sync();
 }
 
 // ------------------------------------------------------------------------------ rows

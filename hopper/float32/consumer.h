@@ -76,6 +76,35 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
     mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
 }
 
+// Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Oi begins again at 0; after the last
+// flush it is the whole sum. Only where m is subtracted first: Oi is then relative to m, not to a rounded cm.
+template <int Count>
+__device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[Count], float &unitO,
+                        const SoftmaxState &softmax, float c, float *m_of_O, bool is_first, bool is_last) {
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {  // one row after the other: registers are short
+        const int row = row_of_thread() + 8 * r, column = 2 * (opaque(threadIdx.x) % 4);
+        float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, work.i0 + row) + column;
+        const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
+        const float m = r == 0 ? softmax.m[0] : softmax.m[1];
+        const float alpha = is_first ? 0.f : exact_alpha<true>(m_of_O[row], m, c);
+#pragma unroll
+        for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
+            const int at = x / 4 * 8 + x % 2;
+            float sum = (r == 0 ? Oi[x] : Oi[x + 2]) * unitO;
+            if (at < columns) {
+                if (!is_first) sum = fmaf(alpha, o[at], sum);
+                if (!is_last) o[at] = sum;
+            }
+            if (!is_last) sum = 0.f;
+            Oi[x] = r == 0 ? sum : Oi[x], Oi[x + 2] = r == 0 ? Oi[x + 2] : sum;
+        }
+        __syncwarp();  // the row's four lanes have read m_of_O
+        m_of_O[row] = m;
+    }
+    unitO = 1.f;
+}
+
 // Whether a row of O is so small that what hi and lo of Vj or Pij lose may count: the fallback then computes the rows
 // again. Means of n ordinary numbers are 32 times these bounds (docs/float32.md). A row with l = 0 sees no key.
 template <class Tile, int Count>
@@ -89,7 +118,7 @@ __device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], con
         small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p11f / kPScale<Tile> * n) && l[r] > 0.f &&
                  work.i0 + row_of_thread() + 8 * r < work.i1;
     }
-    return __any_sync(~0u, small);
+    return small;
 }
 
 // 12. - 13. O to HBM. store_state does what is rare: this code runs once a work tile, and is waited for, line by line

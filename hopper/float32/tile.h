@@ -2,6 +2,7 @@
 #pragma once
 #include "hopper/float32/split.h"
 #include "hopper/scheduler.h"
+#include "portable/float32_block.cuh"
 
 namespace minimal_attn::hopper {
 
@@ -24,6 +25,7 @@ struct Float32Tile {
     // For D > 128 exponentials are few beside the products, so m is always subtracted first and l is a Kahan sum.
     static constexpr bool SubtractFirst = D > 128, UsesStaleMax = !SubtractFirst && !IsSingle;
     static constexpr bool kAlignKeys = true;
+    using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 32, 56 or 70 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
     static_assert(Splitters * SplitterWarps <= 3);  // the producer's first warp has other things to do
 };
@@ -52,7 +54,7 @@ struct ConsumerMemory {
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
     float inverse_scale_Q[Tile::Consumers];
-    alignas(16) int deferred[4 * Tile::Consumers];  // each warp's list (fallback.h): its first work tile, or -1
+    int deferred[Tile::Consumers];  // each consumer's list (fallback.h): its first work tile, or -1
     GroupScratch groups[Tile::Consumers + Tile::Splitters];
     float flushed_l[Tile::Br];  // see flush_row_sum
     float m_of_O[Tile::Br];     // see flush_O

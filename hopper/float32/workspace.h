@@ -31,6 +31,7 @@ struct Workspace {
     int batches, Tc;  // batches (1 if all have the same K and V), tiles of keys
     Divisor jobs_per_head;
     int tiles_per_job;  // of K or of V: one, or more where there are many
+    float *sums;        // of each consumer's fallback (float_block); null if there are few keys
 };
 
 struct Float32Parameters : Parameters {
@@ -128,6 +129,9 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int));
     take(w.heads, heads * sizeof(HeadStatus));  // the launch sets all until here to 0
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
+    using Fallback = typename Tile::Fallback;
+    if (a.Nk > 2 * kTilesOfSum * Fallback::Bc)
+        take(w.sums, int64_t(multiprocessors) * Tile::Consumers * Fallback::SumFloats * sizeof(float));
     return size;
 }
 

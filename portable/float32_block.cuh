@@ -1,0 +1,257 @@
+// float32_block.cuh: one block of attention in float32 on the FMA units: Br queries of a head, by Tile::Threads threads.
+// common.cuh has the steps and the barriers, float32.cu the kernel. hopper/float32/fallback.h computes by it what
+// tensor cores can't.
+//
+//     shared memory | size    | row padded by | written                    | read
+//     Qi            | Br x D  | 4             | once                       | step 9, by the warps that have its rows
+//     Kj            | Bc x D  | 4             | while Pij and Oi computed  | step 9, by all
+//     Vj            | Bc x D  | 0             | while Sij is computed      | step 12, by all
+//     Pij           | Br x Bc | TX            | step 10                    | step 12, by the warp that wrote the row
+//
+// Sij stays in registers. Padding keeps the rows that a warp reads or writes at once in different banks.
+#pragma once
+#include "portable/common.cuh"
+
+namespace minimal_attn {
+namespace {
+
+// TX x TY threads. Thread (tx, ty) has rows i = ty + TY r of the tile; of Sij the keys j = tx + TX c, of Oi the columns
+// x = 4 (tx + TX c) + 0..3. Where registers allow these are 8 x 8 numbers of each, since every number read from shared
+// memory is then used 8 times. The TX threads of a row are neighbours in one warp.
+template <int D_, int Br_, int Bc_, int TX_, int TY_, int BlocksPerSM_>
+struct FloatTile {
+    static constexpr int D = D_, Br = Br_, Bc = Bc_, TX = TX_, TY = TY_;
+    static constexpr int Threads = TX * TY, BlocksPerSM = BlocksPerSM_;
+    // Of a thread: rows, keys of Sij, groups of 4 columns of Oi
+    static constexpr int R = Br / TY, CS = Bc / TX, CO = D / (4 * TX);
+    static constexpr int QStride = D + 4, KStride = D + 4, VStride = D, PStride = Bc + TX;
+    static constexpr int Floats = Br * QStride + Bc * KStride + Bc * VStride + Br * PStride;
+    static constexpr int SharedBytes = Floats * 4;
+    static constexpr int SumFloats = Threads * R * (2 * (4 * CO + 1) + 1);  // of a block in the workspace (flush_sums)
+    static_assert(32 % TX == 0, "a row of threads must not leave its warp");
+};
+
+__device__ void load4(float (&x)[4], const float *from) {
+    const float4 four = *(const float4 *)from;
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+
+// Long calls flush li and Oi after so many tiles of keys (flush_sums).
+constexpr int kTilesOfSum = 64;
+
+// 9. Sij = Qi Kj^T. The next operands are read while these are multiplied; else the FMA units wait for shared memory
+// (H200, d 64: 36 instead of 38 TFLOP/s). For d > 128 a score is the sum of four chains, two for each 128 channels: one
+// chain of 256 FMAs rounds too often.
+template <class Tile>
+__device__ void multiply_QK(float (&Sij)[Tile::R][Tile::CS], const float *Qi, const float *Kj, int tx, int ty, int d) {
+    constexpr int R = Tile::R, CS = Tile::CS, TX = Tile::TX, TY = Tile::TY, Chains = Tile::D > 128 ? 2 : 1;
+    constexpr int Channels = Tile::D > 128 ? 128 : Tile::D;  // of a chain, or of two
+    float q[2][R][4], k[2][CS][4];
+    const auto load_qk = [&](int buffer, int x) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) load4(q[buffer][r], &Qi[(ty + TY * r) * Tile::QStride + x]);
+#pragma unroll
+        for (int c = 0; c < CS; ++c) load4(k[buffer][c], &Kj[(tx + TX * c) * Tile::KStride + x]);
+    };
+    load_qk(0, 0);
+#pragma unroll
+    for (int first = 0; first < Tile::D; first += Channels) {
+        if (first > 0 && first >= d) break;
+        float sum[Chains][R][CS] = {};
+#pragma unroll 1
+        for (int x0 = first; x0 < min(d, first + Channels); x0 += 8) {
+#pragma unroll
+            for (int now = 0; now < 2; ++now) {
+                load_qk(1 - now, x0 + 4 * now + 4);  // the last one reads padding, which is not used
+#pragma unroll
+                for (int c = 0; c < CS; ++c)
+#pragma unroll
+                    for (int r = 0; r < R; ++r)
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) {
+                            float &s = sum[now % Chains][r][c];
+                            s = fmaf(q[now][r][x], k[now][c][x], s);
+                        }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < CS; ++c) {
+                const float s = Chains == 1 ? sum[0][r][c] : sum[0][r][c] + sum[Chains - 1][r][c];
+                Sij[r][c] = first == 0 ? s : Sij[r][c] + s;
+            }
+    }
+}
+
+// 9. - 11. softmax_scale and the mask, mi, li and Pij; and step 12's Oi = diag(alpha) Oi
+template <class Tile, class T>
+__device__ void softmax(const Attention &a, const Block<T> &block, int j0, float (&Sij)[Tile::R][Tile::CS],
+                        float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R], float (&mi)[Tile::R], float *Pij,
+                        int tx, int ty) {
+    constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO, TX = Tile::TX, TY = Tile::TY;
+    const bool masked = j0 < block.by_all.begin || j0 + Tile::Bc > block.by_all.end;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const int i = block.i0 + ty + TY * r;
+        const Keys keys = masked ? keys_of_row(block.band, i) : Keys{};
+        float m_new = mi[r];
+#pragma unroll
+        for (int c = 0; c < CS; ++c) {
+            const int j = j0 + tx + TX * c;
+            Sij[r][c] *= a.softmax_scale;
+            if (masked && (j < keys.begin || j >= keys.end)) Sij[r][c] = -INFINITY;
+            m_new = fmaxf(m_new, Sij[r][c]);
+        }
+        float m_safe;
+        const float alpha = update_row_max(mi[r], row_max<TX>(m_new), m_safe);
+#pragma unroll
+        for (int c = 0; c < CO; ++c)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) Oi[r][c][x] *= alpha;
+        // li is the sum of this thread's keys. The TX threads of the row add theirs up after the last tile.
+        float l = 0.f;
+#pragma unroll
+        for (int c = 0; c < CS; ++c) {
+            const float p = exp_fast(Sij[r][c] - m_safe);
+            l += p;
+            Pij[(ty + TY * r) * Tile::PStride + tx + TX * c] = p;
+        }
+        li[r] = alpha * li[r] + l;
+    }
+}
+
+// Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Over
+// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). The workspace also
+// holds the mi of the last flush, to which its sums are relative, and what each addition lost (Kahan's sum). Each thread
+// has floats of its own; those of neighbouring threads lie side by side.
+template <class Tile>
+__device__ void flush_sums(float *sums, int thread, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
+                           const float (&mi)[Tile::R], bool is_first, bool is_last) {
+    constexpr int Threads = Tile::Threads, Count = 1 + 4 * Tile::CO;  // of a row: li and Oi
+    sums += thread;
+#pragma unroll
+    for (int r = 0; r < Tile::R; ++r, sums += (1 + 2 * Count) * Threads) {
+        float m_old = -INFINITY, m_safe, sum[Count] = {}, lost[Count] = {};
+        if (!is_first) {  // all loads of a row are under way together
+            m_old = sums[0];
+#pragma unroll
+            for (int n = 0; n < Count; ++n) sum[n] = sums[(1 + 2 * n) * Threads], lost[n] = sums[(2 + 2 * n) * Threads];
+        }
+        const float alpha = update_row_max(m_old, mi[r], m_safe);
+#pragma unroll
+        for (int n = 0; n < Count; ++n) {
+            float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
+            const float y = fmaf(alpha, lost[n], x);
+            x = fmaf(alpha, sum[n], y);
+            lost[n] = fabsf(x) < INFINITY ? y - fmaf(-alpha, sum[n], x) : 0.f;
+        }
+        if (is_last) continue;
+        sums[0] = mi[r];
+#pragma unroll
+        for (int n = 0; n < Count; ++n) {
+            float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
+            sums[(1 + 2 * n) * Threads] = x, sums[(2 + 2 * n) * Threads] = lost[n], x = 0.f;
+        }
+    }
+}
+
+// 5. - 13. One block. `shared` has Tile::Floats floats, `sums` Tile::SumFloats, or null for calls that aren't long.
+template <class Tile, class T, class Threads>
+__device__ void float_block(const Attention &a, const Block<T> &block, bool aligned, float *shared, float *sums,
+                            const Threads &threads) {
+    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, TX = Tile::TX, TY = Tile::TY;
+    constexpr int QStride = Tile::QStride, KStride = Tile::KStride, VStride = Tile::VStride, PStride = Tile::PStride;
+    constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO;
+    float *Qi = shared, *Kj = Qi + Br * QStride, *Vj = Kj + Bc * KStride, *Pij = Vj + Bc * VStride;
+
+    const unsigned thread = threads.index();
+    const int tx = thread % TX, ty = thread / TX;
+    const auto load_K = [&](int j0) {
+        load_tile<Bc, D, KStride, Tile::Threads>(Kj, block.K + j0 * a.k_stride.row, a.k_stride.row,
+                                                 block.band.keys.end - j0, a.d, aligned, thread);
+    };
+
+    // 8. Qi from HBM; Oi = 0, li = 0, mi = -inf
+    load_tile<Br, D, QStride, Tile::Threads>(Qi, block.Q, a.q_stride.row, block.rows, a.d, aligned, thread);
+    float Oi[R][CO][4] = {}, li[R] = {}, mi[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
+
+    // 5. for j: the first tile begins at the first key that some query of this block sees, so no tile holds a key
+    // before leftpad_k. The last tile may hold keys that no query sees; the mask hides them.
+    if (!empty(block.seen)) load_K(block.seen.begin);
+    const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
+    int next_flush = first_flush;
+    for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
+        if (j0 == next_flush) {
+            flush_sums<Tile>(sums, thread, Oi, li, mi, next_flush == first_flush, false);
+            next_flush += kTilesOfSum * Bc;
+        }
+        // 6. Kj, Vj from HBM
+        wait_for_tiles(threads);
+        load_tile<Bc, D, VStride, Tile::Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row,
+                                                 block.band.keys.end - j0, a.d, aligned, thread);
+
+        // 9.
+        float Sij[R][CS];
+        multiply_QK<Tile>(Sij, Qi, Kj, tx, ty, a.d);
+        wait_for_tiles(threads);
+        if (j0 + Bc < block.seen.end) load_K(j0 + Bc);
+        // 9. - 11.
+        softmax<Tile>(a, block, j0, Sij, Oi, li, mi, Pij, tx, ty);
+        __syncwarp();
+
+        // 12. Oi += Pij Vj. Pij Vj is summed on its own first: one running sum over 8192 keys has an error of 1.6e-6,
+        // this one 4e-7.
+        float PV[R][CO][4] = {}, p[2][R][4], v[2][CO][4];
+        const auto load_p = [&](int buffer, int j) {
+#pragma unroll
+            for (int r = 0; r < R; ++r) load4(p[buffer][r], &Pij[(ty + TY * r) * PStride + j]);
+        };
+        const auto load_v = [&](int buffer, int j) {
+#pragma unroll
+            for (int c = 0; c < CO; ++c) load4(v[buffer][c], &Vj[j * VStride + 4 * (tx + TX * c)]);
+        };
+        load_p(0, 0);
+        load_v(0, 0);
+#pragma unroll 1
+        for (int j = 0; j < Bc; j += 8) {
+#pragma unroll
+            for (int y = 0; y < 8; ++y) {
+                const int now = y / 4;
+                if (y % 4 == 0) load_p(1 - now, j + y + 4);  // the last one reads padding, too
+                load_v((y + 1) % 2, min(j + y + 1, Bc - 1));
+#pragma unroll
+                for (int c = 0; c < CO; ++c)
+#pragma unroll
+                    for (int r = 0; r < R; ++r)
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) PV[r][c][x] = fmaf(p[now][r][y % 4], v[y % 2][c][x], PV[r][c][x]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < CO; ++c)
+#pragma unroll
+                for (int x = 0; x < 4; ++x) Oi[r][c][x] += PV[r][c][x];
+    }
+
+    if (next_flush > first_flush) flush_sums<Tile>(sums, thread, Oi, li, mi, false, true);
+
+    // 12. - 13. O = Oi / li, l and m to HBM
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const float l = row_sum<TX>(li[r]);
+        const int row = ty + TY * r, i = block.i0 + row;
+        if (row >= block.rows) continue;
+        const RowEnd end = end_row(a, block, i, l, mi[r]);
+        if (tx == 0) store_state(a, block, i, end);
+#pragma unroll
+        for (int c = 0; c < CO; ++c) store_o<4>(a, block, i, 4 * (tx + TX * c), end, Oi[r][c], aligned);
+    }
+}
+
+}  // namespace
+}  // namespace minimal_attn
