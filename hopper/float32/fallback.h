@@ -13,7 +13,7 @@ namespace minimal_attn::hopper {
 // The threads of a consumer, as float_block asks for them
 struct ConsumerThreads {
     int warpgroup;
-    __device__ unsigned index() const { return threadIdx.x % 128; }
+    __device__ unsigned index() const { return opaque(threadIdx.x) % 128; }
     __device__ void sync() const { named_barrier_sync(barrier_of_group(warpgroup), 128); }
 };
 
@@ -25,7 +25,7 @@ __device__ inline int &next_deferred(const Parameters &p, const WorkTile &work, 
 // Puts a consumer's rows of a work tile on its list. The thread has stored the same number of O.
 template <class Tile>
 __device__ void defer(const Parameters &p, ConsumerMemory<Tile> &shared, const Float32Work &work, int warpgroup) {
-    if (threadIdx.x % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;
+    if (opaque(threadIdx.x) % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;
     next_deferred(p, work, warpgroup) = shared.deferred[warpgroup], shared.deferred[warpgroup] = work.n;
 }
 
