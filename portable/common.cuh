@@ -106,6 +106,7 @@ __device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
 // The threads that compute a block: all of the kernel's block. hopper/float32/fallback.h has 128 of more.
 struct WholeBlock {
     __device__ unsigned index() const { return threadIdx.x; }
+    __device__ unsigned block() const { return blockIdx.x; }
     __device__ void sync() const { __syncthreads(); }
 };
 

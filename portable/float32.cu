@@ -14,7 +14,6 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
     if constexpr (!on_tensor_cores<T>()) {
         extern __shared__ __align__(16) float shared[];
-        if (sums) sums += (int64_t)blockIdx.x * Tile::SumFloats;
         float_block<Tile>(a, block_of<T>(a, first_block + blockIdx.x, Tile::Br), aligned, shared, sums, WholeBlock());
     }
 }

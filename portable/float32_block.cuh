@@ -125,18 +125,18 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
 // 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). The workspace also
 // holds the mi of the last flush, to which its sums are relative, and what each addition lost (Kahan's sum). Each thread
 // has floats of its own; those of neighbouring threads lie side by side.
-template <class Tile>
-__device__ void flush_sums(float *sums, int thread, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
+template <class Tile, class Threads>
+__device__ void flush_sums(float *sums, const Threads &threads, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
                            const float (&mi)[Tile::R], bool is_first, bool is_last) {
-    constexpr int Threads = Tile::Threads, Count = 1 + 4 * Tile::CO;  // of a row: li and Oi
-    sums += thread;
+    constexpr int Stride = Tile::Threads, Count = 1 + 4 * Tile::CO;  // of a row: li and Oi
+    sums += (int64_t)threads.block() * Tile::SumFloats + threads.index();
 #pragma unroll
-    for (int r = 0; r < Tile::R; ++r, sums += (1 + 2 * Count) * Threads) {
+    for (int r = 0; r < Tile::R; ++r, sums += (1 + 2 * Count) * Stride) {
         float m_old = -INFINITY, m_safe, sum[Count] = {}, lost[Count] = {};
         if (!is_first) {  // all loads of a row are under way together
             m_old = sums[0];
 #pragma unroll
-            for (int n = 0; n < Count; ++n) sum[n] = sums[(1 + 2 * n) * Threads], lost[n] = sums[(2 + 2 * n) * Threads];
+            for (int n = 0; n < Count; ++n) sum[n] = sums[(1 + 2 * n) * Stride], lost[n] = sums[(2 + 2 * n) * Stride];
         }
         const float alpha = update_row_max(m_old, mi[r], m_safe);
 #pragma unroll
@@ -151,12 +151,12 @@ __device__ void flush_sums(float *sums, int thread, float (&Oi)[Tile::R][Tile::C
 #pragma unroll
         for (int n = 0; n < Count; ++n) {
             float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
-            sums[(1 + 2 * n) * Threads] = x, sums[(2 + 2 * n) * Threads] = lost[n], x = 0.f;
+            sums[(1 + 2 * n) * Stride] = x, sums[(2 + 2 * n) * Stride] = lost[n], x = 0.f;
         }
     }
 }
 
-// 5. - 13. One block. `shared` has Tile::Floats floats, `sums` Tile::SumFloats, or null for calls that aren't long.
+// 5. - 13. One block. `shared` has Tile::Floats floats, `sums` Tile::SumFloats for each block, or null for calls that aren't long.
 template <class Tile, class T, class Threads>
 __device__ void float_block(const Attention &a, const Block<T> &block, bool aligned, float *shared, float *sums,
                             const Threads &threads) {
@@ -185,7 +185,7 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
     int next_flush = first_flush;
     for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
         if (j0 == next_flush) {
-            flush_sums<Tile>(sums, thread, Oi, li, mi, next_flush == first_flush, false);
+            flush_sums<Tile>(sums, threads, Oi, li, mi, next_flush == first_flush, false);
             next_flush += kTilesOfSum * Bc;
         }
         // 6. Kj, Vj from HBM
@@ -238,7 +238,7 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
                 for (int x = 0; x < 4; ++x) Oi[r][c][x] += PV[r][c][x];
     }
 
-    if (next_flush > first_flush) flush_sums<Tile>(sums, thread, Oi, li, mi, false, true);
+    if (next_flush > first_flush) flush_sums<Tile>(sums, threads, Oi, li, mi, false, true);
 
     // 12. - 13. O = Oi / li, l and m to HBM
 #pragma unroll

@@ -11,9 +11,11 @@
 namespace minimal_attn::hopper {
 
 // The threads of a consumer, as float_block asks for them
+template <class Tile>
 struct ConsumerThreads {
     int warpgroup;
     __device__ unsigned index() const { return opaque(threadIdx.x) % 128; }
+    __device__ unsigned block() const { return blockIdx.x * Tile::Consumers + warpgroup; }
     __device__ void sync() const { named_barrier_sync(barrier_of_group(warpgroup), 128); }
 };
 
@@ -35,9 +37,8 @@ __device__ void run_deferred(const Float32Parameters &p, ConsumerMemory<Tile> &s
     using Fallback = typename Tile::Fallback;
     static_assert(Fallback::Threads == 128);
     static_assert(Fallback::SharedBytes * Tile::Consumers <= sizeof(shared.Qi) + sizeof(shared.tiles));
-    const ConsumerThreads threads{warpgroup};
-    float *const memory = (float *)shared.Qi[0] + warpgroup * Fallback::Floats, *sums = p.workspace.sums;
-    if (sums) sums += (blockIdx.x * Tile::Consumers + warpgroup) * (int64_t)Fallback::SumFloats;
+    const ConsumerThreads<Tile> threads{warpgroup};
+    float *const memory = (float *)shared.Qi[0] + warpgroup * Fallback::Floats;
     for (int n = shared.deferred[warpgroup]; n >= 0;) {
         const WorkTile work = TileScheduler<Tile>{p}.tile(n);
         n = next_deferred(p, work, warpgroup);
@@ -45,7 +46,7 @@ __device__ void run_deferred(const Float32Parameters &p, ConsumerMemory<Tile> &s
         const int i1 = min(work.i0 + 64 * (warpgroup + 1), work.i1);
         for (int i0 = work.i0 + 64 * warpgroup; i0 < i1; i0 += Fallback::Br)
             float_block<Fallback>(p.a, block_at<float>(p.a, work.b, work.h, i0, min(Fallback::Br, i1 - i0)), p.aligned,
-                                  memory, sums, threads);
+                                  memory, p.workspace.sums, threads);
     }
 }
 
