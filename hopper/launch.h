@@ -10,7 +10,8 @@ Plan make_plan(const Attention &a, const Device &device, const char *kernel, int
     const Order order = order_of<Tile>(a, device.multiprocessors);
     Plan plan{kernel, tile, Tile::Br, Tile::Bc, Tile::D, order.grid, Tile::Threads, sizeof(SharedStorage)};
     plan.workspace = order.uses_counter ? sizeof(int) : 0;
-    plan.multiprocessors = device.multiprocessors, plan.error = why_no_encoder();
+    plan.multiprocessors = device.multiprocessors;
+    plan.error = tensor_map_encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled";
     return plan;
 }
 

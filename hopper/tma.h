@@ -31,10 +31,6 @@ inline auto tensor_map_encoder() {
     return error == cudaSuccess ? (decltype(&cuTensorMapEncodeTiled))function : nullptr;
 }
 
-inline const char *why_no_encoder() {
-    return tensor_map_encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled";
-}
-
 // Describes a (B, H, N, d) tensor. A box is 128 bytes wide and `rows` high. False: the driver refuses the tensor.
 inline bool make_tensor_map(TensorMap &tensor, Dtype dtype, const void *data, const Strides &stride, uint64_t B,
                             uint64_t H, uint64_t N, uint64_t d, uint32_t rows) {

@@ -298,7 +298,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
     const auto init_barriers = [&] {
-        init_consumer_memory(shared, Tile::IsSingle ? 4 : 0);
+        constexpr int warps = 4 * Tile::Consumers;
+        init_pipeline(shared.tile_queue, warps + (Tile::IsSingle ? 4 : 0));  // single.h: the producer's warps, too
+        for (auto &Q : shared.Q) init_pipeline(Q, 4);
+        init_pipeline(shared.KV, warps);
+        for (int &deferred : shared.deferred) deferred = -1;
         for (Barrier &loaded : shared.tile_loaded) init(loaded, 1);
         for (auto &jobs : shared.current_job)
             for (SplitJob &job : jobs) job.head = -1;

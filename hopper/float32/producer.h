@@ -4,16 +4,6 @@
 
 namespace minimal_attn::hopper {
 
-// By thread 0. producer_warps: how many producer warps release a stage of tile_queue, besides all consumer warps.
-template <class Tile>
-__device__ void init_consumer_memory(ConsumerMemory<Tile> &shared, int producer_warps) {
-    constexpr int warps = 4 * Tile::Consumers;
-    init_pipeline(shared.tile_queue, warps + producer_warps);
-    for (auto &pipeline : shared.Q) init_pipeline(pipeline, 4);
-    init_pipeline(shared.KV, warps);
-    for (int &deferred : shared.deferred) deferred = -1;
-}
-
 // Writes the n-th work tile, or that there is none, to the tile queue. The caller then arrives at its `full`.
 template <class Tile>
 __device__ WorkTile describe_work(const Parameters &p, ConsumerMemory<Tile> &shared,
