@@ -50,11 +50,4 @@ __device__ void run_deferred(const Float32Parameters &p, ConsumerMemory<Tile> &s
     }
 }
 
-// For the single tile: amid its code, which runs once, it costs 3 %.
-template <class Tile>
-__device__ __noinline__ void run_deferred_out_of_line(const Float32Parameters &p, ConsumerMemory<Tile> &shared,
-                                                      int warpgroup) {
-    run_deferred<Tile>(p, shared, warpgroup);
-}
-
 }  // namespace minimal_attn::hopper

@@ -153,9 +153,8 @@ __device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &share
     for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
-    const bool fallback =
-        named_barrier_any(barrier_of_group(warpgroup), 128,
-                          work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO));
+    const bool fallback = named_barrier_any(
+        barrier_of_group(warpgroup), 128, work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO));
     if (unitO < 0x1p-60f || p.a.l_in) {  // else unitO times the row's weight could be subnormal
 #pragma unroll
         for (float &x : Oi) x *= unitO;
@@ -285,10 +284,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         __syncwarp();                         // all lanes have read the work tile
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // nobody uses Qi, Kj and Vj any more
-    if constexpr (Tile::IsSingle)
-        run_deferred_out_of_line<Tile>(p, shared, warpgroup);
-    else
-        run_deferred<Tile>(p, shared, warpgroup);
+    run_deferred<Tile>(p, shared, warpgroup);
 }
 
 template <class Tile>
