@@ -145,16 +145,14 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
     }
 }
 
-// 12. - 13. O to HBM. True if hi and lo didn't carry the rows: then the fallback must compute them.
+// 12. - 13. O to HBM. True if hi and lo didn't carry the thread's rows: then the fallback must compute them.
 template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &shared, const Float32Work &work,
-                            int warpgroup, float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit,
-                            float unitO) {
+                            float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
     for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
-    const bool fallback = named_barrier_any(
-        barrier_of_group(warpgroup), 128, work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO));
+    const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
     if (unitO < 0x1p-60f || p.a.l_in) {  // else unitO times the row's weight could be subnormal
 #pragma unroll
         for (float &x : Oi) x *= unitO;
@@ -276,10 +274,10 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             if constexpr (D > 128)
                 if (j0 - work.visible.begin > kTilesInOi * Bc)
                     flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
-            fallback = finish_rows<Tile>(p, shared, work, warpgroup, Oi, softmax, c, unit, unitO);
+            fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
             if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }
-        if (fallback) defer<Tile>(p, shared, work, warpgroup);
+        if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer<Tile>(p, shared, work, warpgroup);
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
         __syncwarp();                         // all lanes have read the work tile
     }
