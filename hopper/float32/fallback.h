@@ -1,5 +1,5 @@
-// fallback.h: what hi and lo don't carry, the portable backend's block computes (portable/float32_block.cuh): FMAs on the
-// float32 inputs, 64 rows of a work tile by a consumer.
+// fallback.h: what hi and lo don't carry, portable's block computes, by FMAs from the float32 inputs
+// (portable/float32_block.cuh). A consumer decides for its 64 rows of a work tile.
 //
 // It needs the memory of Qi, Kj and Vj, so it comes after all work tiles. Until then each consumer has a list of its
 // deferred work tiles. Shared memory holds the number of the last one. O, where a deferred tile's first row will be,
@@ -24,7 +24,7 @@ __device__ inline int &next_deferred(const Parameters &p, const WorkTile &work, 
     return ((int *)p.a.o)[row_offset(p.a.o_stride, work, work.i0 + 64 * warpgroup)];
 }
 
-// Puts a consumer's rows of a work tile on its list. The thread has stored the same number of O.
+// Puts a consumer's rows of a work tile on its list. It is thread 0 that has stored the number of O that this replaces.
 template <class Tile>
 __device__ void defer(const Parameters &p, ConsumerMemory<Tile> &shared, const Float32Work &work, int warpgroup) {
     if (opaque(threadIdx.x) % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;

@@ -18,7 +18,8 @@
 // role                | warps            | registers | does
 // producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
 // splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
-// consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait
+// consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait;
+//                     |                  |           | last, the rows that hi and lo don't carry: see fallback.h
 //
 // barrier                | arrives                  | waits               | then
 // tile_queue full, empty | producer; consumers      | consumers; producer | a work tile's description: written; read
@@ -26,6 +27,7 @@
 // KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its scale: have arrived; are read
 // tile_loaded            | a group's thread 0, TMA  | a splitter group    | its float32 tile is in shared memory
 // named, 1 + group       | the group                | the group           | its votes, jobs, extremes; in fallback.h tiles
+// named, kAllConsumers   | consumers                | consumers           | no work tile is left: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead

@@ -15,6 +15,7 @@
 // tile_loaded            | thread 0, TMA             | producer             | Kj or Vj is in shared memory, as float32s
 // KV full, empty         | thread 0; consumer        | consumer; thread 0   | Kj or Vj: split; read
 // named, 1 and 2         | consumer; producer        | the same             | what its threads exchange when they split
+// named, kAllConsumers   | consumer                  | consumer             | as in forward.cu
 #pragma once
 #include "hopper/float32/producer.h"
 #include "hopper/float32/splitters.h"
