@@ -165,13 +165,14 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
     // The backward kernels of half types take the strides of o for granted, whatever they are.
-    const Results results = compute(call, compute_log_sumexp ? Returns::lse : Returns::o, Layout::tokens_first);
-    const auto floats = q.options().dtype(at::kFloat);
-    Tensor lse = at::empty({q.size(0), q.size(1), 0}, floats);
-    if (compute_log_sumexp) {  // its backward reads rows in groups of 32; those that aren't there are infinite
-        const int64_t padded = (q.size(2) + 31) / 32 * 32;
-        lse = at::full({q.size(0), q.size(1), padded}, std::numeric_limits<float>::infinity(), floats);
-        lse.narrow(2, 0, q.size(2)).copy_(results.l);
+    const Results results = compute(call, compute_log_sumexp ? Returns::state : Returns::o, Layout::tokens_first);
+    // The backward pass reads rows in groups of 32; those that aren't there are infinite.
+    const int64_t N = q.size(2), padded = compute_log_sumexp ? (N + 31) / 32 * 32 : 0;
+    const Tensor lse = at::empty({q.size(0), q.size(1), padded}, q.options().dtype(at::kFloat));
+    if (padded > N) lse.narrow(2, N, padded - N).fill_(std::numeric_limits<float>::infinity());
+    if (compute_log_sumexp) {
+        Tensor rows = lse.narrow(2, 0, N);
+        at::log_out(rows, results.l).add_(results.m);
     }
     const auto seed = [&] { return at::empty({}, q.options().dtype(at::kLong)); };
     return {results.o, lse, seed(), seed()};
