@@ -21,6 +21,8 @@ template <class Tile, class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, void *workspace,
                           int64_t counter_bytes, cudaStream_t stream) {
     const Attention &a = p.a;
+    // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
     const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
@@ -37,7 +39,6 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     if (p.same_band) p.band = narrow(band_of(a, 0));
     p.tile_counter = plan.workspace > 0 ? (int *)workspace : nullptr;
 
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
     if (error == cudaSuccess && p.tile_counter) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
     overlap.val.programmaticStreamSerializationAllowed = !p.tile_counter;

@@ -181,7 +181,9 @@ def test_samples_of_pytorch(device, dtype, activated):
             if has_dropout or dtype == torch.float64:
                 assert torch.equal(x, pytorch)
                 continue
-            bound = 2 * (pytorch.double() - expected).norm() + 8 * torch.finfo(dtype).eps * expected.norm()
+            # On CUDA float32's backward computes P anew from our log-sum-exp, and its products as three of TF32.
+            rounding = (32 if device == "cuda" else 8) * torch.finfo(dtype).eps
+            bound = 2 * (pytorch.double() - expected).norm() + rounding * expected.norm()
             assert (x.double() - expected).norm() <= bound, sample
     assert (served > 0) == (dtype != torch.float64)
 
@@ -393,7 +395,7 @@ def test_forward_mode(device, randn, activated):
             derivative()
         with sdpa_kernel(SDPBackend.MATH):
             o, tangent = derivative()
-    x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    x = torch.tensor(1.0, dtype=torch.float64, device=device, requires_grad=True)
     exact = F.scaled_dot_product_attention(q.double() * x, k.double(), v.double())
     weight = torch.randn_like(exact)
     [expected] = torch.autograd.grad((exact * weight).sum(), x)
