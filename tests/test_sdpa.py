@@ -181,7 +181,7 @@ def test_samples_of_pytorch(device, dtype, activated):
             if has_dropout or dtype == torch.float64:
                 assert torch.equal(x, pytorch)
                 continue
-            # On CUDA float32's backward computes P anew from our log-sum-exp, and its products as three of TF32.
+            # On CUDA the backward of float32 computes P again, with TF32 products, from our log-sum-exp.
             rounding = (32 if device == "cuda" else 8) * torch.finfo(dtype).eps
             bound = 2 * (pytorch.double() - expected).norm() + rounding * expected.norm()
             assert (x.double() - expected).norm() <= bound, sample
