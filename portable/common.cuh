@@ -228,11 +228,11 @@ auto with_tiles_for(int d, const Use &use) {
 
 // Takes the first tile of the list that fits the shared memory of a block (64 KB on a T4; 99 on sm_86, sm_89 and
 // sm_120; 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at
-// most 55 KB.
+// most 64 KB.
 template <class Kernels, class Tile, class... Smaller>
 Plan plan_tile(const Attention &a, const Device &device, const char *name, TileList<Tile, Smaller...>, int index = 0) {
     if constexpr (sizeof...(Smaller) > 0)
-        if (Tile::SharedBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
+        if (Tile::NeededBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
             return plan_tile<Kernels>(a, device, name, TileList<Smaller...>(), index + 1);
     const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
     const bool is_long = a.Nk > 2 * Kernels::kTilesOfSum * Tile::Bc;

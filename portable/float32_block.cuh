@@ -26,7 +26,7 @@ struct FloatTile {
     static constexpr int R = Br / TY, CS = Bc / TX, CO = D / (4 * TX);
     static constexpr int QStride = D + 4, KStride = D + 4, VStride = D, PStride = Bc + TX;
     static constexpr int Floats = Br * QStride + Bc * KStride + Bc * VStride + Br * PStride;
-    static constexpr int SharedBytes = Floats * 4;
+    static constexpr int SharedBytes = Floats * 4, NeededBytes = SharedBytes;
     static constexpr int SumFloats = Threads * R * (2 * (4 * CO + 1) + 1);  // of a block in the workspace (flush_sums)
     static_assert(32 % TX == 0, "a row of threads must not leave its warp");
 };

@@ -1,270 +1,293 @@
-// half.cu: attention in float16 and bfloat16 on the tensor cores, by WMMA. Sums, li and mi are float32.
-// common.cuh has the steps and the barriers. docs/portable.md has the budget and what was tried.
+// half.cu: attention in float16 and bfloat16 on the tensor cores, by mma.sync. Sums, li and mi are float32.
+// common.cuh has the steps, mma.cuh the instructions. docs/portable.md has the budget and what was tried.
 //
 //     role        | warps              | registers             | does
-//     every warp  | Tile::Threads / 32 | Oi and the operands:  | loads a part of each tile; computes WarpRows rows of
-//                 |                    | up to 252             | Sij, Pij and Oi
+//     every warp  | Tile::Threads / 32 | Oi, Sij or Pij, and   | loads a part of each tile; computes WarpRows rows of
+//                 |                    | operands: up to 255   | Sij, Pij and Oi
 //
-//     shared memory | size              | row padded by | written                   | read
-//     Qi            | Br x D in T       | 8             | once                      | step 9, by the warp of its rows
-//     Kj            | Bc x D in T       | 8             | while Pij, Oi computed    | step 9, by all
-//     Vj            | Bc x D in T       | 8             | while Sij is computed     | step 12, by all
-//     Sij           | Br x Bc in float  | 4             | step 9                    | step 10, by the warp that wrote it
-//     Pij           | in Sij's place, T |               | step 10                   | step 12, by the warp that wrote it
-//     alphas        | Br in float       |               | step 11                   | step 12, by the warp that wrote it
-#include <mma.h>
-
+//     shared memory | size, in T     | written                     | read
+//     Qi            | Br x D         | once                        | step 9, by the warp of its rows
+//     Kj, Vj        | 2 x Bc x D     | while tile j-1 is computed  | steps 9 and 12, by all
+//     Kj+1, Vj+1    | 2 x Bc x D     | while tile j is computed    | likewise, one tile later
+//
+//     barrier          | arrives and waits  | then
+//     wait_for_tiles   | the block          | Kj and Vj (and the first time Qi) have arrived; all warps have read Kj-1
+//                      |                    | and Vj-1, so Kj+1 and Vj+1 may overwrite them
 #include "portable/common.cuh"
+#include "portable/mma.cuh"
 
 namespace minimal_attn {
 namespace {
 
-// A warp has WarpRows queries of the tile. WMMA does not say which element of a fragment a thread holds. So the softmax
-// reads Sij from shared memory, where 32 / WarpRows neighbouring lanes share a row.
+// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used.
 template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_>
 struct HalfTile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
     static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_;
-    static constexpr int Stride = D + 8, SStride = Bc + 4;
-    static constexpr int PStride = 2 * SStride;  // Pij, in T, begins where the row of Sij, in float32, began
-    static constexpr int SharedBytes = (Br + 2 * Bc) * Stride * 2 + Br * (SStride + 1) * 4;
-    static constexpr int RowLanes = 32 / WarpRows, LaneKeys = Bc / RowLanes;  // a lane's part of a row of Sij
-    static constexpr int SumFloats =
-        0;  // no flush_sums as in float32.cu: its registers would spill on sm_75 and sm_100
-    static_assert(Bc == 32 || Bc == 64, "D is a multiple of Bc, and Bc / 8 lanes store a row");
+    static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators of 16 x 8: rows, keys, columns
+    static constexpr int SharedBytes = (Br + 4 * Bc) * D * 2;
+    static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // what a block of such a GPU may have
+    static constexpr bool QInRegisters = D == 64;
+    static constexpr int SumFloats = 0;  // no flush_sums as in float32.cu
+    static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
 };
 
-// Loads a fragment from shared memory. nvcc compiles load_matrix_sync of bfloat16 to 4-byte loads, which makes the
-// whole kernel a fifth slower. The same PTX instruction with a .shared address becomes ldmatrix, as float16's does.
-template <class Fragment, class T>
-__device__ void load_fragment(Fragment &fragment, const T *tile, int stride) {
-    namespace wmma = nvcuda::wmma;
-    if constexpr (std::is_same_v<T, __half>) {
-        wmma::load_matrix_sync(fragment, tile, stride);
-    } else {
-        using RowMajorA = wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major>;
-        using RowMajorB = wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major>;
-        unsigned *const x = (unsigned *)fragment.x, shared = (unsigned)__cvta_generic_to_shared(tile);
-        if constexpr (std::is_same_v<Fragment, RowMajorA>)
-            asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
-                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                         : "r"(shared), "r"(stride)
-                         : "memory");
-        else if constexpr (std::is_same_v<Fragment, RowMajorB>)
-            asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
-                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                         : "r"(shared), "r"(stride)
-                         : "memory");
-        else
-            asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
-                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                         : "r"(shared), "r"(stride)
-                         : "memory");
+// What a thread has of its warp's rows: row r is lane / 4 + 8 * r. Of Sij and Oi elements [m][.][2 * h + 0, 1] belong
+// to row r = 2 * m + h.
+template <class Tile>
+struct Rows {
+    static constexpr int R = 2 * Tile::M;
+    float Oi[Tile::M][Tile::X][4] = {};
+    float li[R] = {};  // of this thread's keys: the four lanes of a row add theirs up after the last tile
+    float mi[R];       // of scores before the scaling
+
+    __device__ Rows() {
+#pragma unroll
+        for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
+    }
+};
+
+// 9. Sij = Qi Kj^T. Columns past d are zeros; 64 of them are skipped.
+template <class T, class Tile>
+__device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&q)[Tile::M][4][4], unsigned Qi,
+                            unsigned Kj, int d) {
+    constexpr int D = Tile::D;
+#pragma unroll
+    for (int x0 = 0; x0 < D; x0 += 64) {
+        if (x0 > D / 2 && x0 >= d) break;  // d > D / 2
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            unsigned a[Tile::M][4];
+#pragma unroll
+            for (int m = 0; m < Tile::M; ++m) {
+                if constexpr (Tile::QInRegisters)
+                    for (int e = 0; e < 4; ++e) a[m][e] = q[m][x][e];
+                else
+                    load_matrices(a[m], (Qi ^ 32 * x) + 2 * (x0 + 16 * m * D));
+            }
+#pragma unroll
+            for (int n = 0; n < Tile::N; n += 2) {
+                unsigned k[4];
+                load_matrices(k, (Kj ^ 32 * x) + 2 * (x0 + 8 * n * D));
+#pragma unroll
+                for (int m = 0; m < Tile::M; ++m) {
+                    mma<T>(Sij[m][n], a[m], k[0], k[1]);
+                    mma<T>(Sij[m][n + 1], a[m], k[2], k[3]);
+                }
+            }
+        }
     }
 }
 
-using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
-
-// WMMA hides which row an element of Oi belongs to. So the alphas of 16 rows are loaded as a fragment of Oi's layout.
-// With a stride of 0 between columns, each column of this fragment holds the same alphas.
-__device__ Accumulator load_diagonal(const float *alphas) {
-    Accumulator diag;
-    nvcuda::wmma::load_matrix_sync(diag, alphas, 0, nvcuda::wmma::mem_col_major);
-    return diag;
+// 9. Everything that changes a score, or hides it by -inf, stands here. Rows i0 + 8 r and keys j0 + 8 n + 0, 1 are this
+// thread's.
+template <class Tile>
+__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0, int j0,
+                              bool masked) {
+    if (a.softmax_scale < 0.f) {  // softmax() scales by the absolute value
+#pragma unroll
+        for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
+            float &s = Sij[x / 4 / Tile::N][x / 4 % Tile::N][x % 4];
+            s = -s;
+        }
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2 * Tile::M; ++r) {
+        const Keys keys = keys_of_row(band, i0 + 8 * r);
+        const int begin = keys.begin - j0, end = keys.end - j0;
+#pragma unroll
+        for (int n = 0; n < Tile::N; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                if (8 * n + c < begin || 8 * n + c >= end) Sij[r / 2][n][r % 2 * 2 + c] = -INFINITY;
+    }
 }
 
-__device__ RowEnd shuffle(const RowEnd &end, int lane) {
-    return {0.f,
-            0.f,
-            __shfl_sync(~0u, end.weight_Oi, lane),
-            __shfl_sync(~0u, end.weight_o_in, lane),
-            (bool)__shfl_sync(~0u, end.reads_Oi, lane),
-            (bool)__shfl_sync(~0u, end.reads_o_in, lane)};
-}
-
-// 9. - 11. softmax_scale and the mask, mi and li of row i of the block, and Pij in Sij's place. Returns alpha. A lane
-// has LaneKeys keys of its row, from j_lane on.
-template <class Tile, class T>
-__device__ float softmax(const Attention &a, const Block<T> &block, int i, int j0, int row, int j_lane, float *Sij,
-                         float &li, float &mi) {
-    constexpr int SStride = Tile::SStride, LaneKeys = Tile::LaneKeys;
-    float s[LaneKeys];
+// 10. - 11. mi, and step 12's Oi = diag(alpha) Oi. After this Pij = exp2(c Sij - subtract), by row.
+// exp(softmax_scale (s - m)) is one FMA and one ex2: exp2(c s - c m), with c = |softmax_scale| log2(e) and c m rounded:
+// one factor for the whole row, which Oi / li cancels. Where |c m| > 1024 the rounding would count, and c s could
+// overflow: there, and where m = -inf, m is subtracted before the scaling.
+template <class Tile>
+__device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows, float (&subtract)[Rows<Tile>::R],
+                               float c) {
+    constexpr int R = Rows<Tile>::R, N = Tile::N;
+    float m_old[R], alpha[R];
+    bool large = false;
 #pragma unroll
-    for (int c = 0; c < LaneKeys; c += 4) *(float4 *)&s[c] = *(const float4 *)&Sij[row * SStride + j_lane + c];
-    const bool masked = j0 < block.by_all.begin || j0 + Tile::Bc > block.by_all.end;
-    const Keys keys = masked ? keys_of_row(block.band, i) : Keys{};
-    float m_new = mi;
+    for (int r = 0; r < R; ++r) {
+        m_old[r] = rows.mi[r];
 #pragma unroll
-    for (int c = 0; c < LaneKeys; ++c) {
-        const int j = j0 + j_lane + c;
-        s[c] *= a.softmax_scale;
-        if (masked && (j < keys.begin || j >= keys.end)) s[c] = -INFINITY;
-        m_new = fmaxf(m_new, s[c]);
-    }
-    float m_safe;
-    const float alpha = update_row_max(mi, row_max<Tile::RowLanes>(m_new), m_safe);
-    // li is the sum of this lane's keys. The lanes of the row add theirs up after the last tile.
-    float l = 0.f;
-#pragma unroll
-    for (int c = 0; c < LaneKeys; ++c) {
-        s[c] = exp_fast(s[c] - m_safe);
-        l += s[c];
-    }
-    li = alpha * li + l;
-    __syncwarp();  // all lanes of a row have read their part of Sij: Pij may take its place
-#pragma unroll
-    for (int c = 0; c < LaneKeys; c += 8) store<8>((T *)Sij + row * Tile::PStride + j_lane + c, s + c);
-    return alpha;
-}
-
-// 12. - 13. O = Oi / li, l and m to HBM, of the warp's rows from warp_row on. Oi goes through Sij, Bc columns at a
-// time.
-template <class Tile, class T, int M, int X>
-__device__ void store_rows(const Attention &a, const Block<T> &block, const Accumulator (&Oi)[M][X], float li, float mi,
-                           float *Sij, int warp_row, bool aligned) {
-    namespace wmma = nvcuda::wmma;
-    constexpr int D = Tile::D, Bc = Tile::Bc, N = Bc / 16, WarpRows = Tile::WarpRows, RowLanes = Tile::RowLanes;
-    constexpr int SStride = Tile::SStride;
-    const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / RowLanes;
-    li = row_sum<RowLanes>(li);
-    RowEnd end{};
-    if (i < a.Nq) {
-        end = end_row(a, block, i, li, mi);
-        if (lane % RowLanes == 0) store_state(a, block, i, end);
+        for (int n = 0; n < N; ++n)
+            rows.mi[r] = fmaxf(rows.mi[r], fmaxf(Sij[r / 2][n][r % 2 * 2], Sij[r / 2][n][r % 2 * 2 + 1]));
     }
 #pragma unroll
-    for (int x0 = 0; x0 < D; x0 += Bc) {
+    for (int r = 0; r < R; ++r) {
+        rows.mi[r] = row_max<4>(rows.mi[r]);
+        subtract[r] = __fmul_rn(rows.mi[r], c);
+        alpha[r] = exp2_fast(__fmul_rn(m_old[r], c) - subtract[r]);
+        large |= !(fabsf(subtract[r]) <= 1024.f);
+    }
+    if (__any_sync(~0u, large)) {
 #pragma unroll
-        for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) {
+            if (fabsf(subtract[r]) <= 1024.f) continue;
+            const float m_safe = rows.mi[r] == -INFINITY ? 0.f : rows.mi[r];
+            alpha[r] = exp2_fast((m_old[r] - m_safe) * c);
+            subtract[r] = 0.f;
 #pragma unroll
             for (int n = 0; n < N; ++n)
-                wmma::store_matrix_sync(Sij + 16 * m * SStride + 16 * n, Oi[m][x0 / 16 + n], SStride,
-                                        wmma::mem_row_major);
-        __syncwarp();
-        // Now neighbouring lanes take neighbouring columns, 8 each, so that HBM gets whole rows.
-        constexpr int LanesARow = Bc / 8, RowsAtOnce = 32 / LanesARow;
 #pragma unroll
-        for (int r = 0; r < WarpRows; r += RowsAtOnce) {
-            const int row = r + lane / LanesARow, x = lane % LanesARow * 8;
-            const RowEnd row_end = shuffle(end, row * RowLanes);
-            if (warp_row + row < block.rows)
-                store_o<8>(a, block, block.i0 + warp_row + row, x0 + x, row_end, Sij + row * SStride + x, aligned);
+                for (int x = 0; x < 2; ++x) Sij[r / 2][n][r % 2 * 2 + x] -= m_safe;
         }
-        __syncwarp();
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) rows.li[r] *= alpha[r];
+#pragma unroll
+    for (int m = 0; m < Tile::M; ++m)
+#pragma unroll
+        for (int x = 0; x < Tile::X; ++x)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows.Oi[m][x][e] *= alpha[2 * m + e / 2];
+}
+
+// 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
+// accumulators of Sij side by side become an operand of the product.
+template <class T, class Tile>
+__device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
+                            const float (&subtract)[Rows<Tile>::R], float c, unsigned Vj, int d) {
+    constexpr int D = Tile::D, R = Rows<Tile>::R;
+    float l[R] = {};  // of this tile: one sum over all keys would lose small terms
+#pragma unroll
+    for (int n = 0; n < Tile::N; n += 2) {
+        unsigned p[Tile::M][4];
+#pragma unroll
+        for (int m = 0; m < Tile::M; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int r = 2 * m + e % 2;
+                const float *s = &Sij[m][n + e / 2][e % 2 * 2];
+                const float left = exp2_fast(fmaf(s[0], c, -subtract[r]));
+                const float right = exp2_fast(fmaf(s[1], c, -subtract[r]));
+                l[r] += left + right;
+                p[m][e] = pack<T>(left, right);
+            }
+#pragma unroll
+        for (int x = 0; x < D / 16; ++x) {
+            if (16 * x == 192 && d <= 192) break;
+            unsigned v[4];
+            load_matrices_transposed(v, (Vj ^ x % 4 * 32) + 2 * (x / 4 * 64 + 8 * n * D));
+#pragma unroll
+            for (int m = 0; m < Tile::M; ++m) {
+                mma<T>(rows.Oi[m][2 * x], p[m], v[0], v[1]);
+                mma<T>(rows.Oi[m][2 * x + 1], p[m], v[2], v[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) rows.li[r] += l[r];
+}
+
+// 12. - 13. O = Oi / li, l and m to HBM. In the usual case even lanes store the left one of every two neighbouring
+// accumulators and odd lanes the right one, 4 columns each, so that HBM gets whole sectors of 32 bytes.
+template <class Tile, class T>
+__device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, int row0, bool aligned) {
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane % 2;
+#pragma unroll
+    for (int r = 0; r < Rows<Tile>::R; ++r) {
+        const int i = block.i0 + row0 + 8 * r;
+        const float li = row_sum<4>(rows.li[r]);
+        const float mi = rows.mi[r] == -INFINITY ? -INFINITY : rows.mi[r] * fabsf(a.softmax_scale);
+        RowEnd end{};
+        if (i < a.Nq) {
+            end = end_row(a, block, i, li, mi);
+            if (lane % 4 == 0) store_state(a, block, i, end);
+        }
+        if (aligned && !a.l) {
+            T *const o = (T *)a.o + block.b * a.o_stride.batch + block.h * a.o_stride.head + i * a.o_stride.row;
+#pragma unroll
+            for (int x = 0; x < Tile::X; x += 2) {
+                unsigned pair[2];  // of the left and the right accumulator
+#pragma unroll
+                for (int y = 0; y < 2; ++y) {
+                    const float *Oi = &rows.Oi[r / 2][x + y][r % 2 * 2];
+                    pair[y] = end.reads_Oi ? pack<T>(end.weight_Oi * Oi[0], end.weight_Oi * Oi[1]) : 0;
+                }
+                const unsigned received = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
+                const uint2 four = {odd ? received : pair[0], odd ? pair[1] : received};
+                const int column = 8 * (x + odd) + lane % 4 / 2 * 4;
+                if (i < a.Nq && column < a.d) *(uint2 *)(o + column) = four;
+            }
+        } else if (i < a.Nq) {
+#pragma unroll
+            for (int x = 0; x < Tile::X; ++x)
+                store_o<2>(a, block, i, 8 * x + lane % 4 * 2, end, &rows.Oi[r / 2][x][r % 2 * 2], aligned);
+        }
     }
 }
 
 template <class T, class Tile>
 __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
-    namespace wmma = nvcuda::wmma;
-    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, WarpRows = Tile::WarpRows;
-    constexpr int Stride = Tile::Stride, SStride = Tile::SStride, PStride = Tile::PStride;
-    constexpr int RowLanes = Tile::RowLanes, LaneKeys = Tile::LaneKeys;
-    constexpr int M = WarpRows / 16, N = Bc / 16, X = D / 16;  // fragments of 16 x 16
-    using RowMajorA = wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major>;
-    using RowMajorB = wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major>;
-    using TransposedB = wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major>;
-
-    extern __shared__ __align__(16) float shared[];
-    const int warp_row = threadIdx.x / 32 * WarpRows, lane = threadIdx.x % 32;
-    T *const Q_tile = (T *)shared, *const Kj = Q_tile + Br * Stride, *const Vj = Kj + Bc * Stride;
-    float *const S_tile = (float *)(Vj + Bc * Stride);
-    // This warp's rows, and this lane's row and part of it.
-    const T *const Qi = Q_tile + warp_row * Stride;
-    float *const Sij = S_tile + warp_row * SStride, *const alphas = S_tile + Br * SStride + warp_row;
-    const T *const Pij = (const T *)Sij;
-    const int row = lane / RowLanes, j_lane = lane % RowLanes * LaneKeys;
+    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M;
+    extern __shared__ __align__(128) unsigned char shared[];
+    T *const Q_tile = (T *)shared, *const K_tiles = Q_tile + Br * D, *const V_tiles = K_tiles + 2 * Bc * D;
+    const int warp_row = __shfl_sync(~0u, threadIdx.x / 32, 0) * Tile::WarpRows, lane = threadIdx.x % 32;
 
     const Block<T> block = block_of<T>(a, index, Br);
-    const int i = block.i0 + warp_row + row;
-    const auto load_K = [&](int j0) {
-        load_tile<Bc, D, Stride, Threads>(Kj, block.K + j0 * a.k_stride.row, a.k_stride.row, block.band.keys.end - j0,
-                                          a.d, aligned);
+    const T *K = block.K + block.seen.begin * a.k_stride.row, *V = block.V + block.seen.begin * a.v_stride.row;
+    const auto load_KV = [&](int j0, int stage) {
+        const int rows = block.band.keys.end - j0;
+        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, rows, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, rows, a.d, aligned);
+        K += Bc * a.k_stride.row, V += Bc * a.v_stride.row;
     };
+    // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
+    const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
+    const unsigned K0 = lane_address<D>(K_tiles, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const unsigned V0 = lane_address<D>(V_tiles, lane % 16, lane / 16);
+    // Which keys the warp's rows see
+    const BandOf<int> band = narrow(block.band);
+    const int i_warp = block.i0 + warp_row, i_lane = i_warp + lane / 4;
+    const Keys seen = keys_of_any(band, i_warp, i_warp + Tile::WarpRows);
+    const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+    // Kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN
+    const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
 
     // 8. Qi from HBM; Oi, li, mi begin empty (an earlier state joins at the end, by step 12)
-    load_tile<Br, D, Stride, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
-    Accumulator Oi[M][X];
+    load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
+    if (!empty(block.seen)) load_KV(block.seen.begin, 0);
+    Rows<Tile> rows;
+    unsigned q[M][4][4];
+    if constexpr (Tile::QInRegisters) {
+        wait_for_tiles();
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int x = 0; x < X; ++x) wmma::fill_fragment(Oi[m][x], 0.f);
-    float li = 0.f, mi = -INFINITY;
+            for (int x = 0; x < 4; ++x) load_matrices(q[m][x], (Qi ^ 32 * x) + 32 * m * D);
+    }
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
-    if (!empty(block.seen)) load_K(block.seen.begin);
-    for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
+    for (int j0 = block.seen.begin, stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= 1) {
         // 6. Kj, Vj from HBM
         wait_for_tiles();
-        load_tile<Bc, D, Stride, Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row, block.band.keys.end - j0,
-                                          a.d, aligned);
-
-        // 9. Sij = Qi Kj^T
-        // Two columns of fragments at a time: with all four, registers run out.
-#pragma unroll
-        for (int n0 = 0; n0 < N; n0 += 2) {
-            Accumulator S[M][2];
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-                for (int n = 0; n < 2; ++n) wmma::fill_fragment(S[m][n], 0.f);
-#pragma unroll 2
-            for (int x = 0; x < a.d; x += 16) {
-                RowMajorA q[M];
-#pragma unroll
-                for (int m = 0; m < M; ++m) load_fragment(q[m], Qi + 16 * m * Stride + x, Stride);
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    TransposedB k;
-                    load_fragment(k, Kj + 16 * (n0 + n) * Stride + x, Stride);
-#pragma unroll
-                    for (int m = 0; m < M; ++m) wmma::mma_sync(S[m][n], q[m], k, S[m][n]);
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-                    wmma::store_matrix_sync(Sij + 16 * m * SStride + 16 * (n0 + n), S[m][n], SStride,
-                                            wmma::mem_row_major);
-        }
-        wait_for_tiles();
-        if (j0 + Bc < block.seen.end) load_K(j0 + Bc);
-
-        // 9. - 11.
-        const float alpha = softmax<Tile>(a, block, i, j0, row, j_lane, Sij, li, mi);
-        if (lane % RowLanes == 0) alphas[row] = alpha;
-        __syncwarp();
-
-        // 12. Oi = diag(alpha) Oi + Pij Vj
-        if (__any_sync(~0u, alpha != 1.f)) {
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                const Accumulator diag = load_diagonal(alphas + 16 * m);
-#pragma unroll
-                for (int x = 0; x < X; ++x)
-#pragma unroll
-                    for (int e = 0; e < diag.num_elements; ++e) Oi[m][x].x[e] *= diag.x[e];
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            RowMajorA p[M];
-#pragma unroll
-            for (int m = 0; m < M; ++m) load_fragment(p[m], Pij + 16 * m * PStride + 16 * n, PStride);
-#pragma unroll
-            for (int x = 0; x < X; ++x) {
-                RowMajorB v;
-                load_fragment(v, Vj + 16 * n * Stride + 16 * x, Stride);
-#pragma unroll
-                for (int m = 0; m < M; ++m) wmma::mma_sync(Oi[m][x], p[m], v, Oi[m][x]);
-            }
-        }
-        __syncwarp();  // Pij is read: the next Sij may take its place
+        if (j0 + Bc < block.seen.end) load_KV(j0 + Bc, stage ^ 1);
+        if (j0 >= seen.end || j0 + Bc <= seen.begin) continue;
+        const unsigned bytes = stage * Bc * D * 2;
+        // 9.
+        float Sij[M][Tile::N][4] = {};
+        multiply_QK<T, Tile>(Sij, q, Qi, K0 + bytes, a.d);
+        const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
+        change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
+        // 10. - 12.
+        float subtract[Rows<Tile>::R];
+        update_rows<Tile>(Sij, rows, subtract, c);
+        multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes, a.d);
     }
-
-    store_rows<Tile>(a, block, Oi, li, mi, Sij, warp_row, aligned);
+    // The block is computed anew: its numbers would take registers from the loop.
+    asm volatile("" : "+l"(index));
+    store_rows<Tile>(a, block_of<T>(a, index, Br), rows, warp_row + lane / 4, aligned);
 }
 
 template <class T, class Tile>
@@ -273,21 +296,23 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
 }
 
-// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory,
-// TFLOP/s on an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
+// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory, and
+// why it is in the list.
 struct HalfKernels {
     static constexpr int kTilesOfSum = 0;
     template <class T, class Tile>
     static auto kernel() {
         return half_kernel<T, Tile>;
     }
-    using D64 = TileList<HalfTile<64, 128, 64, 32, 3>,    // 71 KB: 165
-                         HalfTile<64, 64, 64, 32, 4>>;    // 44 KB: 141; fits a T4, and few queries
-    using D128 = TileList<HalfTile<128, 128, 64, 32, 2>,  // 103 KB: 211
-                          HalfTile<128, 64, 32, 32, 2>>;  // 43 KB: 152; fits a T4, and few queries
-    using D256 = TileList<HalfTile<256, 128, 64, 16, 1>,  // 167 KB: 181
-                          HalfTile<256, 64, 32, 16, 2>,   // 75 KB: 173; fits 99 KB
-                          HalfTile<256, 32, 32, 16, 2>>;  // 54 KB; fits a T4
+    using D64 = TileList<HalfTile<64, 128, 64, 32, 2>,    // 48 KB
+                         HalfTile<64, 64, 64, 16, 2>>;    // 40 KB; few queries
+    using D128 = TileList<HalfTile<128, 128, 64, 32, 2>,  // 96 KB
+                          HalfTile<128, 128, 32, 32, 2>,  // 64 KB; two fit an A100
+                          HalfTile<128, 64, 32, 16, 2>>;  // 48 KB; fits a T4, two fit 99 KB; few queries
+    using D256 = TileList<HalfTile<256, 128, 64, 16, 1>,  // 192 KB
+                          HalfTile<256, 128, 32, 16, 1>,  // 128 KB; fits an A100
+                          HalfTile<256, 64, 32, 16, 1>,   // 96 KB; fits 99 KB; few queries
+                          HalfTile<256, 64, 16, 16, 1>>;  // 64 KB; fits a T4
 };
 
 }  // namespace

@@ -1,0 +1,124 @@
+// mma.cuh: the instructions of half.cu: products on tensor cores (mma.sync), their operands from shared memory
+// (ldmatrix), and tiles in shared memory whose rows are swizzled, so that ldmatrix meets no bank twice.
+//
+// A warp multiplies fragments of 16 x 16 (A) and 16 x 8 (B) and adds to one of 16 x 8 (C). Lane l holds
+//
+//     C[4]     row l / 4 (0, 1) and l / 4 + 8 (2, 3), columns l % 4 * 2 + 0, 1
+//     A[4]     the same places, as pairs: columns 0 to 7 in A[0], A[1], columns 8 to 15 in A[2], A[3]
+//     B[2]     column l / 4; rows l % 4 * 2 + 0, 1 in B[0], 8 more in B[1]
+//
+// so two C side by side, rounded to pairs, are one A: Pij never leaves the registers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace minimal_attn {
+namespace {
+
+// C += A B
+template <class T>
+__device__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (std::is_same_v<T, __half>)
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else  // Turing: float16 alone, 8 columns of A at a time
+    const unsigned b[2] = {b0, b1};
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[2 * k]), "r"(a[2 * k + 1]), "r"(b[k]));
+#endif
+}
+
+// Four matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(unsigned (&x)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+
+__device__ inline void load_matrices_transposed(unsigned (&x)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+
+template <class T>
+__device__ unsigned pack(float low, float high) {
+    unsigned pair;
+    if constexpr (std::is_same_v<T, __half>) {
+        const __half2 rounded = __floats2half2_rn(low, high);
+        memcpy(&pair, &rounded, 4);
+    } else {
+        const __nv_bfloat162 rounded = __floats2bfloat162_rn(low, high);
+        memcpy(&pair, &rounded, 4);
+    }
+    return pair;
+}
+
+// Where a tile with rows of D elements has element 8 * chunk of a row. Eight neighbouring rows have a chunk in eight
+// different places of 16 bytes: all 32 banks.
+template <int D>
+__device__ int swizzle(int row, int chunk) {
+    return row * D + (chunk ^ row % 8) * 8;
+}
+
+// This lane's address of row `row` and chunk `chunk`, for load_matrices. The other addresses follow from it: 8 rows
+// further down add 8 * D elements, columns 16 x further right (x < 4) are an XOR with 32 x bytes, 64 columns add 128.
+template <int D, class T>
+__device__ unsigned lane_address(const T *tile, int row, int chunk) {
+    return (unsigned)__cvta_generic_to_shared(tile + swizzle<D>(row, chunk));
+}
+
+// 16 bytes to shared memory, or zeros. From sm_80 on the copy is asynchronous: wait_for_tiles waits for it.
+__device__ inline void copy16(unsigned to, const void *from, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+#else
+    const uint4 x = exists ? *(const uint4 *)from : uint4{};
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+#endif
+}
+
+// Loads a tile of Rows x D into shared memory, swizzled, with zeros where row >= rows or column >= d. Rows of Vj past
+// seqlens_k must be zeros, since Pij = 0 times NaN is NaN.
+template <int Rows, int D, int Threads, class T>
+__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
+    constexpr int Chunks = D / 8, RowsAtOnce = Threads / Chunks;
+    static_assert(Rows % RowsAtOnce == 0 && RowsAtOnce % 4 == 0);
+    unsigned thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));  // what follows is computed for each tile: kept, it would take registers
+    const int row0 = thread / Chunks, chunk = thread % Chunks;
+    const unsigned to = lane_address<D>(tile, row0, chunk);
+    const T *const from = source + row0 * stride + 8 * chunk;
+    const int count = 8 * chunk < d ? rows - row0 : 0;
+    if (aligned) {
+#pragma unroll
+        for (int row = 0; row < Rows; row += RowsAtOnce)
+            copy16((to + 2 * row * D) ^ row % 8 * 16, from + row * stride, row < count);
+    } else {
+#pragma unroll 1
+        for (int row = 0; row < Rows; row += RowsAtOnce)
+#pragma unroll 1
+            for (int x = 0; x < 8; ++x) {
+                const bool exists = row < count && 8 * chunk + x < d;
+                tile[swizzle<D>(row0 + row, chunk) + x] = exists ? from[row * stride + x] : T(0.f);
+            }
+    }
+}
+
+}  // namespace
+}  // namespace minimal_attn
