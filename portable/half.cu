@@ -24,9 +24,9 @@ template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_>
 struct HalfTile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
     static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_;
-    static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators of 16 x 8: rows, keys, columns
+    static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators, 16 x 8 each
     static constexpr int SharedBytes = (Br + 4 * Bc) * D * 2;
-    static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // what a block of such a GPU may have
+    static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr bool QInRegisters = D == 64;
     static constexpr int SumFloats = 0;  // no flush_sums as in float32.cu
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
@@ -82,8 +82,8 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 // 9. Everything that changes a score, or hides it by -inf, stands here. Rows i0 + 8 r and keys j0 + 8 n + 0, 1 are this
 // thread's.
 template <class Tile>
-__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0, int j0,
-                              bool masked) {
+__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,
+                              int j0, bool masked) {
     if (a.softmax_scale < 0.f) {  // softmax() scales by the absolute value
 #pragma unroll
         for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
@@ -110,7 +110,7 @@ __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention
 // overflow: there, and where m = -inf, m is subtracted before the scaling.
 template <class Tile>
 __device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows, float (&subtract)[Rows<Tile>::R],
-                               float c) {
+                            float c) {
     constexpr int R = Rows<Tile>::R, N = Tile::N;
     float m_old[R], alpha[R];
     bool large = false;
@@ -154,8 +154,8 @@ __device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows,
 // 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
 // accumulators of Sij side by side become an operand of the product.
 template <class T, class Tile>
-__device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
-                            const float (&subtract)[Rows<Tile>::R], float c, unsigned Vj, int d) {
+__device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4], const float (&subtract)[Rows<Tile>::R],
+                            float c, unsigned Vj, int d) {
     constexpr int D = Tile::D, R = Rows<Tile>::R;
     float l[R] = {};  // of this tile: one sum over all keys would lose small terms
 #pragma unroll
