@@ -84,7 +84,7 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 template <class Tile>
 __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,
                               int j0, bool masked) {
-    if (a.softmax_scale < 0.f) {  // softmax() scales by the absolute value
+    if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
 #pragma unroll
         for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
             float &s = Sij[x / 4 / Tile::N][x / 4 % Tile::N][x % 4];
