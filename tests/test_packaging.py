@@ -392,7 +392,7 @@ def test_no_kernel_spills():
     """Where registers don't suffice values go to the stack: slow, and nothing else would show it.
 
     Up to 8 words are let pass: so many ptxas leaves in float_kernel's largest tile for d = 64 on some GPUs.
-    half_kernel's largest tile for d = 128 has 10 on sm_100, and 18 on sm_75: no such GPU has its shared memory.
+    half_kernel's largest tile for d = 128 has 10 on sm_100, and 18 on sm_75, whose GPUs are too small for it.
     """
     known = {"100": 40, "75": 72}
     built = minimal_attn._C.cuda_architectures().split()
