@@ -23,6 +23,7 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+    if (error != cudaSuccess) return why_not(error);
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
     const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
@@ -39,7 +40,7 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     if (p.same_band) p.band = narrow(band_of(a, 0));
     p.tile_counter = plan.workspace > 0 ? (int *)workspace : nullptr;
 
-    if (error == cudaSuccess && p.tile_counter) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
+    if (p.tile_counter) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
     overlap.val.programmaticStreamSerializationAllowed = !p.tile_counter;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,

@@ -42,6 +42,7 @@ try:
     from minimal_attn import _C
 except ImportError as error:
     raise ImportError(reason(error)) from None
-# Of another minor version it may load all the same.
-if _C.built_for.split()[-1].split(".")[:2] != torch.__version__.split(".")[:2]:
-    raise ImportError(built_for_another(_C.built_for))
+# An extension that was built for another minor version may load without an error.
+_built_for = getattr(_C, "built_for", "minimal_attn for an unknown torch")  # older builds don't say
+if _built_for.split()[-1].split(".")[:2] != torch.__version__.split(".")[:2]:
+    raise ImportError(built_for_another(_built_for))

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from itertools import combinations
@@ -96,14 +97,26 @@ def _sharding_rule(operator):
 
 
 def _register_sharding(tensor):
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
     for operator in _functional():
         register_sharding(operator)(_sharding_rule(operator))
+        # All arguments behind q, k and v belong to the key of DTensor's cache.
+        propagator = tensor.DTensor._op_dispatcher.sharding_propagator
+        propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(3, needs_pytree=True)
+
+
+def _try(function, module):
+    """These are details of PyTorch that may change: then an import of theirs must not fail."""
+    try:
+        function(module)
+    except Exception as error:
+        warnings.warn(f"minimal_attn: {module.__name__} will not know its operator: {error}", stacklevel=2)
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function with a module once that is imported, which takes too long to be done for it alone."""
+    """Calls a function with a module when others import it. Importing it here would take too long."""
 
     def __init__(self, functions):
         self.functions = functions
@@ -115,7 +128,8 @@ class _AfterImport(MetaPathFinder):
 
             def execute_and_call(module):
                 execute(module)
-                self.functions.pop(name, lambda module: None)(module)
+                if function := self.functions.pop(name, None):
+                    _try(function, module)
 
             spec.loader.exec_module = execute_and_call
         return spec
@@ -134,5 +148,5 @@ def register():
         "torch.distributed.tensor": _register_sharding,
     }
     for name in [name for name in functions if name in sys.modules]:
-        functions.pop(name)(sys.modules[name])
+        _try(functions.pop(name), sys.modules[name])
     sys.meta_path.insert(0, _AfterImport(functions))

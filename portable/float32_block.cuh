@@ -172,8 +172,9 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
                                                  block.band.keys.end - j0, a.d, aligned, thread);
     };
 
-    // 8. Qi from HBM; Oi = 0, li = 0, mi = -inf
-    load_tile<Br, D, QStride, Tile::Threads>(Qi, block.Q, a.q_stride.row, block.rows, a.d, aligned, thread);
+    // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi = 0, li = 0, mi = -inf
+    if (!empty(block.seen))
+        load_tile<Br, D, QStride, Tile::Threads>(Qi, block.Q, a.q_stride.row, block.rows, a.d, aligned, thread);
     float Oi[R][CO][4] = {}, li[R] = {}, mi[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
