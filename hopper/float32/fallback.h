@@ -1,9 +1,9 @@
-// fallback.h: what hi and lo don't carry, portable's block computes, by FMAs from the float32 inputs
-// (portable/float32_block.cuh). A consumer decides for its 64 rows of a work tile.
+// fallback.h: portable's block computes by FMAs, from the float32 inputs, what hi and lo cannot represent
+// (portable/float32_block.cuh). Each consumer decides for its 64 rows of a work tile.
 //
-// It needs the memory of Qi, Kj and Vj, so it comes after all work tiles. Until then each consumer has a list of its
-// deferred work tiles. Shared memory holds the number of the last one. O, where a deferred tile's first row will be,
-// holds the number of the one deferred before it.
+// The block needs the memory of Qi, Kj and Vj, so it runs after the last work tile. Until then each consumer keeps a
+// linked list of deferred work tiles. Shared memory holds the number of the most recent one. The first row of its O
+// holds the number of the one before it.
 #pragma once
 #include "hopper/float32/consumer.h"
 #include "hopper/float32/workspace.h"
@@ -24,7 +24,8 @@ __device__ inline int &next_deferred(const Parameters &p, const WorkTile &work, 
     return ((int *)p.a.o)[row_offset(p.a.o_stride, work, work.i0 + 64 * warpgroup)];
 }
 
-// Puts a consumer's rows of a work tile on its list. It is thread 0 that has stored the number of O that this replaces.
+// Puts a consumer's rows of a work tile on its list. The link overwrites an element of O. Thread 0 does both stores, so
+// they stay in order.
 template <class Tile>
 __device__ void defer(const Parameters &p, ConsumerMemory<Tile> &shared, const Float32Work &work, int warpgroup) {
     if (opaque(threadIdx.x) % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;
