@@ -12,6 +12,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include <omp.h>
 #include <pthread.h>
 
 #include <ATen/Parallel.h>
@@ -118,11 +119,12 @@ const char *limit_cpu_instructions(const char *name) {
 
 namespace {
 
-// GCC's OpenMP waits forever in the child of a process that used its threads before fork(): such a child computes on
-// one thread.
-std::atomic<bool> has_used_threads{false}, has_lost_threads{false};
-[[maybe_unused]] const int registered =
-    pthread_atfork(nullptr, nullptr, [] { has_lost_threads = has_used_threads.load(); });
+// After fork() the child's one thread would wait forever for the OpenMP threads of its parent, which the child has not.
+// With one thread OpenMP waits for none, neither here nor in PyTorch's operators.
+std::atomic<bool> has_used_threads{false};
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+    if (has_used_threads) omp_set_num_threads(1);
+});
 
 }  // namespace
 
@@ -133,7 +135,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
     Plan plan{};
     plan.tile = cpu::choose_set(a);
     plan.kernel = cpu::sets[plan.tile].name;
-    plan.threads = has_lost_threads ? 1 : at::get_num_threads();
+    plan.threads = at::get_num_threads();
     const int64_t rows = cpu::rows_of_key_head(a), heads = a.B * a.Hkv;
     const auto enough_for = [&](int Br) { return heads * rows >= 4 * Br * plan.threads; };
     const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;

@@ -76,6 +76,7 @@ def test_first_calls_of_a_process_at_once():
 
 FORK = """
 import os, signal, torch, minimal_attn
+import torch.nn.functional as F
 q = torch.randn(2, 8, 200, 64)
 torch.set_num_threads(2)
 expected = minimal_attn.forward(q, q, q)
@@ -85,6 +86,10 @@ if child == 0:
     results = [minimal_attn.forward(q, q, q) for _ in range(3)]
     # torch.equal would wait for its threads, too.
     equal = all((result.numpy() == expected.numpy()).all() for result in results)
+    x = torch.randn(2, 8, 64, 4000).mT  # forward copies it
+    minimal_attn.forward(x, x, x)
+    with minimal_attn.activate():
+        F.scaled_dot_product_attention(q, q, q)
     print(equal, minimal_attn.explain(q, q, q).threads, flush=True)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
