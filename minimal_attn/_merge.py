@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from minimal_attn._errors import check_states
-
-State = tuple[Tensor, Tensor, Tensor]
+from minimal_attn._forward import State
 
 
 def merge(*states: State) -> State:

@@ -52,7 +52,6 @@ namespace minimal_attn {
 namespace {
 
 __device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ void convert(float x, float &y) { y = x; }
 __device__ void convert(float x, __half &y) { y = __float2half(x); }
