@@ -261,7 +261,7 @@ void plan_and_launch(const Attention &attention, const Backend &backend, const T
     check_launch(backend.launch(attention, plan, memory, stream), q);
 }
 
-// One int32 a batch, dense. No key is beyond int32; of an offset that is, only a window as large could tell.
+// One int32 a batch, dense. Larger values are clamped. Only an offset with a window of that size could differ.
 Tensor per_batch(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();

@@ -1,10 +1,10 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
-// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU), and autograd records its backward,
-// which takes o and the log-sum-exp: both are PyTorch's own. Here stand only the forwards. A call that they don't serve
-// goes to PyTorch's kernel directly, not to the dispatcher, which would come back here.
+// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records PyTorch's own
+// backward pass, which takes our o and log-sum-exp. This file has the forward passes alone. A call that they don't serve
+// goes to PyTorch's kernel directly: the dispatcher would come back here.
 //
-// A backward pass of our own is registered in the same place: `override_operators`.
+// A backward pass of ours does not exist yet. `override_operators` is where it would be registered.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -60,8 +60,8 @@ def _register_flops(flop_counter):
 def _sharding_rule(operator):
     """How DTensors may be sharded over one dimension of a mesh: by batches, by heads, or not at all.
 
-    The rule has the operator's arguments, with a DTensorSpec for each tensor, and returns pairs of what the
-    results have and what the arguments have. DTensor redistributes what has none of them.
+    The rule has the operator's arguments, with a DTensorSpec for each tensor, and returns pairs:
+    placements of the results and of the arguments. DTensor redistributes arguments that fit no pair.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -108,7 +108,7 @@ def _register_sharding(tensor):
 
 
 def _try(function, module):
-    """These are details of PyTorch that may change: then an import of theirs must not fail."""
+    """The function uses details of PyTorch, which may change. PyTorch's module must still be importable."""
     try:
         function(module)
     except Exception as error:

@@ -188,7 +188,7 @@ def _broadcast(shapes: list[_Shape]) -> _Shape | None:
 
 
 class Activation:
-    """That F.scaled_dot_product_attention takes these kernels, until remove() or the end of a with block.
+    """F.scaled_dot_product_attention takes these kernels until remove() or the end of the with block.
 
     Several may overlap and end in any order: the last one that ends restores what was there before the first.
     """
@@ -262,9 +262,8 @@ class _Handle:
         global _handle
         self.activations: set[Activation] = set()
         self.before: str | None = None  # the kernels that were active before
-        self.is_owned = (
-            False  # made by activate(), not by the registry's function: then it ends with the last
-        )
+        # Set by activate() alone, not by the registry's function: then remove() of the last one restores.
+        self.is_owned = False
         with warnings.catch_warnings():  # that kernels are overridden is what was asked for
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             _C.override_sdpa()

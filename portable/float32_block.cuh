@@ -121,10 +121,9 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
     }
 }
 
-// Adds li and Oi to the sums that the workspace has, and begins them anew; the last time the sums go to li and Oi. Over
-// 2^20 equal keys one running sum is off by up to 4e-4, these by up to 2.6e-6 (emulated). The workspace also
-// holds the mi of the last flush, to which its sums are relative, and what each addition lost (Kahan's sum). Each thread
-// has floats of its own; those of neighbouring threads lie side by side.
+// Adds li and Oi to the Kahan sums of the workspace and sets them to 0; the last time the sums go to li and Oi. One sum
+// over 2^20 equal keys is off by up to 4e-4, these by up to 2.6e-6 (emulated). Each thread has its own floats there:
+// the mi of the last flush, to which the sums are relative, then each sum and what it lost.
 template <class Tile, class Threads>
 __device__ void flush_sums(float *sums, const Threads &threads, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
                            const float (&mi)[Tile::R], bool is_first, bool is_last) {
@@ -156,7 +155,7 @@ __device__ void flush_sums(float *sums, const Threads &threads, float (&Oi)[Tile
     }
 }
 
-// 5. - 13. One block. `shared` has Tile::Floats floats, `sums` Tile::SumFloats for each block, or null for calls that aren't long.
+// 5. - 13. One block. shared: Tile::Floats floats. sums: Tile::SumFloats floats a block; null if the call isn't long.
 template <class Tile, class T, class Threads>
 __device__ void float_block(const Attention &a, const Block<T> &block, bool aligned, float *shared, float *sums,
                             const Threads &threads) {

@@ -1,5 +1,5 @@
-// mma.cuh: the instructions of half.cu: products on tensor cores (mma.sync), their operands from shared memory
-// (ldmatrix), and tiles in shared memory whose rows are swizzled, so that ldmatrix meets no bank twice.
+// mma.cuh: the instructions of half.cu. mma.sync multiplies on tensor cores, ldmatrix loads the operands from shared
+// memory. The rows of a tile are swizzled: the eight rows that ldmatrix reads together lie in different banks.
 //
 // A warp multiplies fragments of 16 x 16 (A) and 16 x 8 (B) and adds to one of 16 x 8 (C). Lane l holds
 //

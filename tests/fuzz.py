@@ -258,7 +258,7 @@ def check_values(call, results):
     assert results[0].dtype == (torch.float32 if wants_state else dtype)
     found = [plain(t).double() for t in results]
     assert found[0].shape == o.shape
-    # Beside a large sink o may be as small as float16's subnormals, whose spacing is 2^-24.
+    # A large sink makes o small. Subnormal float16 numbers have a spacing of 2^-24.
     smallest = 2**-24 * o.shape[-1] ** 0.5 if dtype == torch.float16 else 1e-7
     error, bound = (found[0] - o).norm(dim=-1), BOUND[dtype] * size.norm(dim=-1) + smallest
     assert (error <= bound).all(), f"o is wrong by {(error / bound).max():.3g} times the bound"

@@ -66,7 +66,7 @@ def other_layout(call, t):
         lambda: t.to(torch.float32).to(torch.float8_e4m3fn),
     ]
     q = call.arguments["q"]
-    # Else nothing may be read; or by PyTorch, whose own conversion to autocast's dtype crashes.
+    # forward refuses freed memory only if it would read it. Autocast reads it before, and crashes in PyTorch.
     if t.numel() and usual(q) and q.numel() and not call.perhaps | call.wrong and call.autocast is None:
         kinds.append(emptied)
     if call.device.type == "cpu":

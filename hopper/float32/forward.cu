@@ -283,7 +283,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
         __syncwarp();                         // all lanes have read the work tile
     }
-    named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // nobody uses Qi, Kj and Vj any more
+    named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
     run_deferred<Tile>(p, shared, warpgroup);
 }
 

@@ -54,7 +54,7 @@ struct ConsumerMemory {
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
     float inverse_scale_Q[Tile::Consumers];
-    int deferred[Tile::Consumers];  // each consumer's list (fallback.h): its first work tile, or -1
+    int deferred[Tile::Consumers];  // of each consumer (fallback.h): the work tile deferred most recently, or -1
     GroupScratch groups[Tile::Consumers + Tile::Splitters];
     float flushed_l[Tile::Br];  // see flush_row_sum
     float m_of_O[Tile::Br];     // see flush_O
