@@ -5,15 +5,17 @@
   bench.py --sweep     compare minimal_attn with manual attention, PyTorch's scaled_dot_product_attention
                        (SDPA) and, if it is installed (pip install fa3_fwd, bfloat16 only), FlashAttention-3
   bench.py --ladder    the README's table: every backend on one workload, and its share of the machine's limit
+  bench.py --decode    one query a head over long caches of keys, beside SDPA: time and speed of reading K and V
   bench.py --overhead  host time of one call, on an input so small that little else counts
 
 The extension is built first if it is missing or older than its sources.
 
-How --sweep and --ladder measure: the inputs are new random numbers in every run. For each workload all peers
+How --sweep, --ladder and --decode measure: the inputs are new random numbers in every run. For each workload all peers
 take turns in six rounds, and each round begins with another peer. A turn is about 7 ms of calls. The time is
 the median of the rounds; a slow peer stops after 3 seconds. On a GPU the L2 cache is cleared before each
 call. With --graph a CUDA graph of the calls is replayed instead, without clearing the cache.
   TFLOP/s  4 B H N^2 d floating point operations a call, half of that if causal
+  GB/s     bytes of K and V a call, for --decode
   error    relative Frobenius error against float64, over all rows of 3 random heads
   ratio    time of the fastest peer / time of minimal_attn: above 1, minimal_attn is faster. A peer counts if
            its error is within 10 times the smallest one ("manual TF32" never counts). A minimal_attn backend
@@ -46,8 +48,9 @@ HERE = Path(__file__).resolve().parent
 
 # ------------------------------------------------------------------------------------------ options
 DTYPES = ["float32", "bfloat16", "float16"]
-USED_BY = {"dtype": ["sweep", "ladder", "overhead"]}  # the modes that an option needs
-USED_BY |= dict.fromkeys(["shape", "causal", "full", "graph"], ["sweep", "ladder"])
+USED_BY = {"dtype": ["sweep", "ladder", "decode", "overhead"]}  # the modes that an option needs
+USED_BY |= dict.fromkeys(["shape", "causal", "full"], ["sweep", "ladder"])
+USED_BY |= {"graph": ["sweep", "ladder", "decode"]}
 USED_BY |= dict.fromkeys(["d", "n", "quick", "json", "load", "plot"], ["sweep"])
 
 
@@ -60,11 +63,11 @@ class Parser(ArgumentParser):
 def parse() -> Namespace:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group()
-    for name in "sweep", "ladder", "overhead":
+    for name in "sweep", "ladder", "decode", "overhead":
         mode.add_argument(f"--{name}", action="store_const", dest="mode", const=name, help="see above")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU that the build serves")
     add("--threads", type=int, help="of the CPU; default: PyTorch's choice")
-    add("--backend", nargs="+", help="only these of minimal_attn; default: all, --sweep without paper")
+    add("--backend", nargs="+", help="only these of minimal_attn; default: all, but paper with --ladder alone")
     add("--dtype", nargs="+", choices=DTYPES, help="only these; --ladder: float32, on a GPU bfloat16, too")
     add("--shape", nargs=4, type=int, metavar=tuple("BHNd"), help="this one instead of the usual workloads")
     add("--causal", action="store_true", help="only causal")
@@ -136,24 +139,31 @@ except ImportError as problem:
 SEED = (16, 12, 64, 64)  # (B, H, N, d) of the project that this one grew from
 # The same memory for every N and d: 16384 tokens, hidden size 2048.
 GPU = [(16384 // n, 2048 // d, n, d) for d in (64, 128, 256) for n in (512, 1024, 2048, 4096, 8192, 16384)]
-WORKLOADS = [  # mode, device, dtypes, shapes (B, H, N, d), masks
+WORKLOADS = [  # mode, device, dtypes, shapes (B, H, N, d) or (B, H, N, d, Hkv), masks
     ("sweep", "cpu", ["float32"], [SEED, (4, 8, 512, 64), (1, 8, 2048, 64), (1, 8, 4096, 128)], ["full"]),
     ("sweep", "cpu", ["float32"], [(1, 8, 8192, 64)], ["full", "causal"]),
     ("sweep", "cpu", ["float16", "bfloat16"], [(1, 8, 2048, 64)], ["full"]),
     ("sweep", "cuda", ["float32"], [SEED], ["full"]),
     ("sweep", "cuda", ["float32"], [s for s in GPU if s[2] in (512, 2048, 8192)], ["full", "causal"]),
     ("sweep", "cuda", ["float16", "bfloat16"], GPU, ["full", "causal"]),
+    ("decode", "cpu", ["float32"], [(1, 8, 2048, 64), (1, 32, 4096, 128, 8), (8, 32, 2048, 64, 8)], ["decode"]),
+    ("decode", "cuda", ["bfloat16"], [(1, 32, n, 128, 8) for n in (1024, 4096, 32768)], ["decode"]),
+    ("decode", "cuda", ["bfloat16"], [(1, 32, 32768, 128, 32), (8, 32, 8192, 128, 8)], ["decode"]),
+    ("decode", "cuda", ["bfloat16"], [(8, 32, 8192, 128, 32), (64, 32, 4096, 128, 8)], ["decode"]),
+    ("decode", "cuda", ["float32"], [(8, 32, 8192, 128, 8)], ["decode"]),
     ("ladder", "cpu", DTYPES, [(1, 8, 2048, 64)], ["full", "causal"]),
     ("ladder", "cuda", DTYPES, [(4, 16, 4096, 64), (4, 16, 4096, 128)], ["full", "causal"]),
 ]
 ROUNDS, TURN, MOST = 6, 7.5e-3, 3  # a turn takes about TURN seconds, all turns of a peer about MOST at most
-Cell = namedtuple("Cell", "dtype B H N d mask")  # one line of the table
+# One line of the table. Hkv heads of keys, or None: H of them. The mask "decode" has one query, else there are N.
+Cell = namedtuple("Cell", "dtype B H N d mask Hkv", defaults=[None])
 
 
 def cells_for(args) -> list[Cell]:
     rows = [row[2:] for row in WORKLOADS if row[:2] == (args.mode, args.device)]
     rows = [product(dtypes, [args.shape] if args.shape else shapes, masks) for dtypes, shapes, masks in rows]
-    cells = list(dict.fromkeys(Cell(dtype, *shape, mask) for row in rows for dtype, shape, mask in row))
+    cells = [Cell(dtype, *shape[:4], mask, *shape[4:]) for row in rows for dtype, shape, mask in row]
+    cells = list(dict.fromkeys(cells))
     return filtered(args, cells, cells)
 
 
@@ -177,8 +187,13 @@ def filtered(args, cells: list[Cell], things: list) -> list:
     return found
 
 
-def random_qkv(shape, dtype: str, device: str) -> list[torch.Tensor]:
-    return [torch.randn(shape, dtype=getattr(torch, dtype), device=device) for _ in range(3)]
+def randn(shape, dtype: str, device: str) -> torch.Tensor:
+    return torch.randn(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def random_qkv(cell: Cell, device: str) -> list[torch.Tensor]:
+    queries, keys = (cell.H, 1 if cell.mask == "decode" else cell.N), (cell.Hkv or cell.H, cell.N)
+    return [randn((cell.B, *heads, cell.d), cell.dtype, device) for heads in (queries, keys, keys)]
 
 
 # ------------------------------------------------------------------------------------------ the peers
@@ -192,14 +207,15 @@ def manual(q, k, v, causal=False):
     # On a full GPU PyTorch raises an error; on the CPU the system would kill the process.
     if q.device.type == "cpu" and size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2:
         raise MemoryError("its N x N matrices would take over half of the memory")
-    att = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(k.size(-1)))
+    rows = q.unflatten(1, (k.size(1), -1)).flatten(2, 3)  # of all query heads that share a key head
+    att = rows @ k.transpose(-2, -1) * (1.0 / math.sqrt(k.size(-1)))
     if causal:
         att = att.masked_fill(hidden(q.size(2), q.device), -math.inf)
-    return F.softmax(att, dim=-1) @ v
+    return (F.softmax(att, dim=-1) @ v).view(q.shape)
 
 
 def sdpa(q, k, v, causal):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.size(1) != k.size(1))
 
 
 def flash_attention_3(q, k, v, causal):
@@ -251,7 +267,7 @@ def backends_for(args) -> list[str]:
             args.error(f"--backend {name}: on {args.device} this build has {' '.join(here)}")
     if args.mode == "profile":
         return args.backend or ["auto"]
-    return args.backend or [name for name in here if args.mode != "sweep" or name != "paper"]
+    return args.backend or [name for name in here if args.mode in ("ladder", "overhead") or name != "paper"]
 
 
 def peers_for(args, dtype: str) -> dict[str, tuple]:
@@ -282,6 +298,7 @@ def judge(q, k, v, causal):
     """Returns a function: the relative Frobenius error of its argument against float64. It looks at three
     random heads, 1024 queries at a time, so that memory and time stay bounded."""
     heads, rows = [divmod(i, q.size(1)) for i in torch.randperm(q.size(0) * q.size(1))[:3].tolist()], []
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     for (b, h), i in product(heads, range(0, q.size(2), 1024)):
         s = q[b, h, i : i + 1024].double() @ k[b, h].double().T / math.sqrt(q.size(3))
         if causal:
@@ -338,7 +355,7 @@ def progress(text: str = "") -> None:
 
 
 def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
-    q, k, v = random_qkv(cell[1:5], cell.dtype, args.device)
+    q, k, v = random_qkv(cell, args.device)
     causal = cell.mask == "causal"
     error_of = judge(q, k, v, causal)
     pool = torch.cuda.graph_pool_handle() if args.graph else None  # shared: no two graphs run at once
@@ -367,10 +384,11 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
 
 def rate(cell: Cell, found: dict, times: dict) -> None:
     """Adds ms, TFLOP/s, and for ours the ratio: 0 if it is wrong, None without a peer."""
-    flop = 4 * cell.B * cell.H * cell.N**2 * cell.d / (2 if cell.mask == "causal" else 1)
+    flop = 4 * cell.B * cell.H * cell.N**2 * cell.d / {"full": 1, "causal": 2, "decode": cell.N}[cell.mask]
+    size = 2 * cell.B * (cell.Hkv or cell.H) * cell.N * cell.d * getattr(torch, cell.dtype).itemsize
     for name, r in found.items():
         r["ms"] = statistics.median(times[name]) * 1e3
-        r["tflops"] = flop / r["ms"] / 1e9
+        r["tflops"], r["gbs"] = flop / r["ms"] / 1e9, size / r["ms"] / 1e6
     bound = 10 * min((r["error"] for r in found.values() if math.isfinite(r["error"])), default=0)
     theirs = [r["ms"] for name, r in found.items() if not is_ours(name) and r["error"] <= bound]
     for r in (r for name, r in found.items() if is_ours(name)):
@@ -384,7 +402,8 @@ def in_words(r: dict) -> str:
         return "-"
     ratio = r.get("ratio")
     last = "" if ratio is None else f" / {ratio:.2f}x" if ratio else " / wrong"
-    return f"{r['ms']:.4g} / {r['tflops']:.3g} / {r['error']:.1e}{last}"
+    speed = r["gbs"] if r["mask"] == "decode" else r["tflops"]
+    return f"{r['ms']:.4g} / {speed:.3g} / {r['error']:.1e}{last}"
 
 
 def print_line(first: str, columns) -> None:
@@ -406,10 +425,10 @@ def sweep(args, result: dict) -> list[dict]:
     for i, cell in enumerate(args.cells):
         if cell.dtype != dtype:
             dtype, peers = cell.dtype, peers_for(args, cell.dtype)
-            print(f"\n{dtype}: ms / TFLOP/s / error (/ ratio)\n")
+            print(f"\n{dtype}: ms / {'GB/s' if cell.mask == 'decode' else 'TFLOP/s'} / error (/ ratio)\n")
             print_line("(B, H, N, d) mask", peers)
             print_line("---", ["---"] * len(peers))
-        shape = f"{cell[1:5]} {cell.mask}"
+        shape = f"{cell[1:5]} {cell.mask}{f', {cell.Hkv} key heads' if cell.Hkv else ''}"
         bar = f"[{'#' * (20 * i // len(args.cells)):.<20}] {i}/{len(args.cells)} {dtype} {shape}"
         line = measure(cell, peers, args, bar)
         progress()
@@ -459,7 +478,7 @@ def run_sweep(args, about: dict) -> int:
     if args.load:
         with open(args.load) as file:
             result = json.load(file)
-        cells = [Cell(*(r[name] for name in Cell._fields)) for r in result["sweep"]]
+        cells = [Cell(*(r.get(name) for name in Cell._fields)) for r in result["sweep"]]
         result["sweep"] = filtered(args, cells, result["sweep"])
     records, status = result["sweep"], 0
     try:
@@ -495,7 +514,7 @@ RUNGS = {  # peer: what changed, in the order of the table
 def matmul_tflops(device: str, dtype: str) -> float:
     """The limit: TFLOP/s of a large matrix multiplication; "TF32" is float32 rounded by the tensor cores."""
     n = 2048 if device == "cpu" else 8192
-    a, b, _ = random_qkv((n, n), "float32" if dtype == "TF32" else dtype, device)
+    a, b = (randn((n, n), "float32" if dtype == "TF32" else dtype, device) for _ in range(2))
     with tf32() if dtype == "TF32" else nullcontext():
         torch.mm(a, b)
         watch = stopwatch(partial(torch.mm, a, b), device)
@@ -548,7 +567,7 @@ def print_ladder(cell: Cell, line: dict, limits: dict, found: dict) -> None:
 def run_overhead(args, about: dict) -> int:
     calls = {"minimal_attn": minimal_attn.forward, "SDPA": F.scaled_dot_product_attention}
     for dtype in args.dtype or ["float32"]:
-        (q, k, v), times = random_qkv((1, 1, 1, 64), dtype, args.device), defaultdict(list)
+        (q, k, v), times = random_qkv(Cell(dtype, 1, 1, 1, 64, "full"), args.device), defaultdict(list)
         for _, (name, call) in product(range(1 + ROUNDS), calls.items()):
             start = time.perf_counter()
             for _ in range(1000):
@@ -563,7 +582,7 @@ def run_overhead(args, about: dict) -> int:
 
 def run_profile(args, about: dict) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler complains if there is no GPU
-    q, k, v = random_qkv(SEED, "float32", args.device)
+    q, k, v = random_qkv(Cell("float32", *SEED, "full"), args.device)
     explanation = minimal_attn.explain(q, k, v, backend=args.backend[0])
     name, forward = ours(explanation.backend), partial(minimal_attn.forward, backend=explanation.backend)
     values, watches, us = [], [], []
@@ -601,7 +620,7 @@ def complete(args) -> str:
         args.dtype = args.dtype or (["float32", "bfloat16"] if args.device == "cuda" else ["float32"])
         args.full |= not args.causal
     args.backend = backends_for(args)
-    args.cells = cells_for(args) if args.mode in ("sweep", "ladder") and not args.load else []
+    args.cells = [] if args.mode in ("profile", "overhead") or args.load else cells_for(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     on_cpu = f"the CPU, {torch.get_num_threads()} threads"
@@ -614,7 +633,8 @@ def main(args) -> int:
     unused = torch.cuda.is_available() and args.device == "cpu"
     if not args.load:
         print(f"on {where}, torch {torch.__version__}" + ", not on the GPU" * unused, flush=True)
-    runs = {"profile": run_profile, "sweep": run_sweep, "ladder": run_ladder, "overhead": run_overhead}
+    runs = {"profile": run_profile, "ladder": run_ladder, "overhead": run_overhead}
+    runs |= {"sweep": run_sweep, "decode": run_sweep}
     try:
         return runs[args.mode](args, {"on": where, "torch": torch.__version__})
     except KeyboardInterrupt:
