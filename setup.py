@@ -243,7 +243,7 @@ class Build(build_ext):
         os.close(lock)
 
 
-# What takes longest to compile, in this order. ninja starts with it, so that the last files are short ones.
+# What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
 LONGEST = ["portable/half.cu", "main.cpp", "hopper/half.cu", "cpu/forward.cpp", "hopper/float32/forward.cu"]
 
 
