@@ -12,8 +12,8 @@ The extension is built first if it is missing or older than its sources.
 
 How --sweep, --ladder and --decode measure: the inputs are new random numbers in every run. For each workload
 all peers take turns in six rounds. Each round begins with another peer, and a turn is about 7 ms of calls.
-The time is the median of the rounds; a slow peer stops after 3 seconds. On a GPU the L2 cache is cleared before
-each call. With --graph a CUDA graph of the calls is replayed instead, without clearing the cache.
+The time is the median of the rounds. A slow peer stops after 3 seconds. On a GPU the L2 cache is cleared
+before each call. With --graph a CUDA graph of the calls is replayed instead, without clearing the cache.
   TFLOP/s  4 B H N^2 d floating point operations a call, half of that if causal
   GB/s     bytes of K and V a call, for --decode
   error    relative Frobenius error against float64, over all rows of 3 random heads
