@@ -41,11 +41,11 @@ struct Arguments {
 enum class Returns { o, lse, state };
 
 struct Results {
-    Tensor o, l, m;  // with Returns::lse, l is the log-sum-exp
+    Tensor o, l, m, lse;
 };
 
-// A call, checked and computed (main.cpp), into `out`, where there is one, else into a new tensor.
-Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr);
+// A call, checked and computed (main.cpp), into the o and lse of `given`, where they are there, else into new tensors.
+Results run(const Arguments &a, Returns returns, Results given = {});
 
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 

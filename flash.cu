@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             const int i = i0 + row, count = a.d - x;
             const bool is_nan = l[i] == 0. && !empty(keys_of_row(band, i));
             const Floats Oi = is_nan ? Floats{NAN, NAN, NAN, NAN} : load4(O[i] + x, count, aligned);
-            if (a.l && x == 0) a.l[head * a.Nq + i] = (float)l[i];
-            if (a.l)
+            if (x == 0) store_l_m_lse(a, b, h, i, (float)l[i], m[i]);
+            if (a.o_dtype == Dtype::float32)
                 store4(Rows<float>((float *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
             else
                 store4(Rows<T>((T *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
@@ -292,15 +292,13 @@ Tiles tiles_of(const Attention &a, int M) {
     return {std::min({Bc, D, up_to_4s(a.Nq)}), std::min(Bc, up_to_4s(std::max(a.Nk, 1))), D};
 }
 
-bool o_is_result(const Attention &a) { return a.l || a.dtype == Dtype::float32; }
-
 template <class T>
 const char *launch(const Attention &a, const Plan &plan, const State &state, CUstream_st *stream) {
     const Tiles tiles = {plan.Br, plan.Bc, plan.D};
     const int64_t element = sizeof(T);
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
                          is_aligned(a.v, a.v_stride, element, a.d) && is_aligned(a.o_in, a.o_in_stride, 4, a.d) &&
-                         is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
+                         is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     const auto kernel = algorithm_1<T>;
     // Between the two calls below another thread could ask for less shared memory, for its own tiles.
     static std::mutex one_at_a_time;
@@ -325,14 +323,14 @@ Plan plan_paper(const Attention &a, const Device &device) {
     if (tiles_of(a, M).Bc < std::min(48, a.Nk)) M = device.shared_memory / 4;
     const Tiles tiles = tiles_of(a, M);
     const int64_t rows = a.B * a.Hq * a.Nq;
-    const int64_t workspace = rows * ((o_is_result(a) ? 0 : 4 * tiles.D) + 8 + (a.m ? 0 : 4));
+    const int64_t workspace = rows * ((a.o_dtype == Dtype::float32 ? 0 : 4 * tiles.D) + 8 + (a.m ? 0 : 4));
     return {"Algorithm 1", 0, tiles.Br, tiles.Bc, tiles.D, a.B * a.Hq, kThreads, tiles.floats() * 4, workspace};
 }
 
 const char *launch_paper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     const int64_t rows = a.B * a.Hq * a.Nq, head = int64_t(a.Nq) * plan.D;
     State state = {(float *)a.o, a.o_stride};
-    if (!o_is_result(a)) {
+    if (a.o_dtype != Dtype::float32) {
         state.O = (float *)workspace, state.O_stride = {a.Hq * head, head, plan.D};
         workspace = state.O + rows * plan.D;
     }

@@ -52,11 +52,16 @@ struct Attention {
     const float *o_in, *l_in, *m_in;
     Strides o_in_stride;
 
-    // The results. With l and m (else null: not wanted) o is float32, without them it has q's dtype.
+    // The results. o has q's dtype or is float32; with l and m or an earlier state it is float32. l and m, the state,
+    // are (B, Hq, Nq), contiguous. lse (B, Hq, Nq) is m + log(l). Null: not wanted.
     void *o;
-    float *l, *m;  // (B, Hq, Nq), contiguous
+    Dtype o_dtype;
     Strides o_stride;
+    float *l, *m, *lse;
+    Strides lse_stride;  // all three count
 };
+
+inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // Whether anything but the number of keys bounds what a query sees.
 inline bool is_masked(const Attention &a) {
@@ -134,6 +139,17 @@ MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float
     const float beta = li == 0.f ? 0.f : expf(mi - m);
     const float l = alpha + beta * li;
     return {l, m, beta / l, alpha / l, true, true};
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline float &lse_of_row(const Attention &a, int64_t b, int64_t h, int i) {
+    return a.lse[b * a.lse_stride.batch + h * a.lse_stride.head + i * a.lse_stride.row];
+}
+
+// Step 13 for query i of head h: l, m and lse, where they are wanted. lse is -inf in a row that sees no key.
+MINIMAL_ATTN_HOST_DEVICE inline void store_l_m_lse(const Attention &a, int64_t b, int64_t h, int i, float l, float m) {
+    const int64_t at = (b * a.Hq + h) * a.Nq + i;
+    if (a.l) a.l[at] = l, a.m[at] = m;
+    if (a.lse) lse_of_row(a, b, h, i) = m + logf(l);
 }
 
 // The GPU, as far as a plan depends on it.

@@ -193,14 +193,16 @@ Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
     return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
 }
 
-Results allocate(const Arguments &a, Returns returns, const Tensor *out) {
-    const auto rows = a.q.sym_sizes().slice(0, 3);
-    const auto options = a.q.options().dtype(at::kFloat);
-    Results results;
-    results.o = out ? *out : empty_like_q(a.q, returns == Returns::state ? at::kFloat : a.q.scalar_type());
-    if (returns != Returns::o) results.l = at::empty_symint(rows, options);
-    if (returns == Returns::state) results.m = at::empty_symint(rows, options);
-    return results;
+// What the caller gets and hasn't given.
+void allocate(const Arguments &a, Returns returns, Results &results) {
+    const bool is_state = returns == Returns::state;
+    if (!results.o.defined()) results.o = empty_like_q(a.q, is_state ? at::kFloat : a.q.scalar_type());
+    const auto allocate_rows = [&](Tensor &t, bool is_wanted) {
+        if (is_wanted && !t.defined())
+            t = at::empty_symint(a.q.sym_sizes().slice(0, 3), a.q.options().dtype(at::kFloat));
+    };
+    allocate_rows(results.l, is_state), allocate_rows(results.m, is_state);
+    allocate_rows(results.lse, returns == Returns::lse);
 }
 
 // ---------------------------------------------------------------------------------------------- a call
@@ -279,9 +281,10 @@ Results earlier_state(const Arguments &a) {
 }
 
 // The part of flash.h's struct that the shapes, strides and options decide.
-Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const Tensor &v) {
+Attention describe(const Arguments &a, Returns returns, const Tensor &q, const Tensor &k, const Tensor &v) {
     Attention attention{};
     attention.dtype = dtype_of(q);
+    attention.o_dtype = returns == Returns::state || a.o || a.sinks ? Dtype::float32 : attention.dtype;
     attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
     attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
     attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
@@ -293,44 +296,41 @@ Attention describe(const Arguments &a, const Tensor &q, const Tensor &k, const T
 
 }  // namespace
 
-Results run(const Arguments &a, Returns returns, const Tensor *out) {
+Results run(const Arguments &a, Returns returns, Results results) {
     check_q_k_v(a);
     check_options(a);
     const Backend *backend = check_backend(a);
     check_state(a);
-    if (out) check_out(a, *out);
+    const bool has_out = results.o.defined();
+    if (has_out) check_out(a, results.o);
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
 #endif
-    Results results = allocate(a, returns, out);
+    allocate(a, returns, results);
     if (!backend || a.q.numel() == 0) return results;
     for_each_tensor(a, check_memory);
-    if (out) check_memory(*out, "out"), check_overlap(a, *out);
+    if (has_out) check_memory(results.o, "out"), check_overlap(a, results.o);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
     const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
     const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     const Tensor q = readable(a.q), k = readable(a.k), v = readable(a.v);
-    Attention attention = describe(a, q, k, v);
+    Attention attention = describe(a, returns, q, k, v);
     const Tensor seqlens_k = per_batch(a.seqlens_k), leftpad_k = per_batch(a.leftpad_k), offset = per_batch(a.offsets);
     attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k), attention.offset = ints(offset);
     const Results before = earlier_state(a);
     if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
     attention.o_in = floats(before.o), attention.l_in = floats(before.l), attention.m_in = floats(before.m);
 
-    // With l and m, or an earlier state, the kernels write o, l and m in float32, whether the caller wants them or not.
-    Results written = results;
-    if (returns != Returns::o || before.o.defined()) {
-        if (results.o.scalar_type() != at::kFloat) written.o = empty_like_q(a.q, at::kFloat);
-        for (Tensor *t : {&written.l, &written.m})
-            if (!t->defined()) *t = at::empty(a.q.sizes().slice(0, 3), a.q.options().dtype(at::kFloat));
-        attention.l = written.l.mutable_data_ptr<float>(), attention.m = written.m.mutable_data_ptr<float>();
-    }
-    attention.o = written.o.mutable_data_ptr(), attention.o_stride = strides_of(written.o);
+    const bool is_converted = attention.o_dtype != dtype_of(results.o);
+    const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
+    attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
+    const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
+    attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
+    if (attention.lse) attention.lse_stride = strides_of(results.lse);
     plan_and_launch(attention, *backend, q);
-    if (!written.o.is_same(results.o)) results.o.copy_(written.o);
-    if (returns == Returns::lse) results.l.log_().add_(written.m);
+    if (is_converted) results.o.copy_(o);
     return results;
 }
 
@@ -352,9 +352,9 @@ Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c
         return {results.o, results.l, results.m};
     } else if constexpr (std::is_same_v<Result, Lse>) {
         const Results results = run(a, Returns::lse);
-        return {results.o, results.l};
+        return {results.o, results.lse};
     } else {
-        return (Result)run(a, Returns::o, &out...).o;
+        return (Result)run(a, Returns::o, {out...}).o;
     }
 }
 
@@ -413,10 +413,12 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     pybind11::list copied;
     for (const auto &[t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
         if (t->numel() > 0 && !taken->reads(*t)) copied.append(name);
-    Attention attention = describe(a, q, k, v);
+    const auto returns = return_lse ? Returns::lse : state || return_state ? Returns::state : Returns::o;
+    Attention attention = describe(a, returns, q, k, v);
     // Plans ask only whether these are there, so that any pointer does.
     float any;
-    if (state || return_state || return_lse || sinks) attention.l = attention.m = &any;
+    if (returns == Returns::state) attention.l = attention.m = &any;
+    if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
     const auto given = [&](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <torch/library.h>
 
@@ -88,8 +87,9 @@ enum class Layout { of_q, tokens_first };
 // Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
 enum class Aligned { first, last };
 
-// o in q's dtype, and what else is wanted: the log-sum-exp or the state (l, m), each (B, Hq, Nq).
-inline Results compute(const Call &c, Returns returns, Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
+// Returns o and, where lse is given, fills it: (B, Hq, Nq) of any strides.
+inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
+                      Aligned aligned = Aligned::first) {
     static const MaybeTensor none;
     static const std::array<SymInt, 2> window = {-1, -1};
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
@@ -99,21 +99,12 @@ inline Results compute(const Call &c, Returns returns, Layout layout = Layout::o
     const Tensor o = layout == Layout::of_q
                          ? at::empty_like(q)
                          : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
-    return run(a, returns, o.stride(3) == 1 || o.size(3) == 1 ? &o : nullptr);
+    const bool is_own = o.stride(3) == 1 || o.size(3) == 1;
+    return run(a, lse.defined() ? Returns::lse : Returns::o, {is_own ? o : Tensor(), {}, {}, lse}).o;
 }
 
-// The log-sum-exp in one pass, (B, Nq, Hq) in memory, as PyTorch has it on a CPU.
-inline Tensor lse_of(const Tensor &l, const Tensor &m) {
-    const int64_t H = l.size(1), N = l.size(2);
-    const Tensor lse = at::empty({l.size(0), N, H}, l.options());
-    const float *const from_l = l.const_data_ptr<float>(), *const from_m = m.const_data_ptr<float>();
-    float *const to = lse.mutable_data_ptr<float>();
-    at::parallel_for(0, l.size(0) * H, std::max<int64_t>(1, 4096 / N), [&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head)
-            for (int64_t i = 0; i < N; ++i)
-                to[(head / H * N + i) * H + head % H] = from_m[head * N + i] + std::log(from_l[head * N + i]);
-    });
-    return lse.transpose(1, 2);
+inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
+    return at::empty(size, c.q.options().dtype(at::kFloat));
 }
 
 inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p,
@@ -121,8 +112,8 @@ inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, co
     const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
     if (!serves(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
-    const Results results = compute(call, Returns::state);
-    return {results.o.to(q.scalar_type()), lse_of(results.l, results.m)};
+    const Tensor lse = empty_floats(call, {q.size(0), q.size(2), q.size(1)}).transpose(1, 2);  // PyTorch's strides
+    return {compute(call, lse), lse};
 }
 
 #ifdef WITH_CUDA
@@ -141,8 +132,8 @@ inline Nine flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double
     const Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
-    const Results results = compute(call, Returns::lse, Layout::of_q, Aligned::last);
-    return nine(call, results.o, results.l, at::kUInt64);
+    const Tensor lse = empty_floats(call, {q.size(0), q.size(1), q.size(2)});
+    return nine(call, compute(call, lse, Layout::of_q, Aligned::last), lse, at::kUInt64);
 }
 
 inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
@@ -152,8 +143,8 @@ inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Maybe
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
-    const Results results = compute(call, compute_log_sumexp ? Returns::lse : Returns::o);
-    return nine(call, results.o, compute_log_sumexp ? results.l.unsqueeze(-1) : Tensor(), at::kLong);
+    const Tensor lse = compute_log_sumexp ? empty_floats(call, {q.size(0), q.size(1), q.size(2), 1}) : Tensor();
+    return nine(call, compute(call, lse), lse, at::kLong);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q, const Tensor &k, const Tensor &v,
@@ -164,18 +155,14 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
     if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
-    // The backward kernels of half types take the strides of o for granted, whatever they are.
-    const Results results = compute(call, compute_log_sumexp ? Returns::state : Returns::o, Layout::tokens_first);
     // The backward pass reads rows in groups of 32; those that aren't there are infinite.
     const int64_t N = q.size(2), padded = compute_log_sumexp ? (N + 31) / 32 * 32 : 0;
-    const Tensor lse = at::empty({q.size(0), q.size(1), padded}, q.options().dtype(at::kFloat));
+    const Tensor lse = empty_floats(call, {q.size(0), q.size(1), padded});
     if (padded > N) lse.narrow(2, N, padded - N).fill_(std::numeric_limits<float>::infinity());
-    if (compute_log_sumexp) {
-        Tensor rows = lse.narrow(2, 0, N);
-        at::log_out(rows, results.l).add_(results.m);
-    }
+    // The backward kernels of half types take the strides of o for granted, whatever they are.
+    const Tensor o = compute(call, compute_log_sumexp ? lse : Tensor(), Layout::tokens_first);
     const auto seed = [&] { return at::empty({}, q.options().dtype(at::kLong)); };
-    return {results.o, lse, seed(), seed()};
+    return {o, lse, seed(), seed()};
 }
 #endif
 

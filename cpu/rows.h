@@ -59,7 +59,7 @@ void load_queries(const Attention &a, const QueryTile &t, int lanes, const Buffe
     }
 }
 
-// Step 13 for one row o of Oi: divides it by li, joins the earlier state and writes O, l and m.
+// Step 13 for one row o of Oi: divides it by li, joins the earlier state and writes O, l, m, lse.
 template <class T>
 void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, float li, float mi, float *o) {
     const int i = t.query(lane);
@@ -70,13 +70,11 @@ void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, fl
         const float *o_in = row_of<const float>(a.o_in, a.o_in_stride, t.b, h, i);
         for (int c = 0; c < a.d; ++c) o[c] += end.weight_o_in * o_in[c];
     }
-    if (a.l) {
+    store_l_m_lse(a, t.b, h, i, end.l, end.m);
+    if (a.o_dtype == Dtype::float32)
         convert(o, row_of<float>(a.o, a.o_stride, t.b, h, i), a.d);
-        a.l[bhi] = end.l;
-        a.m[bhi] = end.m;
-    } else {
+    else
         convert(o, row_of<T>(a.o, a.o_stride, t.b, h, i), a.d);
-    }
 }
 
 // The rows of Q and O of the tile that this thread probably takes next, and its first Kj and Vj if its head is another.
@@ -84,7 +82,7 @@ template <class T>
 [[gnu::always_inline]] inline void prefetch_tile(const Attention &a, const QueryTile &t, bool same_head) {
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), a.d);
-        if (a.l)
+        if (a.o_dtype == Dtype::float32)
             prefetch(row_of<float>(a.o, a.o_stride, t.b, t.head(lane), t.query(lane)), a.d);
         else
             prefetch(row_of<T>(a.o, a.o_stride, t.b, t.head(lane), t.query(lane)), a.d);

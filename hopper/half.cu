@@ -400,8 +400,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         wgmma_wait<BeginsEarly ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
 
-        if (a.l) {
-            update_to_exact_max(Oi, softmax, largest, c);
+        if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
+        if (a.o_dtype == Dtype::float32) {
+            if (a.l) update_to_exact_max(Oi, softmax, largest, c);
             store_state<false>(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);
@@ -485,7 +486,8 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Parameters p{a};
-        p.tma_stores_O = Tile::O != StoreO::direct && !a.l && is_aligned(a.o, a.o_stride, sizeof(__half), a.d) &&
+        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype &&
+                         is_aligned(a.o, a.o_stride, sizeof(__half), a.d) &&
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         const auto kernel =
             a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile> : half_hopper_kernel<__nv_bfloat16, Tile>;

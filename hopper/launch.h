@@ -31,7 +31,8 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
         !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc) ||
         !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc))
         return "cuTensorMapEncodeTiled refused q, k or v";
-    p.aligned = is_aligned(a.o, a.o_stride, a.l ? sizeof(float) : element_size(a.dtype), a.d);
+    p.aligned = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+    p.stores_O_alone = p.aligned && !a.l && !a.lse && !a.l_in;
     p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv, p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.grid = plan.grid;
     p.work_tiles = a.B * a.Hq * p.Tr;
     p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;

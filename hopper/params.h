@@ -36,8 +36,9 @@ struct Parameters {
     // Work tiles taken so far, without each block's first; null: the order is fixed. With a float32 workspace it is
     // Workspace::tiles_taken, which counts all.
     int *tile_counter;
-    bool tma_stores_O;  // TMA stores O wherever stages_O allows it
-    bool aligned;       // rows of O begin and end at multiples of 16 bytes
+    bool tma_stores_O;    // TMA stores O wherever stages_O allows it
+    bool aligned;         // rows of O begin and end at multiples of 16 bytes
+    bool stores_O_alone;  // they do, and there is no l, m, lse or earlier state
 };
 
 }  // namespace minimal_attn::hopper

@@ -7,8 +7,6 @@ namespace minimal_attn::hopper {
 
 constexpr int kBoxColumns = 64;  // of 16-bit numbers: 128 bytes, the width of the swizzle
 
-inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
 struct TensorMap {
     CUtensorMap map;
     int head, batch;  // factors of the indices: 0 where all heads or batches are the same data (stride 0), else 1

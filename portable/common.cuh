@@ -164,15 +164,6 @@ __device__ RowEnd end_row(const Attention &a, const Block<T> &block, int i, floa
     return end_of_row(sees_key, li, mi, a.l_in ? a.l_in[at] : 0.f, a.m_in ? a.m_in[at] : -INFINITY);
 }
 
-// 13. l and m of row i to HBM, if the caller wants them
-template <class T>
-__device__ void store_state(const Attention &a, const Block<T> &block, int i, const RowEnd &end) {
-    if (!a.l) return;
-    const int64_t at = (block.b * a.Hq + block.h) * a.Nq + i;
-    a.l[at] = end.l;
-    a.m[at] = end.m;
-}
-
 // Stores Count numbers, rounded to T. If aligned, as vectors of up to 16 bytes; else the first `count`, one by one.
 template <int Count, class T>
 __device__ void store(T *at, const float *x, bool aligned = true, int count = Count) {
@@ -206,7 +197,7 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
         for (int c = 0; c < count; ++c) o[c] += end.weight_o_in * o_in[x + c];
     }
     const int64_t at = block.b * a.o_stride.batch + block.h * a.o_stride.head + i * a.o_stride.row + x;
-    if (a.l)
+    if (a.o_dtype == Dtype::float32)
         store<Count>((float *)a.o + at, o, aligned, count);
     else
         store<Count>((T *)a.o + at, o, aligned, count);
@@ -265,7 +256,7 @@ const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace,
     const int64_t element = sizeof(T);
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
                          is_aligned(a.v, a.v_stride, element, a.d) &&
-                         is_aligned(a.o, a.o_stride, a.l ? 4 : element, a.d);
+                         is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     return why_not(with_tiles_for<Kernels>(a.d, [&](auto tiles) {
         return with_tile(plan.tile, tiles, [&](auto tile) {
             return launch_tile<Kernels, T, decltype(tile)>(a, plan, aligned, (float *)workspace, stream);

@@ -247,7 +247,7 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
         const int row = ty + TY * r, i = block.i0 + row;
         if (row >= block.rows) continue;
         const RowEnd end = end_row(a, block, i, l, mi[r]);
-        if (tx == 0) store_state(a, block, i, end);
+        if (tx == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
 #pragma unroll
         for (int c = 0; c < CO; ++c) store_o<4>(a, block, i, 4 * (tx + TX * c), end, Oi[r][c], aligned);
     }

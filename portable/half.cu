@@ -202,9 +202,9 @@ __device__ void store_rows(const Attention &a, const Block<T> &block, const Rows
         RowEnd end{};
         if (i < a.Nq) {
             end = end_row(a, block, i, li, mi);
-            if (lane % 4 == 0) store_state(a, block, i, end);
+            if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
         }
-        if (aligned && !a.l) {
+        if (aligned && a.o_dtype != Dtype::float32) {
             T *const o = (T *)a.o + block.b * a.o_stride.batch + block.h * a.o_stride.head + i * a.o_stride.row;
 #pragma unroll
             for (int x = 0; x < Tile::X; x += 2) {

@@ -128,7 +128,7 @@ __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const 
                         const SoftmaxState &softmax, const float (&l)[2], float c, float unit, float unitO) {
     constexpr float truncation = kTruncationT<Tile::D>;
     // A row that sees no key has l = 0.
-    if (p.a.l || !p.aligned || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
+    if (!p.stores_O_alone || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
         return store_state<Tile::SubtractFirst>(p, work, i, Oi, softmax, c, unit, unitO, truncation);
     const int column = opaque(threadIdx.x) % 4 * 2;
     float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + column;
