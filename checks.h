@@ -44,8 +44,9 @@ struct Results {
     Tensor o, l, m, lse;
 };
 
-// A call, checked and computed (main.cpp), into the o and lse of `given`, where they are there, else into new tensors.
-Results run(const Arguments &a, Returns returns, Results given = {});
+// A call, checked and computed (main.cpp), into `out`, which is checked, too, or what is there of `results`, which isn't;
+// else into new tensors.
+Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }  // 14. end for
     }  // 15. end for
 
-    // 16. Return O, in the dtype that the caller wants, and l. If all visible scores of a row are -inf, it is NaN
+    // 16. Return O in the wanted dtype, l, m and lse. If all visible scores of a row are -inf, O is NaN
     __syncthreads();
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {

@@ -296,20 +296,19 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 
 }  // namespace
 
-Results run(const Arguments &a, Returns returns, Results results) {
+Results run(const Arguments &a, Returns returns, const Tensor *out, Results results) {
     check_q_k_v(a);
     check_options(a);
     const Backend *backend = check_backend(a);
     check_state(a);
-    const bool has_out = results.o.defined();
-    if (has_out) check_out(a, results.o);
+    if (out) check_out(a, *out), results.o = *out;
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
 #endif
     allocate(a, returns, results);
     if (!backend || a.q.numel() == 0) return results;
     for_each_tensor(a, check_memory);
-    if (has_out) check_memory(results.o, "out"), check_overlap(a, results.o);
+    if (out) check_memory(*out, "out"), check_overlap(a, *out);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
@@ -354,7 +353,7 @@ Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c
         const Results results = run(a, Returns::lse);
         return {results.o, results.lse};
     } else {
-        return (Result)run(a, Returns::o, {out...}).o;
+        return (Result)run(a, Returns::o, &out...).o;
     }
 }
 

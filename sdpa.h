@@ -99,8 +99,8 @@ inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::
     const Tensor o = layout == Layout::of_q
                          ? at::empty_like(q)
                          : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
-    const bool is_own = o.stride(3) == 1 || o.size(3) == 1;
-    return run(a, lse.defined() ? Returns::lse : Returns::o, {is_own ? o : Tensor(), {}, {}, lse}).o;
+    const bool has_rows = o.stride(3) == 1 || o.size(3) == 1;
+    return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {has_rows ? o : Tensor(), {}, {}, lse}).o;
 }
 
 inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {

@@ -141,7 +141,7 @@ def forward(
         no key. With `return_state` or `state` the tuple (o, l, m), all float32: m (B, Hq, Nq) is the row
         maximum of the scaled scores, l (B, Hq, Nq) the row sum of exp(score - m). The log-sum-exp is
         m + log(l). A row that sees no key has o = 0, l = 0, m = -inf; with sinks l = 1 and m = the sink.
-        For the half dtypes, lse and sinks cost a float32 o in memory besides.
+        For the half dtypes, sinks and an earlier state cost a float32 o in memory besides.
 
     Raises:
         TypeError: an argument of another type.

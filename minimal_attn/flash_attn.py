@@ -18,7 +18,7 @@ What is copied. Nothing synchronises with a GPU, and memory is O(N d):
     ..._with_kvcache        k and v into the cache. With cache_batch_idx or block_table the sequences' keys,
                             up to the length of the cache
 
-With return_attn_probs, return_softmax_lse or s_aux, half dtypes cost a float32 result in memory besides.
+With s_aux, half dtypes cost a float32 result in memory besides.
 """
 
 from __future__ import annotations

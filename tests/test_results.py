@@ -12,6 +12,7 @@ BANDS = [
     {"window_size": (40, 30), "offset": 9},
     {"softmax_scale": -0.1},
 ]
+HALF_DTYPES = [torch.float16, torch.bfloat16]
 
 
 def check_lse(lse, expected):
@@ -40,6 +41,37 @@ def test_lse_of_chunks(backend, dtype):
     assert o.dtype == dtype
     check_o(o, expected, dtype)
     check_lse(lse, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("Nq", [1, 40, 150])
+@pytest.mark.parametrize("d", [37, 64, 80, 128, 192, 256])
+def test_lse_changes_no_bit_of_o(backend, dtype, Nq, d):
+    """Of half types, in every tile: the kernel stores o as it does without lse."""
+    q, k, v = backend.qkv(Nq=Nq, Nk=300, d=d, dtype=dtype)
+    band = {"causal": True, "offset": backend.random.randint(-150, 150)}
+    assert backend.explain(q, k, v, return_lse=True, **band) == backend.explain(q, k, v, **band)
+    o, lse = backend.forward(q, k, v, return_lse=True, **band)
+    assert torch.equal(o, backend.forward(q, k, v, **band))
+    check_lse(lse, attention(q, k, v, **band))
+
+
+def test_lse_of_large_scores(backend, dtype):
+    """Where kernels subtract m before the scaling. Scores are exact."""
+    q, k, v = (t.round() for t in backend.qkv(Nk=300, dtype=dtype))
+    _, lse = backend.forward(q, k, v, softmax_scale=512.0, return_lse=True)
+    check_lse(lse, attention(q, k, v, softmax_scale=512.0))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_lse_needs_no_other_memory(cuda_backend, dtype):
+    q, k, v = cuda_backend.qkv(Nq=1000, dtype=dtype)
+    workspace = cuda_backend.explain(q, k, v, return_lse=True).workspace
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o, lse = cuda_backend.forward(q, k, v, return_lse=True)
+    in_blocks = sum((size + 511) // 512 * 512 for size in (o.nbytes, lse.nbytes, workspace))
+    assert torch.cuda.max_memory_allocated() - before <= in_blocks
 
 
 @pytest.mark.parametrize("Nq, Nk", [(0, 5), (5, 0), (1, 1)])
