@@ -110,6 +110,11 @@ def check_l_m(l, m, expected):
     torch.testing.assert_close(m + l.log(), expected_m + expected_l.log(), rtol=2e-6, atol=2e-6)
 
 
+def check_lse(lse, expected):
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=1e-5)
+
+
 def cuda_backends():
     """Those that the GPU here can run on."""
     if not torch.cuda.is_available():

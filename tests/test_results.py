@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import check_l_m, check_o
+from conftest import check_l_m, check_lse, check_o
 from reference import attention
 
 BANDS = [
@@ -13,11 +13,6 @@ BANDS = [
     {"softmax_scale": -0.1},
 ]
 HALF_DTYPES = [torch.float16, torch.bfloat16]
-
-
-def check_lse(lse, expected):
-    assert lse.dtype == torch.float32 and lse.is_contiguous()
-    torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)

@@ -7,7 +7,7 @@ CPU, so that a GPU sees little but the kernels themselves.
 
 import pytest
 import torch
-from conftest import check_l_m, check_o
+from conftest import check_l_m, check_lse, check_o
 from reference import attention
 
 pytestmark = pytest.mark.sanitizer
@@ -20,6 +20,8 @@ def check(backend, tensors, **options):
     expected = attention(*map(on_cpu, tensors), **{name: on_cpu(option) for name, option in options.items()})
     o = backend.forward(*tensors, **options)
     check_o(o.cpu(), expected, o.dtype)
+    _, lse = backend.forward(*tensors, **options, return_lse=True)
+    check_lse(lse.cpu(), expected)
     o, l, m = (t.cpu() for t in backend.forward(*tensors, **options, return_state=True))
     check_o(o, expected, tensors[0].dtype)
     check_l_m(l, m, expected)
