@@ -77,8 +77,8 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 }
 
 // Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Oi begins again at 0; after the last
-// flush it is the whole sum. Only where m is subtracted first: Oi is then relative to m, not to a rounded cm.
-template <int Count>
+// flush it is the whole sum.
+template <bool SubtractFirst, int Count>
 __device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[Count], float &unitO,
                         const SoftmaxState &softmax, float c, float *m_of_O, bool is_first, bool is_last) {
 #pragma unroll 1
@@ -87,7 +87,7 @@ __device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[C
         float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, work.i0 + row) + column;
         const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
         const float m = r == 0 ? softmax.m[0] : softmax.m[1];
-        const float alpha = is_first ? 0.f : exact_alpha<true>(m_of_O[row], m, c);
+        const float alpha = is_first ? 0.f : alpha_between<SubtractFirst>(m_of_O[row], m, c);
 #pragma unroll
         for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
             const int at = x / 4 * 8 + x % 2;

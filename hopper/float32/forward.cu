@@ -40,9 +40,10 @@
 namespace minimal_attn::hopper {
 namespace {
 
-// For D > 128 Oi is flushed after so many tiles of 32 keys, since each addition rounds: one sum of 2048 tiles, N 65536,
-// had 0.93 times the error of SDPA's efficient kernel, this has 0.48 times.
-constexpr int kTilesInOi = 256;
+// Each addition rounds, equal terms always alike. So after so many tiles Oi, and at d up to 128 l, is added to a sum in
+// memory. docs/numerics.md has what longer sums lose.
+template <class Tile>
+constexpr int kKeysInSum = (Tile::D > 128 ? 256 : 128) * Tile::Bc;
 
 // ------------------------------------------------------------------------------ producer warp
 
@@ -87,13 +88,14 @@ __device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) 
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// When m rises, the row sum moves to shared memory and l begins again at 0. The sums of later tiles may be so small
-// that adding them to the whole sum would lose them. On a row's first tile m rises from -inf.
-__device__ inline void flush_row_sum(SoftmaxState &softmax, float *flushed_l, bool is_first) {
-    if (!__any_sync(~0u, softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
+// When m rises, and after kKeysInSum keys, the row sum moves to shared memory and l begins again at 0. The sums of
+// later tiles may be so small that adding them to the whole sum would lose them. On a row's first tile m rises from
+// -inf.
+__device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, bool is_first, bool is_due) {
+    if (!__any_sync(~0u, is_due || softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
     for (int r = 0; r < 2; ++r) {
-        float &flushed = flushed_l[row_of_thread() + 8 * r];
-        const float l = row_sum<4>(softmax.l[r]), sum = is_first ? l : fmaf(flushed, softmax.alpha[r], l);
+        double &flushed = flushed_l[row_of_thread() + 8 * r];
+        const double l = row_sum<4>(softmax.l[r]), sum = is_first ? l : fma(flushed, (double)softmax.alpha[r], l);
         __syncwarp();  // the row's four lanes have read it
         if (threadIdx.x % 4 == 0) flushed = sum;
         softmax.l[r] = 0.f;
@@ -116,7 +118,7 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Til
 template <class Tile, int Count, class IsFirst>
 __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
                           SoftmaxState &softmax, float c, float c_tile, float tile_unit, bool uses_stale_max,
-                          float dither, int j0, const IsFirst &is_first, float *flushed_l) {
+                          float dither, int j0, const IsFirst &is_first, double *flushed_l) {
     float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
     if (uses_stale_max) {
 #pragma unroll
@@ -140,7 +142,7 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
     } else {
         update_row_max<Tile::SubtractFirst>(Sij, softmax, c, tile_unit);
         exponentiate<Tile::SubtractFirst>(Sij, softmax, c_tile);
-        if (Tile::UsesStaleMax) flush_row_sum(softmax, flushed_l, is_first());
+        if (Tile::UsesStaleMax) flush_row_sum(softmax, flushed_l, is_first(), j0 % kKeysInSum<Tile> == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
@@ -152,7 +154,7 @@ template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &shared, const Float32Work &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
     for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
-        if (threadIdx.x % 4 == 0) softmax.l[r] += shared.flushed_l[row_of_thread() + 8 * r];
+        if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
     const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
     if (unitO < 0x1p-60f || p.a.l_in) {  // else unitO times the row's weight could be subnormal
@@ -208,10 +210,11 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             SoftmaxState softmax = SoftmaxState();
             int j0 = work.visible.begin, end;
             do {  // 5. for j
-                if constexpr (D > 128) {
+                if constexpr (!Tile::IsSingle) {
                     const int keys = j0 - work.visible.begin;
-                    if (keys > 0 && keys % (kTilesInOi * Bc) == 0)
-                        flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, keys == kTilesInOi * Bc, false);
+                    if (keys > 0 && keys % kKeysInSum<Tile> == 0)
+                        flush_O<Tile::SubtractFirst>(p, work, Oi, unitO, softmax, c, shared.m_of_O,
+                                                     keys == kKeysInSum<Tile>, false);
                 }
                 // Shared memory is read before the first or after the last wgmma of a group: a load between two would
                 // delay the second. The __syncwarps keep ptxas from moving loads there.
@@ -232,7 +235,8 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const bool needs_max = subtracts_first<Tile::SubtractFirst>(softmax.cm[0]) ||
                                        subtracts_first<Tile::SubtractFirst>(softmax.cm[1]);
-                const bool uses_stale_max = Tile::UsesStaleMax && !a.l && __all_sync(~0u, !needs_max);
+                const bool uses_stale_max =
+                    Tile::UsesStaleMax && !a.l && j0 % kKeysInSum<Tile> != 0 && __all_sync(~0u, !needs_max);
                 const float dither = dither_at(j0);
                 wgmma_wait<0>(Sij);
 #pragma unroll
@@ -273,9 +277,8 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
             } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
-            if constexpr (D > 128)
-                if (j0 - work.visible.begin > kTilesInOi * Bc)
-                    flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
+            if (!Tile::IsSingle && j0 - work.visible.begin > kKeysInSum<Tile>)
+                flush_O<Tile::SubtractFirst>(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
             fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
             if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }

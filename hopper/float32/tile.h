@@ -56,8 +56,8 @@ struct ConsumerMemory {
     float inverse_scale_Q[Tile::Consumers];
     int deferred[Tile::Consumers];  // of each consumer (fallback.h): the work tile deferred most recently, or -1
     GroupScratch groups[Tile::Consumers + Tile::Splitters];
-    float flushed_l[Tile::Br];  // see flush_row_sum
-    float m_of_O[Tile::Br];     // see flush_O
+    double flushed_l[Tile::Br];  // see flush_row_sum
+    float m_of_O[Tile::Br];      // see flush_O
 };
 
 }  // namespace minimal_attn::hopper
