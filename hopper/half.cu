@@ -257,8 +257,8 @@ __device__ void mask_and_track_max(float (&Sij)[Count], float (&largest)[2], con
 // subtracted first (softmax.h), which stale_softmax can't do.
 template <class T, int Count>
 __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
-    const bool needs_max = update_row_max<false>(Sij, softmax, c);
-    exponentiate<false>(Sij, softmax, c);
+    const bool needs_max = update_row_max(Sij, softmax, c);
+    exponentiate(Sij, softmax, c);
     pack_P<T>(Pij, Sij);
     return needs_max;
 }
@@ -295,7 +295,7 @@ __device__ void zero_rows_from(unsigned char *Vj, int end, int Nk, int j0, int w
 template <int Count>
 __device__ void update_to_exact_max(float (&Oi)[Count], SoftmaxState &softmax, const float (&largest)[2], float c) {
     float two_of_each_row[4] = {largest[0], largest[0], largest[1], largest[1]};
-    update_row_max<false>(two_of_each_row, softmax, c);
+    update_row_max(two_of_each_row, softmax, c);
     for (int r = 0; r < 2; ++r) softmax.l[r] *= softmax.alpha[r];
     rescale(Oi, softmax);
 }
@@ -403,7 +403,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
         if (a.o_dtype == Dtype::float32) {
             if (a.l) update_to_exact_max(Oi, softmax, largest, c);
-            store_state<false>(p, work, work.i0 + row, Oi, softmax, c);
+            store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);
         } else if constexpr (Tile::O == StoreO::through_V) {

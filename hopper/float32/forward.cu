@@ -40,10 +40,9 @@
 namespace minimal_attn::hopper {
 namespace {
 
-// Each addition rounds, equal terms always alike. So after so many tiles Oi, and at d up to 128 l, is added to a sum in
+// Each addition to l and Oi rounds, equal terms always alike. So at each multiple of so many keys both move to sums in
 // memory. docs/numerics.md has what longer sums lose.
-template <class Tile>
-constexpr int kKeysInSum = (Tile::D > 128 ? 256 : 128) * Tile::Bc;
+constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
@@ -92,7 +91,7 @@ __device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) 
 // later tiles may be so small that adding them to the whole sum would lose them. On a row's first tile m rises from
 // -inf.
 __device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, bool is_first, bool is_due) {
-    if (!__any_sync(~0u, is_due || softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
+    if (!is_due && !__any_sync(~0u, softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
     for (int r = 0; r < 2; ++r) {
         double &flushed = flushed_l[row_of_thread() + 8 * r];
         const double l = row_sum<4>(softmax.l[r]), sum = is_first ? l : fma(flushed, (double)softmax.alpha[r], l);
@@ -136,13 +135,13 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
         return are_finite(largest);
     };
     // Mostly the sums say that none is beyond float16.
-    if (Tile::UsesStaleMax &&
+    if (!Tile::IsSingle &&
         __all_sync(~0u, uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
         for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
     } else {
-        update_row_max<Tile::SubtractFirst>(Sij, softmax, c, tile_unit);
-        exponentiate<Tile::SubtractFirst>(Sij, softmax, c_tile);
-        if (Tile::UsesStaleMax) flush_row_sum(softmax, flushed_l, is_first(), j0 % kKeysInSum<Tile> == 0);
+        update_row_max(Sij, softmax, c, tile_unit);
+        exponentiate(Sij, softmax, c_tile);
+        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, is_first(), j0 % kKeysInSum == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
@@ -153,7 +152,7 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
 template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &shared, const Float32Work &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
-    for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
+    for (int r = 0; !Tile::IsSingle && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
     const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
@@ -210,12 +209,9 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             SoftmaxState softmax = SoftmaxState();
             int j0 = work.visible.begin, end;
             do {  // 5. for j
-                if constexpr (!Tile::IsSingle) {
-                    const int keys = j0 - work.visible.begin;
-                    if (keys > 0 && keys % kKeysInSum<Tile> == 0)
-                        flush_O<Tile::SubtractFirst>(p, work, Oi, unitO, softmax, c, shared.m_of_O,
-                                                     keys == kKeysInSum<Tile>, false);
-                }
+                if (!Tile::IsSingle && j0 % kKeysInSum == 0 && j0 > work.visible.begin)
+                    flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, j0 - work.visible.begin <= kKeysInSum,
+                            false);
                 // Shared memory is read before the first or after the last wgmma of a group: a load between two would
                 // delay the second. The __syncwarps keep ptxas from moving loads there.
                 const Keys fully_visible = work.fully_visible[warpgroup];
@@ -233,10 +229,9 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 // c_tile isn't 0, since 0 times a hidden -inf is NaN.
                 const float tile_unit = fmaxf(inverse_scale_K * inverse_of_power(work.inverse_scale_K), 0x1p-60f);
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
-                const bool needs_max = subtracts_first<Tile::SubtractFirst>(softmax.cm[0]) ||
-                                       subtracts_first<Tile::SubtractFirst>(softmax.cm[1]);
+                const bool needs_max = subtracts_first(softmax.cm[0]) || subtracts_first(softmax.cm[1]);
                 const bool uses_stale_max =
-                    Tile::UsesStaleMax && !a.l && j0 % kKeysInSum<Tile> != 0 && __all_sync(~0u, !needs_max);
+                    !Tile::IsSingle && !a.l && j0 % kKeysInSum != 0 && __all_sync(~0u, !needs_max);
                 const float dither = dither_at(j0);
                 wgmma_wait<0>(Sij);
 #pragma unroll
@@ -277,8 +272,8 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
             } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
-            if (!Tile::IsSingle && j0 - work.visible.begin > kKeysInSum<Tile>)
-                flush_O<Tile::SubtractFirst>(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
+            if (!Tile::IsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > work.visible.begin)  // it was flushed before
+                flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
             fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
             if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }

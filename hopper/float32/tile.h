@@ -22,8 +22,6 @@ struct Float32Tile {
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
-    // For D > 128 exponentials are few beside the products, so m is always subtracted first and l is a Kahan sum.
-    static constexpr bool SubtractFirst = D > 128, UsesStaleMax = !SubtractFirst && !IsSingle;
     static constexpr bool kAlignKeys = true;
     using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 32, 56 or 70 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
