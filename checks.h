@@ -187,4 +187,9 @@ inline void check_overlap(const Arguments &a, const Tensor &out) {
     });
 }
 
+inline void check_data(const Arguments &a, const Tensor *out) {
+    for_each_tensor(a, check_memory);
+    if (out) check_memory(*out, "out"), check_overlap(a, *out);
+}
+
 }  // namespace minimal_attn

@@ -307,8 +307,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
 #endif
     allocate(a, returns, results);
     if (!backend || a.q.numel() == 0) return results;
-    for_each_tensor(a, check_memory);
-    if (out) check_memory(*out, "out"), check_overlap(a, *out);
+    check_data(a, out);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
@@ -397,6 +396,7 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
     check_state(a);
     if (out) check_out(a, *out);
+    if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
     pybind11::dict others;
     bool is_slower = false;
     for (const Backend &other : backends()) {

@@ -108,7 +108,10 @@ def clearer(error, arguments):
             was = f"one of layout {value.layout}" if isinstance(value, torch.Tensor) else repr(value)
             was = " ".join(was.split())
             was = was if len(was) <= 80 else was[:77] + "..."
-            return TypeError(f"{name} must be {must_be}, but was {was} ({type(value).__name__})")
+            kind = type(value).__qualname__
+            if type(value).__module__ == "numpy":  # it calls its own types bool, float64, ...
+                kind = "numpy." + kind
+            return TypeError(f"{name} must be {must_be}, but was {was} ({kind})")
     if arguments["out"] is not None and "sharding strategy" in str(error):
         return ValueError("out must be None for DTensors: their placements decide how the result is sharded")
     return error
