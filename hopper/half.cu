@@ -34,7 +34,8 @@
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
 // | named kVZeroed + index  | that consumer             | that consumer                     | hidden rows of Vj are 0 |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+// full and empty are mbarriers, on which a consumer warp arrives once (tile_queue: each of its threads). index is the
+// consumer's.
 #include "hopper/epilogue.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
@@ -416,9 +417,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         } else {
             stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
-        __syncwarp();  // all lanes have read `work` and staged O
+        __syncwarp();  // all lanes have staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
-        my_tile.consumer_release();
+        my_tile.consumer_release_by_each();
         if constexpr (!BeginsEarly) begin_work_tile();
         wgmma_wait<0>(Sij);
     }
@@ -432,7 +433,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + 2);
+        init_pipeline(shared.tile_queue, 32 * warps + 2);
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         if constexpr (Tile::O == StoreO::through_V)

@@ -31,6 +31,8 @@
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
+//
+// A consumer warp arrives once, at tile_queue's `empty` with each of its threads.
 #include "hopper/float32/fallback.h"
 #include "hopper/float32/producer.h"
 #include "hopper/float32/single.h"
@@ -175,7 +177,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
     const int warpgroup = consumer_index();
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     Pipeline<Tile::Stages> KV{shared.KV};
-    for (;; tile_queue.consumer_release()) {
+    for (;; tile_queue.consumer_release_by_each()) {
         if constexpr (!Tile::IsSingle) split_while_waiting<Tile>(p, shared, warpgroup, tile_queue);
         tile_queue.consumer_wait();
         const Float32Work &work = shared.work[tile_queue.stage()];
@@ -279,7 +281,6 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         }
         if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer<Tile>(p, shared, work, warpgroup);
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
-        __syncwarp();                         // all lanes have read the work tile
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
     run_deferred<Tile>(p, shared, warpgroup);
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + (Tile::IsSingle ? 4 : 0));  // single.h: the producer's warps, too
+        init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.KV, warps);
         for (int &deferred : shared.deferred) deferred = -1;
