@@ -244,6 +244,8 @@ def test_long_sums(backend, dtype, keys, Nk):
         bound = 3 * ERROR_BOUND[dtype]  # equal Pij are rounded alike, by up to 2^-11, and sums are truncated
     if backend.name == "paper" and dtype == torch.float32:
         bound = Nk / 64 * 2**-23  # the paper has one sum
+    elif keys is not keys_of_normal_scores and dtype == torch.float32:
+        sdpa = 0  # its own sums are long: on an H100 it was wrong by 3e-4, hopper by 2e-6
     assert ours <= max(bound, 1.2 * sdpa)
 
 

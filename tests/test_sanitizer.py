@@ -1,6 +1,6 @@
 """Tiny cases for compute-sanitizer (`pytest -m sanitizer`).
 
-They reach every code path of the kernels, except that hopper flushes O only after thousands of keys.
+They reach every code path of the kernels, except that hopper flushes l and O only after thousands of keys.
 test_explain.py says which shape reaches which tile. The reference runs on the
 CPU, so that a GPU sees little but the kernels themselves.
 """
@@ -97,7 +97,6 @@ def test_float32_beyond_float16(backend, d, Nq):
 
 @pytest.mark.parametrize("d", [40, 64, 128, 256])
 def test_several_work_tiles_beyond_float16(backend, d):
-    """Not for racecheck, which doesn't see what orders a block's second work tile."""
     check(backend, beyond_float16(backend.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
 
 
