@@ -89,7 +89,7 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
 
     // Where K and V are read in place, the next tile of keys begins its way from memory row by row, beside the
     // products.
-    const bool in_place = std::is_same_v<T, float> && a.d == D;
+    const bool in_place = std::is_same_v<T, float> && a.d == D && !a.block_table;
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
         const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !in_place, buffers);

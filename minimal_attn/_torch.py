@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 # The operator's tensors, in its order, that have a row for each batch. Sinks have one for each head.
-_BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m")
+_BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m", "block_table")
 
 
 def _vmap_rule(operator):
