@@ -105,8 +105,8 @@ inline void check_block_table(const Arguments &a) {
     TORCH_CHECK_VALUE(shape.size() == 2 && shape[0] == a.q.sym_size(0), "block_table must have shape (B, n) = (",
                       a.q.sym_size(0), ", n), but has shape ", shape);
     TORCH_CHECK_VALUE(shape[1] < kMaxTokens && shape[1] * a.k.sym_size(2) < kMaxTokens,
-                      "block_table must have pages for fewer than ", kMaxTokens, " keys a batch, but has shape ",
-                      shape, " and pages of ", a.k.sym_size(2));
+                      "block_table must have pages for fewer than ", kMaxTokens, " keys a batch, but has shape ", shape,
+                      " and pages of ", a.k.sym_size(2));
 }
 
 inline void check_options(const Arguments &a) {

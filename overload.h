@@ -23,8 +23,8 @@ using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
 
 // The arguments in their order, as errors call them: Python's one `offset` is two here.
 inline constexpr std::array<const char *, 17> kNames = {
-    "q",      "k",      "v",       "causal",    "window_size", "softmax_scale", "seqlens_k", "leftpad_k",
-    "offset", "offset", "backend", "state's o", "state's l",   "state's m",     "sinks",     "block_table", "out"};
+    "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
+    "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
 
 inline void refuse_grad(const Tensor &t, const char *name) {
     TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,

@@ -284,8 +284,8 @@ def _attend(q, k, v, s_aux, wants_lse, **options):
 
 
 def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (1, total_k, Hkv, d),
-    or of the pages in a block_table (1, n).
+    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (1, total_k, Hkv,
+    d), or of the pages in options' block_table (1, n).
 
     forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
     How many blocks there are at most is known without the lengths. The last block has no query and no key.
