@@ -235,7 +235,7 @@ class Explanation:
     threads: int  #: of a block; on the CPU, of the process
     shared_memory: int  #: bytes of a block
     workspace: int  #: bytes in the device's memory, besides the result
-    copied: list[str]  #: which of q, k, v are copied first, since the backend can't read their strides
+    copied: list[str]  #: which of q, k, v are copied first: the backend can't read their strides or pages
     others: dict[str, str]  #: for each other backend of this build, why it isn't taken
 
     def __str__(self) -> str:
