@@ -149,6 +149,11 @@ struct KeyRows {
         const int page = clamp(block_table[j / page_size], 0, last_page);
         return head + page * page_stride + j % page_size * row_stride;
     }
+
+    // Then all of their rows are row_stride apart.
+    MINIMAL_ATTN_HOST_DEVICE bool have_one_page(Keys keys) const {
+        return !block_table || keys.begin / page_size == (keys.end - 1) / page_size;
+    }
 };
 
 // How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. If reads_Oi or reads_o_in is false, its term must not be

@@ -183,7 +183,7 @@ void forward(const Attention &a, const QueryTile &t, const QueryTile &next, cons
     const Band band = band_of(a, t.b);
     const Keys seen = keys_of_any(band, t.query(0), t.query(t.rows - 1) + 1);
     // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
-    const bool in_place = R > 1 && !a.block_table;
+    const bool in_place = R > 1;
 
     // 8. Qi, Oi, li, mi
     start_rows<T, P>(a, t, lanes, buffers);
