@@ -22,9 +22,9 @@ using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-su
 using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
 
 // The arguments in their order, as errors call them: Python's one `offset` is two here.
-inline constexpr std::array<const char *, 16> kNames = {
-    "q",      "k",      "v",       "causal",    "window_size", "softmax_scale", "seqlens_k", "leftpad_k",
-    "offset", "offset", "backend", "state's o", "state's l",   "state's m",     "sinks",     "out"};
+inline constexpr std::array<const char *, 17> kNames = {
+    "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
+    "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
 
 inline void refuse_grad(const Tensor &t, const char *name) {
     TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,
@@ -113,7 +113,8 @@ struct Overload<compute> {
         const std::string arguments =
             "(Tensor q, Tensor k, Tensor v, bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, "
             "Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, "
-            "str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None";
+            "str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None, "
+            "Tensor? block_table=None";
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
         // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

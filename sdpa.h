@@ -94,7 +94,7 @@ inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::
     static const std::array<SymInt, 2> window = {-1, -1};
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
     const Arguments a{c.q,    c.k,  c.v,    c.is_causal, window, c.scale, none, none,
-                      offset, none, "auto", none,        none,   none,    none};
+                      offset, none, "auto", none,        none,   none,    none, none};
     const Tensor &q = c.q;
     const Tensor o = layout == Layout::of_q
                          ? at::empty_like(q)

@@ -42,8 +42,8 @@ _ELSEWHERE = {
     "softcap": "there is no softcap yet",
     "logits_soft_cap": "there is no softcap yet",
     "alibi_slopes": "there is no ALiBi yet",
-    "block_table": "minimal_attn.flash_attn has paged caches",
-    "page_table": "minimal_attn.flash_attn has paged caches",
+    "page_table": "use block_table",
+    "block_tables": "use block_table",
     "num_splits": "there is no split of the keys to choose",
     "deterministic": "the same inputs always give the same bits",
 }
@@ -87,6 +87,7 @@ _MUST_BE = {
     ),
     "sinks": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "out": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "block_table": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "return_lse": (lambda x: isinstance(x, bool), "True or False"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),

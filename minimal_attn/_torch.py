@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 # The operator's tensors, in its order, that have a row for each batch. Sinks have one for each head.
-_BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m")
+_BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m", "block_table")
 
 
 def _vmap_rule(operator):
@@ -26,8 +26,17 @@ def _vmap_rule(operator):
             t, dim = arguments[name], dims[name]
             return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
 
+        pages = []
+        if arguments.get("block_table") is not None:
+            if dims["k"] is None and dims["v"] is None:  # all elements read the same pages
+                pages = ["k", "v"]
+            else:
+                table, n_pages = in_front("block_table"), _without(arguments["k"], dims["k"]).shape[0]
+                first_page = torch.arange(info.batch_size, device=table.device) * n_pages
+                table = table.long().clamp(0, n_pages - 1) + first_page[:, None, None]
+                arguments["block_table"], dims["block_table"] = table, 0
         for name in _BY_BATCH:
-            if arguments.get(name) is not None:
+            if arguments.get(name) is not None and name not in pages:
                 arguments[name] = in_front(name).flatten(0, 1)
         if arguments.get("sinks") is not None:
             sinks = in_front("sinks")
@@ -47,9 +56,11 @@ def _without(t, dim):
     return t if dim is None else t.select(dim, 0)
 
 
-def _flops(q, k, *args, out_shape=None, **kwargs):
+def _flops(q, k, v, *args, out_shape=None, **kwargs):
     """As PyTorch counts scaled_dot_product_attention: two matrix products, whatever the mask hides."""
-    (B, Hq, Nq, d), Nk = q, k[2]
+    names = [argument.name for argument in _functional()[0]._schema.arguments]
+    table = (dict(zip(names[3:], args, strict=False)) | kwargs).get("block_table")
+    (B, Hq, Nq, d), Nk = q, k[2] if table is None else table[1] * k[2]
     return 4 * B * Hq * Nq * Nk * d
 
 
@@ -73,6 +84,8 @@ def _sharding_rule(operator):
         k, sinks = given["k"], given.get("sinks")
         by_batch = dict.fromkeys(_BY_BATCH, Shard(0))
         by_head = dict.fromkeys(("q", "k", "v", "o", "l", "m"), Shard(1))
+        if given.get("block_table") is not None:  # any batch may read any page
+            by_batch |= {"k": whole, "v": whole}
         if sinks is not None:
             by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
             by_head["sinks"] = Shard(sinks.ndim - 1)
