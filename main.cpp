@@ -281,7 +281,13 @@ Tensor gather(const Tensor &pages, const Tensor &block_table) {
     const int64_t B = block_table.size(0), Nk = block_table.size(1) * pages.size(2);
     const Tensor once = B > 1 && block_table.stride(0) == 0 ? block_table.narrow(0, 0, 1) : block_table;
     const Tensor used = once.clamp(0, pages.size(0) - 1).flatten();
-    const Tensor copy = pages.transpose(1, 2).index_select(0, used);  // (.., page_size, Hkv, d)
+    // index_select moves one number a thread: a complex one has 16 bytes.
+    const int64_t chunk = 16 / pages.element_size();
+    bool fits = (uintptr_t)pages.const_data_ptr() % 16 == 0 && pages.storage_offset() % chunk == 0 &&
+                pages.size(3) % chunk == 0 && pages.stride(3) == 1;
+    for (int i = 0; i < 3; ++i) fits &= pages.stride(i) % chunk == 0;
+    const Tensor tokens = (fits ? pages.view(at::kComplexDouble) : pages).transpose(1, 2);
+    const Tensor copy = tokens.index_select(0, used).view(pages.scalar_type());  // (.., page_size, Hkv, d)
     return copy.view({once.size(0), Nk, pages.size(1), pages.size(3)}).transpose(1, 2).expand({B, -1, -1, -1});
 }
 
