@@ -242,7 +242,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
 }
 
 // PTX for sm_75 may be what runs on a newer GPU, so the loaded code is asked and not the device.
-const char *has_bfloat16_tensor_cores(bool &yes) {
+const char *is_code_since_ampere(bool &yes) {
     cudaFuncAttributes attributes;
     const auto kernel = with_tile(0, HalfKernels::D64(),
                                   [](auto tile) { return HalfKernels::kernel<__nv_bfloat16, decltype(tile)>(); });
