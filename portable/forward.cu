@@ -1,29 +1,43 @@
-// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has two kernels:
+// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has three kernels:
 //
-//     dtype       compute capability   kernel
-//     float32     any                  float32.cu, FMA units
-//     float16     any                  half.cu, tensor cores
-//     bfloat16    8.0 and newer        half.cu, tensor cores
-//     bfloat16    7.5                  float32.cu: Turing's tensor cores have no bfloat16
+//     dtype       GPUs                                       kernel
+//     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32.cu, tensor cores
+//     float32     7.5, 8.6, 8.9, 12.x                        float32.cu, FMA units
+//     float16     any                                        half.cu, tensor cores
+//     bfloat16    8.0 and newer                              half.cu, tensor cores
+//     bfloat16    7.5                                        float32.cu: Turing's tensor cores have no bfloat16
 //
-// Both compute the same steps, which common.cuh describes.
+// All compute the same steps, which common.cuh describes.
 #include "portable/portable.h"
 
 namespace minimal_attn {
 
+namespace {
+
+// Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from
+// NVIDIA's data sheets: A100 52 and 19.5, H100 165 and 67 (the first kind); RTX 3090 12 and 36, RTX 4090 28 and 83, L4
+// 20 and 30 (the second).
+constexpr int kSharedMemoryOfFastTf32 = 163 << 10;
+
+}  // namespace
+
 Plan plan_portable(const Attention &a, const Device &device) {
-    if (a.dtype == Dtype::float32) return portable::plan_float32(a, device);
     if (a.dtype == Dtype::float16) return portable::plan_half(a, device);
-    bool on_tensor_cores = true;
-    const char *error = portable::has_bfloat16_tensor_cores(on_tensor_cores);
-    Plan plan = on_tensor_cores ? portable::plan_half(a, device) : portable::plan_float32(a, device);
+    if (a.dtype == Dtype::float32 && device.shared_memory < kSharedMemoryOfFastTf32)
+        return portable::plan_float32(a, device);
+    bool since_ampere = true;
+    const char *error = portable::is_code_since_ampere(since_ampere);
+    Plan plan = !since_ampere               ? portable::plan_float32(a, device)
+                : a.dtype == Dtype::float32 ? portable::plan_tf32(a, device)
+                                            : portable::plan_half(a, device);
     plan.error = error;
     return plan;
 }
 
 const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
-                                          : portable::launch_float32(a, plan, workspace, stream);
+    return plan.kernel == portable::kHalf   ? portable::launch_half(a, plan, workspace, stream)
+           : plan.kernel == portable::kTf32 ? portable::launch_tf32(a, plan, workspace, stream)
+                                            : portable::launch_float32(a, plan, workspace, stream);
 }
 
 }  // namespace minimal_attn
