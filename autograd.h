@@ -118,10 +118,12 @@ public:
         variable_list results(9);  // one for each argument of forward
         auto &options = ctx->saved_data;
         if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1) || ctx->needs_input_grad(2))
-            std::tie(results[0], results[1], results[2]) = typed_handle<Backward>("minimal_attn::backward").call(
-                do_, q, k, v, o, lse, maybe(dlse), options["causal"].toBool(), options["window_size"].toSymIntVector(),
-                options["softmax_scale"].toOptional<double>(), maybe(saved[7]), maybe(saved[8]),
-                options["offset"].toOptional<SymInt>(), maybe(saved[9]), options["backend"].toStringRef(), std::nullopt);
+            std::tie(results[0], results[1], results[2]) =
+                typed_handle<Backward>("minimal_attn::backward")
+                    .call(do_, q, k, v, o, lse, maybe(dlse), options["causal"].toBool(),
+                          options["window_size"].toSymIntVector(), options["softmax_scale"].toOptional<double>(),
+                          maybe(saved[7]), maybe(saved[8]), options["offset"].toOptional<SymInt>(), maybe(saved[9]),
+                          options["backend"].toStringRef(), std::nullopt);
         const Tensor &o_in = saved[10], &l_in = saved[11], &m_in = saved[12], &sinks = saved[13];
         if (o_in.defined() || sinks.defined()) {
             const auto earlier = gradients_of_earlier(do_, o, lse, dlse, o_in, l_in, m_in, sinks);
@@ -136,8 +138,9 @@ public:
 class Once : public torch::autograd::Function<Once> {
 public:
     template <class... Options>
-    static variable_list forward(AutogradContext *, const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
-                                 const Tensor &o, const Tensor &lse, const MaybeTensor &dlse, const Options &...options) {
+    static variable_list forward(AutogradContext *, const Tensor &do_, const Tensor &q, const Tensor &k,
+                                 const Tensor &v, const Tensor &o, const Tensor &lse, const MaybeTensor &dlse,
+                                 const Options &...options) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         const auto &op = typed_handle<Backward>("minimal_attn::backward");
         const auto [dq, dk, dv] = op.call(do_, q, k, v, o, lse, dlse, options...);

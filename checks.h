@@ -150,11 +150,13 @@ inline void check_gradients(const Arguments &a, const Tensor &do_, const Tensor 
     }
     for (const auto &[t, name] : {std::pair{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}}) {
         check_like_q(q, *t, name, at::kFloat);
-        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name, " must have shape (B, Hq, Nq) = ",
-                          q.sym_sizes().slice(0, 3), ", but has shape ", t->sym_sizes());
+        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
+                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
+                          t->sym_sizes());
     }
-    TORCH_CHECK_VALUE(!out_dtype || *out_dtype == at::kFloat || *out_dtype == dtype, "out_dtype must be float32 or q's ",
-                      name_of(dtype), ", but was ", name_of(out_dtype.value_or(dtype)));
+    TORCH_CHECK_VALUE(!out_dtype || *out_dtype == at::kFloat || *out_dtype == dtype,
+                      "out_dtype must be float32 or q's ", name_of(dtype), ", but was ",
+                      name_of(out_dtype.value_or(dtype)));
 }
 
 // What is below is for tensors that have data.

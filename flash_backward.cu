@@ -49,9 +49,7 @@ MINIMAL_ATTN_HOST_DEVICE constexpr int up_to_4s(int n) { return (n + 3) / 4 * 4;
 // What step 2 chooses, and how the shared memory of a block is laid out for it.
 struct Tiles {
     int Br, Bc, D;
-    MINIMAL_ATTN_HOST_DEVICE int floats() const {
-        return (2 * Br + 4 * Bc) * (D + 1) + 2 * Br * (Bc + 1) + 2 * Br;
-    }
+    MINIMAL_ATTN_HOST_DEVICE int floats() const { return (2 * Br + 4 * Bc) * (D + 1) + 2 * Br * (Bc + 1) + 2 * Br; }
 };
 
 // The rows of one head of a (B, H, N, d) tensor in HBM.
@@ -237,16 +235,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         // 24. dKj, dVj to HBM
         __syncthreads();
-        for_numbers(keys, a.d, [&](int key, int x) {
-            dK.set(j0 + key, x, dKj.at(key, x)), dV.set(j0 + key, x, dVj.at(key, x));
-        });
+        for_numbers(keys, a.d,
+                    [&](int key, int x) { dK.set(j0 + key, x, dKj.at(key, x)), dV.set(j0 + key, x, dVj.at(key, x)); });
     }  // 25. end for
 
     // 26. Return dQ, dK, dV: dQ in the dtype that the caller wants
     __syncthreads();
     for (int64_t h = h0; h < h1 && dQ_tensor != g.dq; ++h)
         for_numbers(a.Nq, a.d, [&](int i, int x) {
-            Results<T>(g.dq, g.dq_stride, b, h, g.out_dtype).set(i, x, Rows<float>(dQ_tensor, dQ_stride, b, h).at(i, x));
+            Results<T>(g.dq, g.dq_stride, b, h, g.out_dtype)
+                .set(i, x, Rows<float>(dQ_tensor, dQ_stride, b, h).at(i, x));
         });
 }
 

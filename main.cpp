@@ -373,8 +373,9 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend_name,
                    std::optional<at::ScalarType> out_dtype) {
     const MaybeTensor none;
-    const Arguments a{q,       k,            v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
-                      offsets, backend_name, none, none,   none,        none};
+    const Arguments a{q,         k,         v,      causal,  window_size,  softmax_scale,
+                      seqlens_k, leftpad_k, offset, offsets, backend_name, none,
+                      none,      none,      none};
     check_q_k_v(a);
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);
@@ -489,8 +490,8 @@ TORCH_LIBRARY(minimal_attn, m) {
     Overload<forward<Lse>>::define(m, "", "(Tensor o, Tensor lse)");
     Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
     Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
-    m.def((std::string("backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") + kOptions +
-           "ScalarType? out_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv)")
+    m.def((std::string("backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") +
+           kOptions + "ScalarType? out_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv)")
               .c_str(),
           {at::Tag::pt2_compliant_tag});
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

@@ -57,9 +57,7 @@ struct Overload<compute> {
 
     static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }
 
-    static const auto &handle() {
-        return typed_handle<Result(Args...)>("minimal_attn::forward", name);
-    }
+    static const auto &handle() { return typed_handle<Result(Args...)>("minimal_attn::forward", name); }
 
     // This must be the Autograd kernel, since torch.compile runs the others with grad mode off.
     static Result autograd(c10::DispatchKeySet keys, Args... args) {

@@ -28,6 +28,21 @@ template <int R, class Use>
                                     [&](int x, int column, Vec sum) { use(x, first + column, sum); });
 }
 
+// scores(x, column) = use(x, column, sum over channels c of A(x, c) B_T(c, column)), Bc a row. Sums of 64 products are added
+// up, as in kernel.h: one long sum would round more.
+template <class Use>
+[[gnu::always_inline]] inline void multiply_channels(int rows, int columns, int d, const float *A, const float *B_T,
+                                                     float *scores, const Use &use) {
+    constexpr int channels = 64;
+    for (int c = 0; c < d; c += channels)
+        multiply_columns<max_R>(rows, columns, std::min(channels, d - c), A + c, round_up(d, 16), 1, B_T + c * Bc, Bc,
+                                [&](int x, int column, Vec sum) {
+                                    Vec &score = vec(scores + x * Bc + column);
+                                    if (c > 0) sum += score;
+                                    score = c + channels < d ? sum : use(x, column, sum);
+                                });
+}
+
 // A row as float32, with zeros up to D.
 template <class T>
 void load_row(const T *row, int d, int64_t D, float *to) {
@@ -80,12 +95,11 @@ void load_queries(const Gradient &g, const Band &band, const QueryTile &t, const
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
 void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int j0, int keys,
                   const GradientBuffers &buffers) {
-    constexpr int R = max_R;
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
-    multiply_columns<R>(t.rows, vectors, a.d, buffers.Qi, D, 1, buffers.Kj_T, Bc, [&](int x, int column, Vec QK) {
-        vec(P + x * Bc + column) = exp(a.softmax_scale * QK - buffers.lse[x]);
+    multiply_channels(t.rows, vectors, a.d, buffers.Qi, buffers.Kj_T, P, [&](int x, int, Vec QK) {
+        return exp(a.softmax_scale * QK - buffers.lse[x]);
     });
     const Keys seen_by_all = keys_of_all(band, t.query(0), t.query(t.rows - 1) + 1);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
@@ -95,14 +109,14 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         }
-    multiply_columns<R>(keys, D, t.rows, P, 1, Bc, buffers.dOi, D,
+    multiply_columns<max_R>(keys, D, t.rows, P, 1, Bc, buffers.dOi, D,
                         [&](int x, int column, Vec PdO) { vec(buffers.dVj + x * D + column) += PdO; });
     // Where Pij = 0 dSij is 0, whatever hidden numbers are.
-    multiply_columns<R>(t.rows, vectors, a.d, buffers.dOi, D, 1, buffers.Vj_T, Bc, [&](int x, int column, Vec dP) {
+    multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS, [&](int x, int column, Vec dP) {
         const Vec p = vec(P + x * Bc + column);
-        vec(dS + x * Bc + column) = p == 0.f ? Vec{} : a.softmax_scale * p * (dP - buffers.Di[x]);
+        return p == 0.f ? Vec{} : a.softmax_scale * p * (dP - buffers.Di[x]);
     });
-    multiply_columns<R>(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D,
+    multiply_columns<max_R>(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D,
                         [&](int x, int column, Vec dSQ) { vec(buffers.dKj + x * D + column) += dSQ; });
 }
 
@@ -137,7 +151,8 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
     load_keys<T>(g, t, keys, buffers);
     for (int64_t i = 0; i < Tr && !empty(keys); ++i) {
         const int64_t first_row = i * gradient_Br;
-        const QueryTile queries = {t.b, t.h, a.Hq / a.Hkv, first_row, (int)std::min<int64_t>(gradient_Br, rows - first_row)};
+        const QueryTile queries = {t.b, t.h, a.Hq / a.Hkv, first_row,
+                                   (int)std::min<int64_t>(gradient_Br, rows - first_row)};
         const Keys seen = keys_of_any(band, queries.query(0), queries.query(queries.rows - 1) + 1);
         if (empty(seen) || seen.end <= t.j0 || seen.begin >= t.j0 + Bc) continue;
         const Keys key_tiles = {seen.begin / Bc, (int)round_up(seen.end, Bc) / Bc};
