@@ -496,7 +496,7 @@ TORCH_LIBRARY(minimal_attn, m) {
           {at::Tag::pt2_compliant_tag});
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
         m.impl("backward", torch::dispatch(key, &backward));
-    m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_once_of(&backward)));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&backward)));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -70,17 +70,14 @@ struct Overload<compute> {
         return handle().redispatch(keys & c10::after_autograd_keyset, std::forward<Args>(args)...);
     }
     static Result record(const Arguments &a) {
-        const auto apply = [&](Returns returns) {
-            return autograd::Attend::apply(a.q, a.k, a.v, a.o, a.l, a.m, a.sinks, a, returns);
-        };
         if constexpr (std::is_same_v<Result, State>) {
-            const auto results = apply(Returns::state);
-            return {results[0], results[1], results[2]};
+            const Results results = autograd::record(a, Returns::state);
+            return {results.o, results.l, results.m};
         } else if constexpr (std::is_same_v<Result, Lse>) {
-            const auto results = apply(Returns::lse);
-            return {results[0], results[1]};
+            const Results results = autograd::record(a, Returns::lse);
+            return {results.o, results.lse};
         } else {
-            return apply(Returns::o)[0];
+            return autograd::record(a, Returns::o).o;
         }
     }
 

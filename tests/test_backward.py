@@ -236,7 +236,7 @@ def test_small_shared_memory(shared_memory_limit, cuda_backend):
         (dict(do=torch.zeros(1, 2, 5, 9)), ValueError, r"^do must have q's shape \[1, 2, 5, 8\]"),
         (dict(o=torch.zeros(1, 2, 5, 8).double()), ValueError, "^o must be float32, but is float64"),
         (dict(m=None, l=torch.zeros(1, 2, 5, 1)), ValueError, r"^lse must have shape \(B, Hq, Nq\)"),
-        (dict(m=torch.zeros(1, 2, 1)), ValueError, r"^m must have l's shape \(1, 2, 5\), but has shape \(1, 2, 1\)"),
+        (dict(m=torch.zeros(1, 2, 1)), ValueError, "^m must have l's shape .1, 2, 5., but has shape"),
         (dict(m=None, l=torch.zeros(1, 2, 5).half()), ValueError, "^lse must be float32, but is float16"),
         (dict(dlse=torch.zeros(2, 5, 1)), ValueError, "^dlse must have shape"),
         (dict(out_dtype=torch.float16), ValueError, "^out_dtype must be float32 or q's float32"),
