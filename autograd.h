@@ -146,7 +146,7 @@ public:
             results[3] = earlier.o, results[4] = earlier.l, results[5] = earlier.m, results[6] = earlier.sinks;
         }
         for (size_t i = 0; i < results.size(); ++i)
-            if (!should_compute_output(i)) results[i] = {};
+            if (!should_compute_output(i)) results[i] = Tensor();
         return results;
     }
 

@@ -35,9 +35,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
 
-    Autograd calls this where minimal_attn.forward's inputs require grad. By hand it serves keys in chunks: (o, l,
-    m) may cover more keys than k and v. Then dk and dv are those of these keys, and dq is this chunk's part of
-    a sum over all chunks.
+    Autograd calls this where minimal_attn.forward's inputs require grad. By hand it serves keys in chunks:
+    (o, l, m) may cover more keys than k and v. Then dk and dv are those of these keys, and dq is this chunk's
+    part of a sum over all chunks.
 
     Args:
         do: the gradient in o, (B, Hq, Nq, d), in q's dtype or float32.

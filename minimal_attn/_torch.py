@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 # The operator's tensors, in its order, that have a row for each batch. Sinks have one for each head.
-_BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m")
+_BY_BATCH = ("do", "q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m", "lse", "dlse")
 
 
 def _vmap_rule(operator):
@@ -53,8 +53,14 @@ def _flops(q, k, *args, out_shape=None, **kwargs):
     return 4 * B * Hq * Nq * Nk * d
 
 
+def _backward_flops(do, q, k, *args, out_shape=None, **kwargs):
+    """Five products: the scores are computed again."""
+    return _flops(q, k) * 5 // 2
+
+
 def _register_flops(flop_counter):
     flop_counter.register_flop_formula(torch.ops.minimal_attn.forward)(_flops)
+    flop_counter.register_flop_formula(torch.ops.minimal_attn.backward)(_backward_flops)
 
 
 def _sharding_rule(operator):
@@ -72,7 +78,7 @@ def _sharding_rule(operator):
         given = dict(zip(names, args, strict=False)) | kwargs
         k, sinks = given["k"], given.get("sinks")
         by_batch = dict.fromkeys(_BY_BATCH, Shard(0))
-        by_head = dict.fromkeys(("q", "k", "v", "o", "l", "m"), Shard(1))
+        by_head = dict.fromkeys(("do", "q", "k", "v", "o", "l", "m", "lse", "dlse"), Shard(1))
         if sinks is not None:
             by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
             by_head["sinks"] = Shard(sinks.ndim - 1)
@@ -80,7 +86,7 @@ def _sharding_rule(operator):
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.
         parts = [math.prod(some) for n in range(len(sizes)) for some in combinations(sizes, n + 1)]
-        if Hkv == 1:  # each query head reads the one key head
+        if Hkv == 1 and "do" not in given:  # each query head reads the one key head
             by_head |= {"k": whole, "v": whole}
         elif any(Hkv % n for n in parts if n <= Hkv):
             by_head = {}
@@ -136,8 +142,9 @@ class _AfterImport(MetaPathFinder):
 
 
 def _functional():
-    """The overloads that return new tensors."""
-    return [getattr(torch.ops.minimal_attn.forward, overload) for overload in ("default", "lse", "state")]
+    """The operators that return new tensors."""
+    forward = torch.ops.minimal_attn.forward
+    return [forward.default, forward.lse, forward.state, torch.ops.minimal_attn.backward.default]
 
 
 def register():
