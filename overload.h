@@ -33,7 +33,7 @@ inline bool check_grad(const Tensor &t, const char *name, bool has_out) {
                 " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
     const bool is_wanted = t.requires_grad() && at::GradMode::is_enabled();
     TORCH_CHECK(!is_wanted || !has_out, name,
-                " must not require grad with out, but does: call it without out, or under torch.no_grad()");
+                " must not require grad where out is given, but does: call it without out, or under torch.no_grad()");
     return is_wanted;
 }
 inline bool check_grad(const MaybeTensor &t, const char *name, bool has_out) {

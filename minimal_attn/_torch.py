@@ -86,8 +86,8 @@ def _sharding_rule(operator):
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.
         parts = [math.prod(some) for n in range(len(sizes)) for some in combinations(sizes, n + 1)]
-        if Hkv == 1 and "do" not in given:  # each query head reads the one key head
-            by_head |= {"k": whole, "v": whole}
+        if Hkv == 1:  # each query head reads the one key head, whose gradient is a sum over them
+            by_head = {} if "do" in given else by_head | {"k": whole, "v": whole}
         elif any(Hkv % n for n in parts if n <= Hkv):
             by_head = {}
 

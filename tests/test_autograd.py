@@ -137,7 +137,7 @@ def test_out_is_refused(backend):
     q, k, v = backend.qkv()
     for name, change in ("q", dict(q=q.clone().requires_grad_())), ("out", {}):
         options = dict(q=q, k=k, v=v, out=torch.zeros_like(q, requires_grad=name == "out")) | change
-        with pytest.raises(RuntimeError, match=f"^{name} must not require grad with out, but does: .*no_grad"):
+        with pytest.raises(RuntimeError, match=f"^{name} must not require grad where out is given, but does: .*no_grad"):
             backend.forward(**options)
         with torch.no_grad():
             backend.forward(**options)

@@ -13,7 +13,7 @@ import traceback
 import pytest
 import torch
 from conftest import DTYPES, Backend, check_o
-from reference import Attention, attention
+from reference import Attention, attention, gradients, relative_error
 
 from minimal_attn import flash_attn
 from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -609,7 +609,20 @@ def test_pages_that_do_not_exist():
     flash_attn_with_kvcache(**options | dict(cache_seqlens=backend.ints(4, 4)))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients(backend):
+    options = good(backend, flash_attn_func) | dict(s_aux=backend.randn(4))
+    names = ["q", "k", "v", "s_aux"]
+    inputs = [options[name].clone().requires_grad_() for name in names]
+    out = flash_attn_func(**options | dict(zip(names, inputs, strict=True)), causal=True)
+    do = torch.randn_like(out)
+    q, k, v, sinks = (options[name] for name in names)
+    q, k, v, do64 = (t.transpose(1, 2) for t in (q, k, v, do))
+    exact = gradients(do64, q, k, v, wanted=["sinks"], sinks=sinks, causal=True)
+    for x, y in zip(torch.autograd.grad(out, inputs, do), exact, strict=True):
+        assert relative_error((x.transpose(1, 2) if x.dim() == 4 else x).double(), y) < 2e-6
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f is not flash_attn_func])
 def test_gradients_are_refused(backend, function):
     options = good(backend, function)
     for name in [
