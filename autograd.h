@@ -43,6 +43,7 @@ using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, 
                            std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
                            const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
                            std::string_view backend, std::optional<at::ScalarType> out_dtype);
+Backward backward;  // what the operator computes (main.cpp)
 
 // Looked up once, which is faster than torch.ops.
 template <class Signature>

@@ -342,30 +342,6 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     return results;
 }
 
-namespace {
-
-// ---------------------------------------------------------------------------------------------- the operator
-// Four overloads with the same arguments, since an operator returns what its schema says: forward gives o, forward.lse
-// (o, log-sum-exp), forward.state (o, l, m), and forward.out writes o into its last argument.
-
-template <class Result, class... Out>
-Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
-               std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend, const MaybeTensor &o,
-               const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks, Out... out) {
-    const Arguments a{q,       k,       v, causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
-                      offsets, backend, o, l,      m,           sinks};
-    if constexpr (std::is_same_v<Result, State>) {
-        const Results results = run(a, Returns::state);
-        return {results.o, results.l, results.m};
-    } else if constexpr (std::is_same_v<Result, Lse>) {
-        const Results results = run(a, Returns::lse);
-        return {results.o, results.lse};
-    } else {
-        return (Result)run(a, Returns::o, &out...).o;
-    }
-}
-
 // What autograd calls, and minimal_attn.backward: the operator minimal_attn::backward.
 Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
                    const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
@@ -409,6 +385,30 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
     plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
+}
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------- the operator
+// Four overloads with the same arguments, since an operator returns what its schema says: forward gives o, forward.lse
+// (o, log-sum-exp), forward.state (o, l, m), and forward.out writes o into its last argument.
+
+template <class Result, class... Out>
+Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
+               std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend, const MaybeTensor &o,
+               const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks, Out... out) {
+    const Arguments a{q,       k,       v, causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
+                      offsets, backend, o, l,      m,           sinks};
+    if constexpr (std::is_same_v<Result, State>) {
+        const Results results = run(a, Returns::state);
+        return {results.o, results.l, results.m};
+    } else if constexpr (std::is_same_v<Result, Lse>) {
+        const Results results = run(a, Returns::lse);
+        return {results.o, results.lse};
+    } else {
+        return (Result)run(a, Returns::o, &out...).o;
+    }
 }
 
 // What Python calls while not compiling: the same operator.
