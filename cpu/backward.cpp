@@ -3,7 +3,7 @@
 // keys, to which their threads add in turns, in the order of the keys: so the bits don't depend on the threads.
 //
 // A tile waits only for the tile of keys before it, which was taken earlier: so there is always one that needn't wait.
-// Tiles are taken key head by key head, so that threads rarely share one.
+// The first tiles of all key heads come first, so that threads rarely wait.
 
 #include "flash.h"
 
@@ -33,6 +33,7 @@ struct KeyTile {
 // A thread's memory, in float32; D is d rounded up to a multiple of 16.
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij, *lse, *Di;
+    float *dQi;  // where there is one tile of keys
     int64_t size = 0;
 
     // memory is a multiple of 64 bytes, and so is the beginning of every buffer; null to know the size.
@@ -44,13 +45,14 @@ struct GradientBuffers {
         };
         for (float **buffer : {&Kj, &dKj, &dVj, &Kj_T, &Vj_T}) take(*buffer, Bc * D);
         take(Qi, Br * D), take(dOi, Br * D), take(Pij, Br * Bc), take(dSij, Br * Bc), take(lse, Br), take(Di, Br);
+        take(dQi, a.Nk > Bc ? 0 : Br * D);
     }
 };
 
 // What the threads share.
 struct GradientWorkspace {
     float *D;                 // rowsum(dO o O), (B, Hq, Nq)
-    float *dQ;                // (B, Hkv, rows of the key head, d rounded up to a multiple of 16)
+    float *dQ;  // (B, Hkv, rows of the key head, d rounded up to a multiple of 16), for several tiles of keys
     std::atomic<int> *turns;  // for each tile of queries, how many tiles of keys are in its dQi
     int64_t size = 0;         // bytes
 
@@ -62,7 +64,7 @@ struct GradientWorkspace {
             return taken;
         };
         D = (float *)take(heads * rows * sizeof(float));
-        dQ = (float *)take(heads * rows * round_up(a.d, 16) * sizeof(float));
+        dQ = (float *)take(a.Nk > Bc ? heads * rows * round_up(a.d, 16) * sizeof(float) : 0);
         turns = (std::atomic<int> *)take(heads * (round_up(rows, gradient_Br) / gradient_Br) * sizeof(int));
     }
 };

@@ -59,13 +59,14 @@ void store_row(const float *row, int d, void *tensor, const Strides &stride, int
         convert(row, row_of<T>(tensor, stride, b, h, i), d);
 }
 
-// Steps 7 and 8: Kj, its transpose, that of Vj, and dKj = dVj = 0. Rows of keys that don't count are zeros.
+// Step 7: Kj, its transpose and that of Vj. Rows of keys that don't count are zeros.
 template <class T>
 void load_keys(const Gradient &g, const KeyTile &t, Keys keys, const GradientBuffers &buffers) {
     const Attention &a = g.a;
     const int64_t D = round_up(a.d, 16);
     const auto load = [&](const void *x, const Strides &stride, float *rows, float *transposed) {
-        std::fill(rows, rows + Bc * D, 0.f);
+        std::fill(rows, rows + (keys.begin - t.j0) * D, 0.f);
+        std::fill(rows + (keys.end - t.j0) * D, rows + Bc * D, 0.f);
         for (int64_t j = keys.begin; j < keys.end; ++j)
             load_row(row_of<const T>(x, stride, t.b, t.h, j), a.d, D, rows + (j - t.j0) * D);
         for (int64_t j = 0; j < Bc; j += W)
@@ -73,8 +74,6 @@ void load_keys(const Gradient &g, const KeyTile &t, Keys keys, const GradientBuf
     };
     load(a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
     load(a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
-    std::fill(buffers.dKj, buffers.dKj + Bc * D, 0.f);
-    std::fill(buffers.dVj, buffers.dVj + Bc * D, 0.f);
 }
 
 // Step 10: Qi, dOi, lse and D. Rows that see no key are zeros, whatever the tensors hold.
@@ -147,8 +146,11 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
     const int64_t D = round_up(a.d, 16), rows = rows_of_key_head(a), Tr = round_up(rows, gradient_Br) / gradient_Br;
     const int64_t bh = t.b * a.Hkv + t.h;
     const Band band = band_of(a, t.b);
+    // 7., 8. Kj, Vj, dKj = 0, dVj = 0
     const Keys keys = {std::max(band.keys.begin, t.j0), std::min(band.keys.end, t.j0 + Bc)};
-    load_keys<T>(g, t, keys, buffers);
+    if (!empty(keys)) load_keys<T>(g, t, keys, buffers);
+    std::fill(buffers.dKj, buffers.dKj + Bc * D, 0.f);
+    std::fill(buffers.dVj, buffers.dVj + Bc * D, 0.f);
     for (int64_t i = 0; i < Tr && !empty(keys); ++i) {
         const int64_t first_row = i * gradient_Br;
         const QueryTile queries = {t.b, t.h, a.Hq / a.Hkv, first_row,
@@ -158,8 +160,8 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
         const Keys key_tiles = {seen.begin / Bc, (int)round_up(seen.end, Bc) / Bc};
         load_queries<T>(g, band, queries, workspace.D, buffers);
         compute_tile(a, band, queries, t.j0, keys.end - t.j0, buffers);
-        add_dQ<T>(g, queries, key_tiles, t.j0 / Bc, keys.end - t.j0, workspace.dQ + (bh * rows + first_row) * D,
-                  workspace.turns[bh * Tr + i], buffers);
+        float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
+        add_dQ<T>(g, queries, key_tiles, t.j0 / Bc, keys.end - t.j0, dQi, workspace.turns[bh * Tr + i], buffers);
     }
     // 24. dKj, dVj
     for (int j = t.j0; j < std::min(t.j0 + Bc, a.Nk); ++j) {

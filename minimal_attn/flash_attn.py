@@ -223,9 +223,9 @@ def flash_attn_with_kvcache(
         out (B, Nq, Hq, d); with return_softmax_lse (out, softmax_lse (B, Hq, Nq)).
 
     Raises:
-        As flash_attn_varlen_func, and NotImplementedError for rotary_cos and rotary_sin, ValueError for lengths that
-        exceed the cache (an int, or a tensor on a CPU; on a GPU they are not checked, and PyTorch's assertion
-        ends a write behind the cache). The cache is then as before.
+        As flash_attn_varlen_func, and NotImplementedError for rotary_cos and rotary_sin, ValueError for
+        lengths that exceed the cache (an int, or a tensor on a CPU; on a GPU they are not checked, and
+        PyTorch's assertion ends a write behind the cache). The cache is then as before.
     """
     options = _options(softmax_scale, causal, window_size)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
@@ -366,8 +366,8 @@ def _refuse(**missing):
 def _refuse_grad(**tensors):
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            todo = f"call it under torch.no_grad(), or with a detached {name}"
-            raise RuntimeError(f"{name} must not require grad, but does: there is no backward pass here yet; {todo}")
+            todo = f"there is no backward pass yet; call it under torch.no_grad(), or with a detached {name}"
+            raise RuntimeError(f"{name} must not require grad, but does: {todo}")
 
 
 def _check(name, x, q, shape, dtypes):

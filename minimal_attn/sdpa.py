@@ -63,8 +63,8 @@ def scaled_dot_product_attention(
         What PyTorch's function raises, since arguments that don't fit go there.
 
     Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
-    gradients on a GPU is passed on; under activate() PyTorch's function comes back to these kernels. So is one
-    with dual tensors (torch.func.jvp), which PyTorch serves under sdpa_kernel(SDPBackend.MATH) alone.
+    gradients on a GPU is passed on; under activate() PyTorch's function comes back to these kernels. So is
+    one with dual tensors (torch.func.jvp), which PyTorch serves under sdpa_kernel(SDPBackend.MATH) alone.
     """
     served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     if isinstance(served, str):

@@ -137,7 +137,8 @@ def test_out_is_refused(backend):
     q, k, v = backend.qkv()
     for name, change in ("q", dict(q=q.clone().requires_grad_())), ("out", {}):
         options = dict(q=q, k=k, v=v, out=torch.zeros_like(q, requires_grad=name == "out")) | change
-        with pytest.raises(RuntimeError, match=f"^{name} must not require grad where out is given, but does: .*no_grad"):
+        text = f"^{name} must not require grad where out is given, but does: .*no_grad"
+        with pytest.raises(RuntimeError, match=text):
             backend.forward(**options)
         with torch.no_grad():
             backend.forward(**options)
@@ -238,7 +239,8 @@ def test_opcheck_of_backward(backend, dtype):
     library.opcheck(op, arguments, dict(causal=True))
     arguments[6] = torch.randn_like(lse)
     tokens_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in arguments[:5]]
-    library.opcheck(op, tokens_first + arguments[5:], dict(seqlens_k=backend.ints(33, 90), out_dtype=torch.float32))
+    options = dict(seqlens_k=backend.ints(33, 90), out_dtype=torch.float32)
+    library.opcheck(op, tokens_first + arguments[5:], options)
 
 
 def test_flop_counter(backend):

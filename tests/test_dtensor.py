@@ -115,9 +115,8 @@ def differentiate(rank, ranks, device, seed):
         do = torch.ones_like(tensors[0])
         expected = torch.autograd.grad(minimal_attn.forward(*tensors, causal=True), tensors, do)
         for given in [Shard(0)] + [Shard(1)] * (Hkv > 1) + [Shard(2)]:
-            inputs = [
-                distribute_tensor(t.detach(), mesh, [given], src_data_rank=None).requires_grad_() for t in tensors
-            ]
+            shards = (distribute_tensor(t.detach(), mesh, [given], src_data_rank=None) for t in tensors)
+            inputs = [t.requires_grad_() for t in shards]
             o = minimal_attn.forward(*inputs, causal=True)
             wanted = distribute_tensor(do, mesh, o.placements, src_data_rank=None)
             for x, y in zip(torch.autograd.grad(o, inputs, wanted), expected, strict=True):

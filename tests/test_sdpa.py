@@ -155,7 +155,7 @@ def gradients(function, sample, dtype=None):
 
 
 def fused(q, k, v, **options):
-    """PyTorch's function. For 3 dimensions it has no fused kernel, so they become 4: separate steps keep more digits."""
+    """PyTorch's function. 3 dimensions become 4: else it computes in separate steps, with more digits."""
     if not q.dim() == k.dim() == v.dim() == 3 or options.get("attn_mask") is not None:
         return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(*(t.unsqueeze(1) for t in (q, k, v)), **options).squeeze(1)
