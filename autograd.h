@@ -119,8 +119,8 @@ public:
 
     void release_variables() override {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (SavedVariable *t : {&q, &k, &v, &seqlens_k, &leftpad_k, &offsets, &o_in, &l_in, &m_in, &sinks, &o, &l, &m,
-                                 &lse})
+        for (SavedVariable *t :
+             {&q, &k, &v, &seqlens_k, &leftpad_k, &offsets, &o_in, &l_in, &m_in, &sinks, &o, &l, &m, &lse})
             t->reset_data();
     }
 
@@ -136,10 +136,11 @@ public:
 
         variable_list results(7);
         if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
-            std::tie(results[0], results[1], results[2]) = typed_handle<Backward>("minimal_attn::backward").call(
-                do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size, softmax_scale,
-                maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset, maybe(unpack(offsets)), backend,
-                std::nullopt);
+            std::tie(results[0], results[1], results[2]) =
+                typed_handle<Backward>("minimal_attn::backward")
+                    .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size,
+                          softmax_scale, maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset,
+                          maybe(unpack(offsets)), backend, std::nullopt);
         const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
         if (o_before.defined() || sinks_.defined()) {
             const auto earlier =

@@ -51,7 +51,7 @@ struct GradientBuffers {
 
 // What the threads share.
 struct GradientWorkspace {
-    float *D;                 // rowsum(dO o O), (B, Hq, Nq)
+    float *D;   // rowsum(dO o O), (B, Hq, Nq)
     float *dQ;  // (B, Hkv, rows of the key head, d rounded up to a multiple of 16), for several tiles of keys
     std::atomic<int> *turns;  // for each tile of queries, how many tiles of keys are in its dQi
     int64_t size = 0;         // bytes

@@ -97,9 +97,8 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
-    multiply_channels(t.rows, vectors, a.d, buffers.Qi, buffers.Kj_T, P, [&](int x, int, Vec QK) {
-        return exp(a.softmax_scale * QK - buffers.lse[x]);
-    });
+    multiply_channels(t.rows, vectors, a.d, buffers.Qi, buffers.Kj_T, P,
+                      [&](int x, int, Vec QK) { return exp(a.softmax_scale * QK - buffers.lse[x]); });
     const Keys seen_by_all = keys_of_all(band, t.query(0), t.query(t.rows - 1) + 1);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
         for (int lane = 0; lane < t.rows; ++lane) {
@@ -109,14 +108,14 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         }
     multiply_columns<max_R>(keys, D, t.rows, P, 1, Bc, buffers.dOi, D,
-                        [&](int x, int column, Vec PdO) { vec(buffers.dVj + x * D + column) += PdO; });
+                            [&](int x, int column, Vec PdO) { vec(buffers.dVj + x * D + column) += PdO; });
     // Where Pij = 0 dSij is 0, whatever hidden numbers are.
     multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS, [&](int x, int column, Vec dP) {
         const Vec p = vec(P + x * Bc + column);
         return p == 0.f ? Vec{} : a.softmax_scale * p * (dP - buffers.Di[x]);
     });
     multiply_columns<max_R>(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D,
-                        [&](int x, int column, Vec dSQ) { vec(buffers.dKj + x * D + column) += dSQ; });
+                            [&](int x, int column, Vec dSQ) { vec(buffers.dKj + x * D + column) += dSQ; });
 }
 
 // Step 21: dQi = dQi + dSij Kj, where it is this tile's turn: sums over keys have one order. The first tile of keys

@@ -84,9 +84,7 @@ def test_state(backend):
     do, dlse = torch.randn_like(q), backend.randn(2, 4, 100)
     inputs = leaves(q, k, v)
     q_, k_, v_ = inputs
-    first = backend.forward(
-        q_, k_[:, :, :70], v_[:, :, :70], causal=True, offset=-5, return_state=True
-    )
+    first = backend.forward(q_, k_[:, :, :70], v_[:, :, :70], causal=True, offset=-5, return_state=True)
     o, l, m = backend.forward(q_, k_[:, :, 70:], v_[:, :, 70:], causal=True, offset=-75, state=first)
     assert l.requires_grad and not m.requires_grad
     seen = l > 0
