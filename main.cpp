@@ -364,9 +364,10 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     auto &[dq, dk, dv] = results;
     if (!backend) return results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
-    while (!backend->plan_backward) ++backend;
+    while (!backend->plan_backward) ++backend;  // the last one of each device has it
     for_each_tensor(a, check_memory);
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
+    if (dlse) check_memory(*dlse, "dlse");
 
     // As in run(), what is copied here lives until the launch is queued.
     const auto readable = [&](const Tensor &t) { return backend->reads(t) ? t : aligned_copy(t); };
