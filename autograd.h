@@ -37,7 +37,8 @@ template <class Result>
 using Forward = Result(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
                        std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                        std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
-                       const MaybeTensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks);
+                       const MaybeTensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks,
+                       const MaybeTensor &block_table);
 using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
                            const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
                            std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
@@ -174,7 +175,7 @@ inline Results record(const Arguments &a, Returns returns) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         const auto call = [&](const auto &op) {
             return op.call(a.q, a.k, a.v, a.causal, a.window_size, a.softmax_scale, a.seqlens_k, a.leftpad_k, a.offset,
-                           a.offsets, a.backend, a.o, a.l, a.m, a.sinks);
+                           a.offsets, a.backend, a.o, a.l, a.m, a.sinks, a.block_table);
         };
         if (returns == Returns::state)
             std::tie(results.o, results.l, results.m) =

@@ -22,6 +22,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 // Queries and keys are numbered by ints, and narrow() in flash.h needs room above them.
 constexpr int64_t kMaxTokens = int64_t(1) << 28;
+constexpr int64_t kMaxPages = int64_t(1) << 31;  // pages are numbered by ints
 
 // The operator's arguments, as the dispatcher hands them over.
 struct Arguments {
@@ -35,6 +36,7 @@ struct Arguments {
     std::string_view backend;
     const MaybeTensor &o, &l, &m;  // the earlier state: all three or none
     const MaybeTensor &sinks;
+    const MaybeTensor &block_table;
 };
 
 // What the caller gets: o alone, o and the log-sum-exp, or the state (o, l, m) with o in float32.
@@ -70,25 +72,45 @@ inline void check_q_k_v(const Arguments &a) {
     }
     const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
     TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256, "q must have a head dimension d from 1 to 256, but has shape ", q);
-    TORCH_CHECK_VALUE(k[0] == q[0] && k[3] == q[3], "k must have q's batch size and head dimension, (", q[0],
-                      ", Hkv, Nk, ", q[3], "), but has shape ", k);
+    TORCH_CHECK_VALUE(a.block_table || (k[0] == q[0] && k[3] == q[3]),
+                      "k must have q's batch size and head dimension, (", q[0], ", Hkv, Nk, ", q[3],
+                      "), but has shape ", k);
+    TORCH_CHECK_VALUE(!a.block_table || (k[0] >= 1 && k[0] < kMaxPages && k[2] >= 1 && k[3] == q[3]),
+                      "k must be pages of q's head dimension with block_table, (pages, Hkv, page_size, ", q[3],
+                      "), at least 1 page of 1 key, but has shape ", k);
     TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ", k,
                       ", but has shape ", v);
     TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0, "q must have a multiple of k's heads, but q has ", q[1],
                       " and k has ", k[1]);
 }
 
-inline void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
-    if (!t) return;
-    const auto dtype = t->scalar_type();
+inline void check_ints(const Tensor &q, const Tensor &t, const char *name) {
+    const auto dtype = t.scalar_type();
     TORCH_CHECK_VALUE(at::isIntegralType(dtype, /*includeBool=*/false) && dtype != at::kUInt64, name,
                       " must be int32 or another integer type (not uint64), but is ", name_of(dtype));
-    check_like_q(q, *t, name, dtype);
+    check_like_q(q, t, name, dtype);
+}
+
+inline void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
+    if (!t) return;
+    check_ints(q, *t, name);
     TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
                       q.sym_size(0), ",), but has shape ", t->sym_sizes());
 }
 
+inline void check_block_table(const Arguments &a) {
+    if (!a.block_table) return;
+    check_ints(a.q, *a.block_table, "block_table");
+    const auto shape = a.block_table->sym_sizes();
+    TORCH_CHECK_VALUE(shape.size() == 2 && shape[0] == a.q.sym_size(0), "block_table must have shape (B, n) = (",
+                      a.q.sym_size(0), ", n), but has shape ", shape);
+    TORCH_CHECK_VALUE(shape[1] < kMaxTokens && shape[1] * a.k.sym_size(2) < kMaxTokens,
+                      "block_table must have pages for fewer than ", kMaxTokens, " keys a batch, but has shape ", shape,
+                      " and pages of ", a.k.sym_size(2));
+}
+
 inline void check_options(const Arguments &a) {
+    check_block_table(a);
     TORCH_CHECK_VALUE(a.window_size.size() == 2 && a.window_size[0] >= -1 && a.window_size[1] >= -1,
                       "window_size must be (left, right), each at least 0, or -1 for no bound, but was ",
                       a.window_size);
@@ -184,6 +206,7 @@ void for_each_tensor(const Arguments &a, const Function &function) {
                                   {&a.leftpad_k, "leftpad_k"},
                                   {&a.offsets, "offset"},
                                   {&a.sinks, "sinks"},
+                                  {&a.block_table, "block_table"},
                                   {&a.o, "state's o"},
                                   {&a.l, "state's l"},
                                   {&a.m, "state's m"}})
@@ -206,6 +229,11 @@ inline void check_overlap(const Arguments &a, const Tensor &out) {
         TORCH_CHECK_VALUE(t_begin + span_of(t) <= begin || end <= t_begin, "out must not overlap ", name,
                           " in memory, but does");
     });
+}
+
+inline void check_data(const Arguments &a, const Tensor *out) {
+    for_each_tensor(a, check_memory);
+    if (out) check_memory(*out, "out"), check_overlap(a, *out);
 }
 
 }  // namespace minimal_attn

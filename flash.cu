@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     // What belongs to the block's head
     const int64_t head = first_head + blockIdx.x, b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
     const Rows<const T> Q((const T *)a.q, a.q_stride, b, h);
-    const Rows<const T> K((const T *)a.k, a.k_stride, b, h_kv), V((const T *)a.v, a.v_stride, b, h_kv);
+    const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
     const Rows<float> O(state.O, state.O_stride, b, h);
     double *const l = state.l + head * a.Nq;
     float *const m = state.m + head * a.Nq;

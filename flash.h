@@ -40,6 +40,13 @@ struct Attention {
     Strides q_stride, k_stride, v_stride;
     float softmax_scale;
 
+    // With a block_table (null without) k and v are (pages, Hkv, page_size, d), and key j of batch b is row
+    // j % page_size of page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. The entries
+    // behind a batch's last key may be anything. KeyRows, below, finds a row.
+    const int *block_table;  // on the device of q
+    int64_t block_table_stride, pages;
+    int page_size;
+
     // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and
     // Nk. Of these, query i sees i + p + first <= j <= i + p + last. p is offset[b] if offset is given, else n - Nq if
     // offset_from_end, else 0 (an int offset is already added to first and last). Without a bound these are -+kNoBound,
@@ -135,6 +142,34 @@ template <class Int>
 MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i1) {
     return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
 }
+
+// The rows of K or V, `x`, that belong to batch b and key head h, wherever its pages are.
+template <class T>
+struct KeyRows {
+    const T *head;
+    int64_t page_stride, row_stride;
+    const int *block_table;  // the batch's
+    int page_size, last_page;
+
+    MINIMAL_ATTN_HOST_DEVICE KeyRows(const Attention &a, const void *x, const Strides &stride, int64_t b, int64_t h)
+        : head((const T *)x + (a.block_table ? 0 : b * stride.batch) + h * stride.head),
+          page_stride(stride.batch),
+          row_stride(stride.row),
+          block_table(a.block_table ? a.block_table + b * a.block_table_stride : nullptr),
+          page_size(a.page_size),
+          last_page((int)(a.pages - 1)) {}
+
+    MINIMAL_ATTN_HOST_DEVICE const T *operator[](int j) const {
+        if (!block_table) return head + j * row_stride;
+        const int page = clamp(block_table[j / page_size], 0, last_page);
+        return head + page * page_stride + j % page_size * row_stride;
+    }
+
+    // Then all of their rows are row_stride apart.
+    MINIMAL_ATTN_HOST_DEVICE bool have_one_page(Keys keys) const {
+        return !block_table || keys.begin / page_size == (keys.end - 1) / page_size;
+    }
+};
 
 // How a row ends: o = weight_Oi * Oi + weight_o_in * o_in. If reads_Oi or reads_o_in is false, its term must not be
 // computed: 0 times NaN is NaN. Without an earlier state there is no o_in, and reads_o_in has no meaning.

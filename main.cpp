@@ -110,6 +110,7 @@ struct Backend {
     at::DeviceType device;
     std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
     bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
+    bool (*reads_pages)(const Attention &);   // whether it reads the pages of this call where they are, likewise
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     // The backward pass. Where there is none yet, the next backend of the device computes it.
@@ -120,9 +121,11 @@ struct Backend {
 // The fastest of each device first: "auto" takes the first that serves q.
 const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
+    static const auto always = [](const Attention &) { return true; };
+    [[maybe_unused]] static const auto never = [](const Attention &) { return false; };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows,
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, never,
          [](const Attention &a, const Device &device) {
              return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
          },
@@ -130,11 +133,11 @@ const std::vector<Backend> &backends() {
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, plan_portable, launch_portable},
-        {"paper", at::kCUDA, serves_all, has_contiguous_rows, plan_paper, launch_paper, plan_paper_backward,
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, never, plan_portable, launch_portable},
+        {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward},
 #endif
-        {"cpu", at::kCPU, serves_all, has_contiguous_rows, plan_cpu, launch_cpu, plan_cpu_backward,
+        {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
          launch_cpu_backward},
     };
     return list;
@@ -270,11 +273,23 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
     check_launch(launch(call, plan, memory, stream), q);
 }
 
-// One int32 a batch, dense. Larger values are clamped. Only an offset with a window of that size could differ.
-Tensor per_batch(const MaybeTensor &t) {
+// As int32, with neighbours in the last dimension. Larger values are clamped. Only an offset with a window of that size
+// could differ.
+Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
-    return (t->scalar_type() == at::kInt ? *t : t->to(at::kLong).clamp(-most, most).to(at::kInt)).contiguous();
+    const Tensor ints = t->scalar_type() == at::kInt ? *t : t->to(at::kLong).clamp(-most, most).to(at::kInt);
+    return ints.stride(-1) == 1 ? ints : ints.contiguous();
+}
+
+// The keys (B, Hkv, Nk, d) of all pages (pages, Hkv, page_size, d) in the block_table, for a backend that can't read
+// pages. The rows of an expanded table (stride 0) are copied once.
+Tensor gather(const Tensor &pages, const Tensor &block_table) {
+    const int64_t B = block_table.size(0), Nk = block_table.size(1) * pages.size(2);
+    const Tensor once = B > 1 && block_table.stride(0) == 0 ? block_table.narrow(0, 0, 1) : block_table;
+    const Tensor used = once.clamp(0, pages.size(0) - 1).flatten();
+    const Tensor copy = pages.transpose(1, 2).index_select(0, used);  // (.., page_size, Hkv, d)
+    return copy.view({once.size(0), Nk, pages.size(1), pages.size(3)}).transpose(1, 2).expand({B, -1, -1, -1});
 }
 
 const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
@@ -290,8 +305,9 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
-// The part of flash.h's struct that the shapes, strides and options decide.
-Attention describe(const Arguments &a, Returns returns, const Tensor &q, const Tensor &k, const Tensor &v) {
+// The part of flash.h's struct that the shapes, strides and options decide. With a block_table k and v are pages.
+Attention describe(const Arguments &a, Returns returns, const Tensor &q, const Tensor &k, const Tensor &v,
+                   const Tensor &block_table) {
     Attention attention{};
     attention.dtype = dtype_of(q);
     attention.o_dtype = returns == Returns::state || a.o || a.sinks ? Dtype::float32 : attention.dtype;
@@ -299,9 +315,21 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
     attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
     attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
+    if (block_table.defined()) {
+        attention.Nk = (int)(block_table.size(1) * k.size(2));
+        attention.block_table = (const int *)block_table.const_data_ptr();
+        attention.block_table_stride = block_table.stride(0);
+        attention.pages = k.size(0), attention.page_size = (int)k.size(2);
+    }
     attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
     set_mask(attention, a);
     return attention;
+}
+
+// Whether the backend reads k and v page by page. Else gather() comes first.
+bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
+    return backend.reads(a.k) && backend.reads(a.v) &&
+           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table));
 }
 
 }  // namespace
@@ -317,14 +345,19 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
 #endif
     allocate(a, returns, results);
     if (!backend || a.q.numel() == 0) return results;
-    for_each_tensor(a, check_memory);
-    if (out) check_memory(*out, "out"), check_overlap(a, *out);
+    check_data(a, out);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
-    const Tensor q = readable(a.q), k = readable(a.k), v = readable(a.v);
-    Attention attention = describe(a, returns, q, k, v);
-    const Tensor seqlens_k = per_batch(a.seqlens_k), leftpad_k = per_batch(a.leftpad_k), offset = per_batch(a.offsets);
+    Tensor block_table = int32_of(a.block_table), k = a.k, v = a.v;
+    if (a.block_table && !reads_pages(a, *backend, block_table)) {
+        k = gather(k, block_table), v = gather(v, block_table);
+        block_table = Tensor();
+    }
+    const Tensor q = readable(a.q);
+    k = readable(k), v = readable(v);
+    Attention attention = describe(a, returns, q, k, v, block_table);
+    const Tensor seqlens_k = int32_of(a.seqlens_k), leftpad_k = int32_of(a.leftpad_k), offset = int32_of(a.offsets);
     attention.seqlens_k = ints_of(seqlens_k), attention.leftpad_k = ints_of(leftpad_k);
     attention.offset = ints_of(offset);
     const Results before = earlier_state(a);
@@ -349,9 +382,8 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend_name,
                    std::optional<at::ScalarType> out_dtype) {
     const MaybeTensor none;
-    const Arguments a{q,         k,         v,      causal,  window_size,  softmax_scale,
-                      seqlens_k, leftpad_k, offset, offsets, backend_name, none,
-                      none,      none,      none};
+    const Arguments a{q,       k,            v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
+                      offsets, backend_name, none, none,   none,        none,          none};
     check_q_k_v(a);
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);
@@ -374,8 +406,8 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
     const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
     const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
-    Gradient g{describe(a, Returns::o, q_read, k_read, v_read)};
-    const Tensor lengths = per_batch(seqlens_k), pads = per_batch(leftpad_k), positions = per_batch(offsets);
+    Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
+    const Tensor lengths = int32_of(seqlens_k), pads = int32_of(leftpad_k), positions = int32_of(offsets);
     g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
     g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
     g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
@@ -398,9 +430,10 @@ template <class Result, class... Out>
 Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
                std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend, const MaybeTensor &o,
-               const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks, Out... out) {
-    const Arguments a{q,       k,       v, causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
-                      offsets, backend, o, l,      m,           sinks};
+               const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks, const MaybeTensor &block_table,
+               Out... out) {
+    const Arguments a{q,       k,       v, causal, window_size, softmax_scale, seqlens_k,  leftpad_k, offset,
+                      offsets, backend, o, l,      m,           sinks,         block_table};
     if constexpr (std::is_same_v<Result, State>) {
         const Results results = run(a, Returns::state);
         return {results.o, results.l, results.m};
@@ -418,14 +451,15 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
                                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                                        std::optional<int64_t> offset, const MaybeTensor &offsets,
                                        const std::string &backend, const std::optional<State> &state, Flag return_state,
-                                       const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out) {
+                                       const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
+                                       const MaybeTensor &block_table) {
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;
     const auto call = [&](const auto &op, const auto &...out) {
         return op(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, o, l, m,
-                  sinks, out...);
+                  sinks, block_table, out...);
     };
     if (out) return call(Overload<forward<void, const Tensor &>>::call, *out), *out;
     if (return_lse) return call(Overload<forward<Lse>>::call);
@@ -438,20 +472,22 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
                        const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
-                       Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out) {
+                       Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
+                       const MaybeTensor &block_table) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;
-    const Arguments a{q,       k,       v, causal, window, softmax_scale, seqlens_k, leftpad_k, position,
-                      offsets, backend, o, l,      m,      sinks};
+    const Arguments a{q,       k,       v, causal, window, softmax_scale, seqlens_k,  leftpad_k, position,
+                      offsets, backend, o, l,      m,      sinks,         block_table};
     check_q_k_v(a);
     check_options(a);
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
     check_state(a);
     if (out) check_out(a, *out);
+    if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
     pybind11::dict others;
     bool is_slower = false;
     for (const Backend &other : backends()) {
@@ -464,11 +500,14 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
                                      : is_slower                       ? "is slower"
                                                                        : "backend=\"" + backend + "\" was given";
     }
+    const Tensor table = block_table.value_or(Tensor());
+    const bool gathers = block_table && q.numel() > 0 && !reads_pages(a, *taken, table);
     pybind11::list copied;
     for (const auto &[t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
-        if (t->numel() > 0 && !taken->reads(*t)) copied.append(name);
+        if (t->numel() > 0 && (!taken->reads(*t) || (gathers && t != &q))) copied.append(name);
     const auto returns = return_lse ? Returns::lse : state || return_state ? Returns::state : Returns::o;
-    Attention attention = describe(a, returns, q, k, v);
+    Attention attention = describe(a, returns, q, k, v, table);
+    if (gathers) attention.block_table = nullptr;
     // Plans ask only whether these are there, so that any pointer does.
     float any;
     if (returns == Returns::state) attention.l = attention.m = &any;

@@ -23,24 +23,24 @@ inline constexpr const char *kOptions =
     "Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, str backend=\"auto\", ";
 
 // The arguments in their order, as errors call them: Python's one `offset` is two here.
-inline constexpr std::array<const char *, 16> kNames = {
-    "q",      "k",      "v",       "causal",    "window_size", "softmax_scale", "seqlens_k", "leftpad_k",
-    "offset", "offset", "backend", "state's o", "state's l",   "state's m",     "sinks",     "out"};
+inline constexpr std::array<const char *, 17> kNames = {
+    "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
+    "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
 
 // Whether autograd has to record something. Refuses what it can't.
-inline bool check_grad(const Tensor &t, const char *name, bool has_out) {
+inline bool check_grad(const Tensor &t, const char *name, const char *refused_with) {
     TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
                 " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
     const bool is_wanted = t.requires_grad() && at::GradMode::is_enabled();
-    TORCH_CHECK(!is_wanted || !has_out, name,
-                " must not require grad where out is given, but does: call it without out, or under torch.no_grad()");
+    TORCH_CHECK(!is_wanted || !refused_with, name, " must not require grad where ", refused_with,
+                " is given, but does: call it without ", refused_with, ", or under torch.no_grad()");
     return is_wanted;
 }
-inline bool check_grad(const MaybeTensor &t, const char *name, bool has_out) {
-    return t && check_grad(*t, name, has_out);
+inline bool check_grad(const MaybeTensor &t, const char *name, const char *refused_with) {
+    return t && check_grad(*t, name, refused_with);
 }
 template <class T>
-inline bool check_grad(const T &, const char *, bool) {
+inline bool check_grad(const T &, const char *, const char *) {
     return false;
 }
 
@@ -63,7 +63,9 @@ struct Overload<compute> {
     static Result autograd(c10::DispatchKeySet keys, Args... args) {
         size_t i = 0;
         bool is_wanted = false;
-        (..., (is_wanted |= check_grad(args, kNames[i++], std::is_void_v<Result>)));
+        const auto &block_table = std::get<15>(std::tie(args...));
+        const char *const refused_with = std::is_void_v<Result> ? "out" : block_table ? "block_table" : nullptr;
+        (..., (is_wanted |= check_grad(args, kNames[i++], refused_with)));
         if constexpr (!std::is_void_v<Result>)
             if (is_wanted) return record(Arguments{args...});
         const at::AutoDispatchBelowAutograd guard;
@@ -123,7 +125,8 @@ struct Overload<compute> {
     static void define(torch::Library &m, const char *out, const char *returns) {
         const auto full_name = std::string("forward") + (*name ? "." : "") + name;
         const std::string arguments = std::string("(Tensor q, Tensor k, Tensor v, ") + kOptions +
-                                      "Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None";
+                                      "Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None, "
+                                      "Tensor? block_table=None";
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
         // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

@@ -11,6 +11,9 @@
 #include <torch/library.h>
 
 #ifdef WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
@@ -20,7 +23,6 @@
 #include <array>
 #include <atomic>
 #include <cmath>
-#include <limits>
 #include <list>
 #include <map>
 #include <optional>
@@ -94,11 +96,12 @@ inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::
     static const std::array<SymInt, 2> window = {-1, -1};
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
     const Arguments a{c.q,    c.k,  c.v,    c.is_causal, window, c.scale, none, none,
-                      offset, none, "auto", none,        none,   none,    none};
+                      offset, none, "auto", none,        none,   none,    none, none};
     const Tensor &q = c.q;
+    const int64_t row = q.size(1) * q.size(3);
     const Tensor o = layout == Layout::of_q
                          ? at::empty_like(q)
-                         : at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+                         : at::empty_strided(q.sizes(), {q.size(2) * row, q.size(3), row, 1}, q.options());
     const bool has_rows = o.stride(3) == 1 || o.size(3) == 1;
     return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {has_rows ? o : Tensor(), {}, {}, lse}).o;
 }
@@ -165,13 +168,21 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
     if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
-    // The backward pass reads rows in groups of 32; those that aren't there are infinite.
+    // The backward pass reads rows in groups of 32. Those that aren't there must be so large that exp(score - lse) is 0:
+    // 3.4e38, whose bytes are all 0x7f.
     const int64_t N = q.size(2), padded = compute_log_sumexp ? (N + 31) / 32 * 32 : 0;
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), padded});
-    if (padded > N) lse.narrow(2, N, padded - N).fill_(std::numeric_limits<float>::infinity());
+    if (padded > N) {
+        const c10::cuda::CUDAGuard guard(q.device());
+        C10_CUDA_CHECK(cudaMemset2DAsync(lse.mutable_data_ptr<float>() + N, 4 * padded, 0x7f, 4 * (padded - N),
+                                         q.size(0) * q.size(1), at::cuda::getCurrentCUDAStream()));
+    }
     // The backward kernels of half types take the strides of o for granted, whatever they are.
     const Tensor o = compute(call, compute_log_sumexp ? lse : Tensor(), Layout::tokens_first);
-    const auto seed = [&] { return at::empty({}, q.options().dtype(at::kLong)); };
+    // As PyTorch has them without dropout
+    const bool in_graph = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    const auto options = at::TensorOptions(at::kLong).device(in_graph ? q.device() : at::Device(at::kCPU));
+    const auto seed = [&] { return at::empty({}, options); };
     return {o, lse, seed(), seed()};
 }
 #endif

@@ -87,18 +87,19 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     };
     if (buffers.Oi_held) start_held_sums(C * W, C * D, buffers);
 
-    // Where K and V are read in place, the next tile of keys begins its way from memory row by row, beside the
-    // products.
+    // Where rows that are neighbours in memory are read in place, the next tile of keys begins its way from there row by
+    // row, beside the products. Other rows come faster if all are asked for at once.
     const bool in_place = std::is_same_v<T, float> && a.d == D;
+    const bool row_by_row = in_place && !a.block_table && a.k_stride.row == a.d && a.v_stride.row == a.d;
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
-        const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !in_place, buffers);
+        const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !row_by_row, buffers);
         const int n = tile.keys.end - j, n_vectors = round_up(n, W);
         Vec alpha[C] = {};
         for (int row = 0; row < t.rows; ++row) {
             float *Si = Pij + row * Bc;
             dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
-                if (row > 0 || !in_place || tile.keys.end + key >= seen.end) return;
+                if (row > 0 || !row_by_row || tile.keys.end + key >= seen.end) return;
                 prefetch(tile.Kj + (n + key) * tile.K_row, D), prefetch(tile.Vj + (n + key) * tile.V_row, D);
             });
             const Keys keys = keys_of_row(band, t.query(row));

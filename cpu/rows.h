@@ -18,16 +18,16 @@ struct KeyTile {
     bool ends_sum() const { return (keys.begin / Bc + 1) % tiles_per_sum == 0; }
 };
 
-// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows; else they are copied to the
-// buffer, and zeros fill each row up to a multiple of 16.
+// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows, if one page has them all; else
+// they are copied to the buffer, and zeros fill each row up to a multiple of 16.
 template <class T>
-const float *load_keys(const T *x, int64_t stride, Keys keys, int d, bool in_place, float *buffer, int64_t *row) {
+const float *load_keys(const KeyRows<T> &x, Keys keys, int d, bool in_place, float *buffer, int64_t *row) {
     if constexpr (std::is_same_v<T, float>)
-        if (in_place) return *row = stride, x + keys.begin * stride;
+        if (in_place && x.have_one_page(keys)) return *row = x.row_stride, x[keys.begin];
     *row = round_up(d, 16);
-    for (int64_t j = keys.begin; j < keys.end; ++j) {
+    for (int j = keys.begin; j < keys.end; ++j) {
         float *to = buffer + (j - keys.begin) * *row;
-        convert(x + j * stride, to, d);
+        convert(x[j], to, d);
         std::fill(to + d, to + *row, 0.f);
     }
     return buffer;
@@ -37,13 +37,13 @@ const float *load_keys(const T *x, int64_t stride, Keys keys, int d, bool in_pla
 template <class T>
 KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, int j, bool in_place, bool prefetches,
                   const Buffers &buffers) {
-    const T *K = row_of<const T>(a.k, a.k_stride, t.b, t.h, 0), *V = row_of<const T>(a.v, a.v_stride, t.b, t.h, 0);
+    const KeyRows<T> K(a, a.k, a.k_stride, t.b, t.h), V(a, a.v, a.v_stride, t.b, t.h);
     KeyTile tile{};
     tile.keys = {j, std::min(wanted.end, j / Bc * Bc + Bc)};
-    for (int64_t next = tile.keys.end; prefetches && next < std::min(wanted.end, tile.keys.end + Bc); ++next)
-        prefetch(K + next * a.k_stride.row, a.d), prefetch(V + next * a.v_stride.row, a.d);
-    tile.Kj = load_keys(K, a.k_stride.row, tile.keys, a.d, in_place, buffers.Kj, &tile.K_row);
-    tile.Vj = load_keys(V, a.v_stride.row, tile.keys, a.d, in_place, buffers.Vj, &tile.V_row);
+    for (int next = tile.keys.end; prefetches && next < std::min(wanted.end, tile.keys.end + Bc); ++next)
+        prefetch(K[next], a.d), prefetch(V[next], a.d);
+    tile.Kj = load_keys(K, tile.keys, a.d, in_place, buffers.Kj, &tile.K_row);
+    tile.Vj = load_keys(V, tile.keys, a.d, in_place, buffers.Vj, &tile.V_row);
     return tile;
 }
 
@@ -89,8 +89,6 @@ template <class T>
     }
     if (same_head) return;
     const Keys seen = keys_of_any(band_of(a, t.b), t.query(0), t.query(t.rows - 1) + 1);
-    for (int64_t j = seen.begin; j < std::min(seen.end, seen.begin + Bc); ++j) {
-        prefetch(row_of<T>(a.k, a.k_stride, t.b, t.h, j), a.d);
-        prefetch(row_of<T>(a.v, a.v_stride, t.b, t.h, j), a.d);
-    }
+    const KeyRows<T> K(a, a.k, a.k_stride, t.b, t.h), V(a, a.v, a.v_stride, t.b, t.h);
+    for (int j = seen.begin; j < std::min(seen.end, seen.begin + Bc); ++j) prefetch(K[j], a.d), prefetch(V[j], a.d);
 }

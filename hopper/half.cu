@@ -34,7 +34,8 @@
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
 // | named kVZeroed + index  | that consumer             | that consumer                     | hidden rows of Vj are 0 |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+// full and empty are mbarriers, on which a consumer warp arrives once (tile_queue: each of its threads). index is the
+// consumer's.
 #include "hopper/epilogue.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
@@ -257,8 +258,8 @@ __device__ void mask_and_track_max(float (&Sij)[Count], float (&largest)[2], con
 // subtracted first (softmax.h), which stale_softmax can't do.
 template <class T, int Count>
 __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
-    const bool needs_max = update_row_max<false>(Sij, softmax, c);
-    exponentiate<false>(Sij, softmax, c);
+    const bool needs_max = update_row_max(Sij, softmax, c);
+    exponentiate(Sij, softmax, c);
     pack_P<T>(Pij, Sij);
     return needs_max;
 }
@@ -295,7 +296,7 @@ __device__ void zero_rows_from(unsigned char *Vj, int end, int Nk, int j0, int w
 template <int Count>
 __device__ void update_to_exact_max(float (&Oi)[Count], SoftmaxState &softmax, const float (&largest)[2], float c) {
     float two_of_each_row[4] = {largest[0], largest[0], largest[1], largest[1]};
-    update_row_max<false>(two_of_each_row, softmax, c);
+    update_row_max(two_of_each_row, softmax, c);
     for (int r = 0; r < 2; ++r) softmax.l[r] *= softmax.alpha[r];
     rescale(Oi, softmax);
 }
@@ -403,7 +404,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
         if (a.o_dtype == Dtype::float32) {
             if (a.l) update_to_exact_max(Oi, softmax, largest, c);
-            store_state<false>(p, work, work.i0 + row, Oi, softmax, c);
+            store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);
         } else if constexpr (Tile::O == StoreO::through_V) {
@@ -416,9 +417,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         } else {
             stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
-        __syncwarp();  // all lanes have read `work` and staged O
+        __syncwarp();  // all lanes have staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
-        my_tile.consumer_release();
+        my_tile.consumer_release_by_each();
         if constexpr (!BeginsEarly) begin_work_tile();
         wgmma_wait<0>(Sij);
     }
@@ -432,7 +433,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + 2);
+        init_pipeline(shared.tile_queue, 32 * warps + 2);
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         if constexpr (Tile::O == StoreO::through_V)
@@ -486,8 +487,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Parameters p{a};
-        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype &&
-                         is_aligned(a.o, a.o_stride, sizeof(__half), a.d) &&
+        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && is_aligned(a.o, a.o_stride, 2, a.d) &&
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         const auto kernel =
             a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile> : half_hopper_kernel<__nv_bfloat16, Tile>;

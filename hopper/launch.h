@@ -22,7 +22,7 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
                           int64_t counter_bytes, cudaStream_t stream) {
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+    cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
     if (error != cudaSuccess) return why_not(error);
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;

@@ -42,8 +42,8 @@ _ELSEWHERE = {
     "softcap": "there is no softcap yet",
     "logits_soft_cap": "there is no softcap yet",
     "alibi_slopes": "there is no ALiBi yet",
-    "block_table": "minimal_attn.flash_attn has paged caches",
-    "page_table": "minimal_attn.flash_attn has paged caches",
+    "page_table": "use block_table",
+    "block_tables": "use block_table",
     "num_splits": "there is no split of the keys to choose",
     "deterministic": "the same inputs always give the same bits",
 }
@@ -92,6 +92,7 @@ _MUST_BE = {
     ),
     "sinks": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "out": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "block_table": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "return_lse": (lambda x: isinstance(x, bool), "True or False"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
@@ -114,7 +115,10 @@ def wrong_type(arguments):
             was = f"one of layout {value.layout}" if isinstance(value, torch.Tensor) else repr(value)
             was = " ".join(was.split())
             was = was if len(was) <= 80 else was[:77] + "..."
-            return TypeError(f"{name} must be {must_be}, but was {was} ({type(value).__name__})")
+            kind = type(value).__qualname__
+            if type(value).__module__ == "numpy":  # it calls its own types bool, float64, ...
+                kind = "numpy." + kind
+            return TypeError(f"{name} must be {must_be}, but was {was} ({kind})")
     return None
 
 

@@ -30,6 +30,7 @@ class _Options(TypedDict, total=False):
     backend: str
     sinks: Tensor | None
     out: Tensor | None
+    block_table: Tensor | None
 
 
 _False = Literal[False]
@@ -99,6 +100,7 @@ def forward(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    block_table: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -134,6 +136,11 @@ def forward(
         return_lse: return the log-sum-exp of the scaled scores, too. Not together with return_state.
         out: where o is written: q's shape, dtype and device, the last dimension contiguous, in memory apart
             from all inputs. Not together with return_state, state or return_lse.
+        block_table: (B, n) of an integer dtype on q's device: k and v are then pages of a cache, (pages, Hkv,
+            page_size, d), at least one. Keys p * page_size .. of batch b are page block_table[b, p], so that
+            Nk is n * page_size. Numbers outside 0..pages - 1 count as the nearest page. Behind seqlens_k they
+            may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
+            pass x.transpose(1, 2). "hopper" and "portable" copy the keys of the whole table first.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -178,6 +185,7 @@ def forward(
             l=l,
             m=m,
             sinks=sinks,
+            block_table=block_table,
         )
         operator = torch.ops.minimal_attn.forward
         if out is not None:
@@ -212,6 +220,7 @@ def forward(
             sinks,
             return_lse,
             out,
+            block_table,
         )
     except (TypeError, NotImplementedError) as error:
         raise clearer(error, locals()) from None
@@ -230,7 +239,7 @@ class Explanation:
     threads: int  #: of a block; on the CPU, of the process
     shared_memory: int  #: bytes of a block
     workspace: int  #: bytes in the device's memory, besides the result
-    copied: list[str]  #: which of q, k, v are copied first, since the backend can't read their strides
+    copied: list[str]  #: which of q, k, v are copied first: the backend can't read their strides or pages
     others: dict[str, str]  #: for each other backend of this build, why it isn't taken
 
     def __str__(self) -> str:
@@ -260,6 +269,7 @@ def explain(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    block_table: Tensor | None = None,
     **unknown: Never,
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
@@ -289,6 +299,7 @@ def explain(
                 sinks,
                 return_lse,
                 out,
+                block_table,
             )
         )
     except TypeError as error:

@@ -9,8 +9,10 @@ from itertools import combinations
 
 import torch
 
-# The operator's tensors, in its order, that have a row for each batch. Sinks have one for each head.
-_BY_BATCH = ("do", "q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m", "lse", "dlse")
+# The operators' tensors that have a row for each batch; those of them that have one for each head, too. Sinks
+# have one for each head alone.
+_BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
+_BY_BATCH = (*_BY_HEAD, "seqlens_k", "leftpad_k", "offsets", "block_table")
 
 
 def _vmap_rule(operator):
@@ -26,8 +28,17 @@ def _vmap_rule(operator):
             t, dim = arguments[name], dims[name]
             return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
 
+        pages = []
+        if arguments.get("block_table") is not None:
+            if dims["k"] is None and dims["v"] is None:  # all elements read the same pages
+                pages = ["k", "v"]
+            else:
+                table, n_pages = in_front("block_table"), _without(arguments["k"], dims["k"]).shape[0]
+                first_page = torch.arange(info.batch_size, device=table.device) * n_pages
+                table = table.long().clamp(0, n_pages - 1) + first_page[:, None, None]
+                arguments["block_table"], dims["block_table"] = table, 0
         for name in _BY_BATCH:
-            if arguments.get(name) is not None:
+            if arguments.get(name) is not None and name not in pages:
                 arguments[name] = in_front(name).flatten(0, 1)
         if arguments.get("sinks") is not None:
             sinks = in_front("sinks")
@@ -47,15 +58,17 @@ def _without(t, dim):
     return t if dim is None else t.select(dim, 0)
 
 
-def _flops(q, k, *args, out_shape=None, **kwargs):
+def _flops(q, k, v, *args, out_shape=None, **kwargs):
     """As PyTorch counts scaled_dot_product_attention: two matrix products, whatever the mask hides."""
-    (B, Hq, Nq, d), Nk = q, k[2]
+    names = [argument.name for argument in _functional()[0]._schema.arguments]
+    table = (dict(zip(names[3:], args, strict=False)) | kwargs).get("block_table")
+    (B, Hq, Nq, d), Nk = q, k[2] if table is None else table[1] * k[2]
     return 4 * B * Hq * Nq * Nk * d
 
 
-def _backward_flops(do, q, k, *args, out_shape=None, **kwargs):
+def _backward_flops(do, q, k, v, *args, out_shape=None, **kwargs):
     """Five products: the scores are computed again."""
-    return _flops(q, k) * 5 // 2
+    return _flops(q, k, v) * 5 // 2
 
 
 def _register_flops(flop_counter):
@@ -78,7 +91,9 @@ def _sharding_rule(operator):
         given = dict(zip(names, args, strict=False)) | kwargs
         k, sinks = given["k"], given.get("sinks")
         by_batch = dict.fromkeys(_BY_BATCH, Shard(0))
-        by_head = dict.fromkeys(("do", "q", "k", "v", "o", "l", "m", "lse", "dlse"), Shard(1))
+        by_head = dict.fromkeys(_BY_HEAD, Shard(1))
+        if given.get("block_table") is not None:  # any batch may read any page
+            by_batch |= {"k": whole, "v": whole}
         if sinks is not None:
             by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
             by_head["sinks"] = Shard(sinks.ndim - 1)

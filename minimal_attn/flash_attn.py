@@ -14,9 +14,10 @@ flash_attn/flash_attn_interface.py). What differs:
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
     flash_attn_func         nothing
-    ..._varlen_func         q and the result, once each; k and v only if there is a block_table
-    ..._with_kvcache        k and v into the cache. With cache_batch_idx or block_table the sequences' keys,
-                            up to the length of the cache
+    ..._varlen_func         q and the result, once each
+    ..._with_kvcache        k and v into the cache
+    block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
+    and cache_batch_idx     pages (minimal_attn.explain says so)
 
 With s_aux, half dtypes cost a float32 result in memory besides.
 """
@@ -153,11 +154,13 @@ def flash_attn_varlen_func(
         lengths, room = end - begin, block_table.shape[1] * k.shape[1]
         if (longest := _known_max(lengths)) > room:
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
-        block_table = _used_pages(block_table, lengths, "k", k)
+        _check_pages(block_table, lengths, "k", k)
+        # One row has the pages of all sequences, so that a backend that copies pages copies each once.
         block_table = block_table[:, : _divide_up(int(max_seqlen_k), k.shape[1])]
-        k, v = (cache[block_table].flatten(1, 2) for cache in (k, v))
-        begin = torch.arange(B, device=q.device) * k.shape[1]
-        end, k, v = begin + lengths, k.flatten(0, 1), v.flatten(0, 1)
+        begin = torch.arange(B, device=q.device) * (block_table.shape[1] * k.shape[1])
+        end, options["block_table"] = begin + lengths, block_table.reshape(1, -1)
+    else:
+        k, v = k[None], v[None]
     out, lse = _attend_packed(
         q, k, v, cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs, **options
     )
@@ -239,6 +242,7 @@ def flash_attn_with_kvcache(
     elif cache_batch_idx is not None:
         _check("cache_batch_idx", cache_batch_idx, q, (B,), _INTS)
         _check_range("cache_batch_idx", cache_batch_idx, C)
+        block_table = cache_batch_idx[:, None]  # a sequence is a page of N keys
     elif C < B:
         raise ValueError(f"k_cache must have at least q's {B} sequences, but has {C}")
     if cache_leftpad is not None:
@@ -252,7 +256,7 @@ def flash_attn_with_kvcache(
         N_new = k.shape[1]
     lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
     if block_table is not None:
-        block_table = _used_pages(block_table, lengths, "k_cache", k_cache)
+        _check_pages(block_table, lengths, "k_cache", k_cache)
     if N_new:
         for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
             forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), sinks=s_aux, **options)
@@ -260,16 +264,11 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             row, position = block_table.long().gather(1, position // N), position % N
         else:
-            row = (torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx)[:, None]
+            row = torch.arange(B, device=q.device)[:, None]
         k_cache[row, position] = k
         v_cache[row, position] = v
-    if block_table is not None:
-        k, v = (cache[block_table].flatten(1, 2) for cache in (k_cache, v_cache))
-    elif cache_batch_idx is not None:
-        k, v = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
-    else:
-        k, v = k_cache[:B], v_cache[:B]
-    options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad)
+    k, v = (k_cache, v_cache) if block_table is not None else (k_cache[:B], v_cache[:B])
+    options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad, block_table=block_table)
     out, lse = _attend(q, k, v, s_aux, return_softmax_lse, **options)
     return (out, lse) if return_softmax_lse else out
 
@@ -286,14 +285,15 @@ def _attend(q, k, v, s_aux, wants_lse, **options):
 
 
 def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (total_k, Hkv, d).
+    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (1, total_k, Hkv,
+    d), or of the pages in options' block_table (1, n).
 
     forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
     How many blocks there are at most is known without the lengths. The last block has no query and no key.
     """
     total, B, device = len(q), len(begin), q.device
     if total == 0:  # forward's checks, and its empty results
-        out, lse = _attend(*(x[None] for x in (q, k, v)), s_aux, wants_lse, **options)
+        out, lse = _attend(q[None], k, v, s_aux, wants_lse, **options)
         return out[0], lse[0] if wants_lse else None
     blocks_of_longest = max(1, _divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
     rows = max(1, _divide_up(max_seqlen_q, blocks_of_longest))
@@ -316,7 +316,10 @@ def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants
     # hopper splits float32 keys once a batch, here for each block: O(N^2) of workspace.
     if q.is_cuda and q.dtype == torch.float32:
         options["backend"] = "portable"
-    k, v = (x.expand(n_blocks, *x.shape) for x in (k, v))
+    if "block_table" in options:
+        options["block_table"] = options["block_table"].expand(n_blocks, -1)
+    else:
+        k, v = (x.expand(n_blocks, -1, -1, -1) for x in (k, v))
     out, lse = _attend(queries, k, v, s_aux, wants_lse, **options)
 
     token = torch.arange(total, device=device)
@@ -330,15 +333,14 @@ def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants
     return out.flatten(0, 1).index_select(0, row), lse
 
 
-def _used_pages(block_table, lengths, name, cache):
-    """The table with 0 in place of the pages behind a sequence's last key, which may have any number."""
+def _check_pages(block_table, lengths, name, cache):
+    """Pages behind a sequence's last key may have any number."""
     if 0 in cache.shape[:2]:
         raise ValueError(f"{name} must have pages, of at least 1 key, but has shape {tuple(cache.shape)}")
-    if lengths is not None:
-        first_key = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
+    if lengths is not None and _is_known(block_table):
+        first_key = torch.arange(block_table.shape[1]) * cache.shape[1]
         block_table = torch.where(first_key < lengths[:, None], block_table, 0)
     _check_range("block_table", block_table, len(cache))
-    return block_table
 
 
 def _divide_up(x, y):

@@ -241,7 +241,7 @@ Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
 template <class Kernels, class T, class Tile>
 cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile>();
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SharedBytes);
+    cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
     const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : (int64_t(1) << 31) - 1;
     for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
         const int grid = (int)std::min(plan.grid - first, most);

@@ -94,7 +94,13 @@ def draw_tensors(call):
     B, Hkv, group = call.choice(0, 1, 1, 2, 3), call.choice(0, 1, 1, 2, 3), call.choice(1, 1, 2, 3, 8)
     Nq, Nk = (call.choice(0, 1, 1, 2, 3, 5, 9, 17, call.random.randint(0, 80)) for _ in range(2))
     d = call.choice(1, 2, 3, 7, 8, 16, 32, 33, 64, 65, 127, 128, 255, 256, call.random.randint(1, 256))
-    shapes = {"q": (B, group * Hkv, Nq, d), "k": (B, Hkv, Nk, d), "v": (B, Hkv, Nk, d)}
+    keys = (B, Hkv, Nk, d)
+    if call.chance(0.15):
+        pages, page_size, n = call.random.randint(1, 9), call.choice(1, 3, 16, 32), call.random.randint(0, 4)
+        table = torch.tensor([call.random.randint(-2, pages + 1) for _ in range(B * n)], dtype=torch.int64)
+        call.arguments["block_table"] = table.view(B, n).to(call.device, call.choice(torch.int32, *INTEGERS))
+        keys = (pages, Hkv, page_size, d)
+    shapes = {"q": (B, group * Hkv, Nq, d), "k": keys, "v": keys}
     for name, shape in shapes.items():
         call.arguments[name] = tensor(call, shape, dtype)
 
@@ -150,6 +156,8 @@ def ints(call, *usual):
 
 def draw_mask(call):
     a, Nq, Nk = call.arguments, call.arguments["q"].shape[2], call.arguments["k"].shape[2]
+    if "block_table" in a:
+        Nk *= a["block_table"].shape[1]
     if call.chance(0.3):
         a["causal"] = call.choice(True, False)
     if call.chance(0.3):
@@ -215,6 +223,9 @@ def expected(call):
     if call.autocast is not None:
         dtype = call.autocast
         q, k, v = (t.to(dtype) for t in (q, k, v))
+    if a.get("block_table") is not None:
+        table = plain(a["block_table"]).long().clamp(0, len(k) - 1)
+        k, v = (t[table].transpose(1, 2).flatten(2, 3) for t in (k, v))
     options = {
         name: plain(a[name]) if isinstance(a[name], torch.Tensor) else a[name]
         for name in ("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks")

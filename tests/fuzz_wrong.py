@@ -30,6 +30,7 @@ def replace(call):
         "state": bad_state,
         "sinks": bad_sinks,
         "out": bad_out,
+        "block_table": bad_table,
         "backend": bad_backend,
         "unknown": bad_keyword,
     }
@@ -114,7 +115,8 @@ def bad_tensor(call, name):
         set_argument(call, name, other, wrong=call.autocast is None or not other.is_floating_point())
     elif kind == 2:
         set_argument(call, name, t.detach().clone().requires_grad_(), wrong=False)
-        if call.context is contextlib.nullcontext and call.arguments.get("out") is not None:
+        refused_with = [call.arguments.get(other) is not None for other in ("out", "block_table")]
+        if call.context is contextlib.nullcontext and any(refused_with):
             call.wrong.add(name)
     else:
         # Another number of tokens may do for q, for one, and other heads.
@@ -249,6 +251,24 @@ def bad_sinks(call, name):
     set_argument(call, name, call.choice(*kinds)())
     if isinstance(call.arguments.get("state"), tuple):
         call.wrong.add("state")
+
+
+def bad_table(call, name):
+    q = call.arguments["q"]
+    if not usual(q):
+        return
+    B = q.shape[0]
+    t = call.zeros(B, 2, dtype=torch.int32)
+    kinds = [
+        lambda: no_tensor(call),
+        lambda: t.to(call.choice(torch.float32, torch.bool, torch.complex64, torch.uint64)),
+        lambda: t.to("meta"),
+        lambda: call.zeros(B + 1, 2, dtype=torch.int32),
+        lambda: t[..., 0],
+        lambda: t[None],
+        lambda: t.to_sparse(),
+    ]
+    set_argument(call, name, call.choice(*kinds)())
 
 
 def bad_out(call, name):

@@ -131,6 +131,14 @@ def test_second_derivative_is_refused(backend):
         dq.sum().backward()
 
 
+def test_pages_are_refused(backend):
+    q, k, v = backend.qkv()
+    for name in "qkv":
+        inputs = dict(q=q, k=k, v=v) | {name: dict(q=q, k=k, v=v)[name].clone().requires_grad_()}
+        with pytest.raises(RuntimeError, match=f"^{name} must not require grad where block_table is given"):
+            backend.forward(**inputs, block_table=backend.ints(1, 0).view(2, 1))
+
+
 def test_out_is_refused(backend):
     q, k, v = backend.qkv()
     for name, change in ("q", dict(q=q.clone().requires_grad_())), ("out", {}):

@@ -45,6 +45,8 @@ def cases(backend, dtype):
         (usual, {"sinks": sinks, "return_lse": True}, batch, batch),
         (usual, {"sinks": of_batch}, batch, batch),
         (usual, {"sinks": of_batch, "softmax_scale": 0.2}, heads, heads),
+        (usual, {"block_table": backend.ints([1, 0, 1], [0, 9, 1])}, batch, batch),
+        (usual, {"block_table": backend.ints([1, 0, 1], [0, 9, 1]), "return_lse": True}, heads, heads),
         (backend.qkv(B=1, dtype=dtype), {}, batch, None),  # nothing to divide
         (backend.qkv(B=3, dtype=dtype), {"causal": True}, batch, batch),  # into 2 and 1
         (backend.qkv(Hq=6, Hkv=3, dtype=dtype), {}, heads, None),  # key heads that don't divide

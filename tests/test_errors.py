@@ -2,6 +2,7 @@
 
 import re
 
+import numpy
 import pytest
 import torch
 
@@ -412,12 +413,13 @@ def test_nothing_is_printed(backend, capfd):
 
 
 @pytest.mark.parametrize("name", ["causal", "return_state", "return_lse"])
-@pytest.mark.parametrize("wrong", [None, 1, 0.0, float("nan"), torch.zeros(2)], ids=str)
+@pytest.mark.parametrize("wrong", [None, 1, 0.0, float("nan"), torch.zeros(2), numpy.True_], ids=repr)
 def test_what_is_only_true_or_false(backend, name, wrong):
     """pybind11's bool takes None for False, and numbers."""
     refuses(backend, TypeError, rf"^{name} must be True or False", **{name: wrong})
-    with pytest.raises(TypeError, match=rf"^{name} must be True or False"):
+    with pytest.raises(TypeError, match=rf"^{name} must be True or False") as error:
         minimal_attn.explain(*backend.qkv(), **{name: wrong})
+    assert "(bool)" not in str(error.value)
 
 
 @pytest.mark.parametrize("wrong", ["cpu\n", "a\r\nb", "auto\0"], ids=repr)
@@ -433,4 +435,7 @@ def test_memory_that_was_freed(backend, name):
     t = state_of(backend)[2] if name == "state" else given.get(name, backend.ints(3, 4)).clone()
     value = (*state_of(backend)[:2], t) if name == "state" else t
     t.untyped_storage().resize_(0)
-    refuses(backend, ValueError, rf"^{name}\b.* must have memory, but needs \d+ bytes", **{name: value})
+    message = rf"^{name}\b.* must have memory, but needs \d+ bytes"
+    refuses(backend, ValueError, message, **{name: value})
+    with pytest.raises(ValueError, match=message):
+        backend.explain(**{"q": q, "k": k, "v": v, name: value})

@@ -30,6 +30,7 @@ def keywords(backend):
         "backend": {"backend": backend.name},
         "sinks": {"sinks": backend.randn(4)},
         "sinks of a batch": {"sinks": backend.randn(2, 4, dtype=torch.float64)},
+        "block_table": {"block_table": backend.integers(-1, 2, 2, 3, dtype=torch.int32)},
         "return_lse": {"return_lse": True},
         "return_state": {"return_state": True},
         "state and return_lse": {
@@ -65,6 +66,7 @@ KEYWORDS = [
     "backend",
     "sinks",
     "sinks of a batch",
+    "block_table",
     "return_lse",
     "return_state",
     "state and return_lse",
@@ -291,6 +293,10 @@ def test_flop_counter(backend, returns):
     with FlopCounterMode(display=False) as counter:
         backend.forward(q, k, v, causal=True, **returns)
     assert counter.get_total_flops() == 4 * 2 * 4 * 70 * 90 * 64
+    table = torch.zeros(2, 3, dtype=torch.int32, device=q.device)
+    with FlopCounterMode(display=False) as counter:
+        backend.forward(q, k, v, block_table=table, **returns)
+    assert counter.get_total_flops() == 4 * 2 * 4 * 70 * 270 * 64
 
 
 @pytest.mark.parametrize("first", ["minimal_attn", "torch.utils.flop_counter"])

@@ -24,6 +24,13 @@ def test_recipes(capsys):
     state = minimal_attn.forward(q, k[:, :, :50], v[:, :, :50], causal=True, offset=0, return_state=True)
     chunked = minimal_attn.forward(q, k[:, :, 50:], v[:, :, 50:], causal=True, offset=-50, state=state)[0]
     torch.testing.assert_close(chunked, minimal_attn.forward(q, k, v, causal=True))
+    # The last step of the decode loop sees the 20 keys that it has filled in.
+    pages = [names[name] for name in ("pages_k", "pages_v")]
+    paged = minimal_attn.forward(
+        q[:, :, 19:20], *pages, seqlens_k=names["filled"], block_table=names["table"]
+    )
+    causal = minimal_attn.forward(*(t[:, :, :20] for t in (q, k, v)), causal=True)
+    torch.testing.assert_close(paged, causal[:, :, 19:])
     assert capsys.readouterr().out.startswith(("cpu", "hopper", "portable"))
 
 

@@ -1,6 +1,6 @@
 """Tiny cases for compute-sanitizer (`pytest -m sanitizer`).
 
-They reach every code path of the kernels, except that hopper flushes O only after thousands of keys.
+They reach every code path of the kernels, except that hopper flushes l and O only after thousands of keys.
 test_explain.py says which shape reaches which tile. The reference runs on the
 CPU, so that a GPU sees little but the kernels themselves.
 """
@@ -73,6 +73,18 @@ def test_masks(backend, dtype, d, band):
     check(backend, tensors, **{**band, **limits, "offset": backend.ints(100, 0, -5)})
 
 
+@pytest.mark.parametrize("Nq", [1, 3, 65])
+@pytest.mark.parametrize("d", [37, 64, 128])
+def test_pages(backend, dtype, d, Nq):
+    q, (k, v) = backend.randn(2, 4, Nq, d, dtype=dtype), backend.randn(2, 5, 2, 16, d, dtype=dtype)
+    limits = {"causal": True, "seqlens_k": backend.ints(70, 16), "leftpad_k": backend.ints(20, 0)}
+    table = torch.tensor([[-1, 3, 0, 3, 4, 9], [2, 10**9, -1, -(10**9), 5, 5]])
+    paged = backend.forward(q, k, v, block_table=table.int().to(backend.device), **limits).cpu()
+    k, v = (t.cpu()[table.clamp(0, 4)].transpose(1, 2).flatten(2, 3) for t in (k, v))
+    limits = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in limits.items()}
+    check_o(paged, attention(q.cpu(), k, v, **limits), dtype)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_scores_far_from_zero(backend, dtype, d):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=200, Nk=400, d=d, dtype=dtype)
@@ -97,7 +109,6 @@ def test_float32_beyond_float16(backend, d, Nq):
 
 @pytest.mark.parametrize("d", [40, 64, 128, 256])
 def test_several_work_tiles_beyond_float16(backend, d):
-    """Not for racecheck, which doesn't see what orders a block's second work tile."""
     check(backend, beyond_float16(backend.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
 
 

@@ -283,6 +283,34 @@ def test_every_operator_of_cuda(randn, device, kind, dtype, is_causal, requires_
             check(x, y, dtype, factor=6)
 
 
+@pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
+def test_activated_in_a_cuda_graph(randn, device, kind):
+    """Both passes, with rows of the log-sum-exp that only pad it."""
+    if device == "cpu":
+        pytest.skip("there are no graphs of a CPU")
+    tensors = [t.requires_grad_() for t in heads(randn, torch.float16, Nq=70)]
+    weight = randn(2, 4, 70, 64, dtype=torch.float16)
+
+    def run():
+        o = F.scaled_dot_product_attention(*tensors)
+        return o, *torch.autograd.grad(o, tensors, weight)
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with minimal_attn.activate(), sdpa_kernel(getattr(SDPBackend, kind)):
+        with torch.cuda.stream(stream):
+            run()
+            with torch.cuda.graph(graph, stream=stream):
+                captured = run()
+        expected = run()
+    with torch.no_grad():
+        for t in captured:
+            t.fill_(torch.nan)
+    graph.replay()
+    for x, y in zip(captured, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
 def test_activated_passes_on(device, randn):
     """Masks, dropout and float64 reach PyTorch's kernels: the same bits, and a count of each."""
     q, k, v = heads(randn, torch.float32)

@@ -33,6 +33,7 @@ flag = len(q) == 1
 assert_type(minimal_attn.__version__, str)
 assert_type(minimal_attn.forward(q, q, q, causal=True, window_size=(3, 0), softmax_scale=0.5), torch.Tensor)
 assert_type(minimal_attn.forward(q, q, q, seqlens_k=n, leftpad_k=n, offset=n, sinks=n, out=q), torch.Tensor)
+assert_type(minimal_attn.forward(q, q, q, seqlens_k=n, block_table=n), torch.Tensor)
 assert_type(minimal_attn.forward(q, q, q, return_lse=True), Pair)
 state = minimal_attn.forward(q, q, q, return_state=True, backend="cpu")
 assert_type(state, Three)

@@ -77,7 +77,7 @@ __device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const W
 }
 
 // Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Oi begins again at 0; after the last
-// flush it is the whole sum. Only where m is subtracted first: Oi is then relative to m, not to a rounded cm.
+// flush it is the whole sum.
 template <int Count>
 __device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[Count], float &unitO,
                         const SoftmaxState &softmax, float c, float *m_of_O, bool is_first, bool is_last) {
@@ -87,7 +87,7 @@ __device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[C
         float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, work.i0 + row) + column;
         const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
         const float m = r == 0 ? softmax.m[0] : softmax.m[1];
-        const float alpha = is_first ? 0.f : exact_alpha<true>(m_of_O[row], m, c);
+        const float alpha = is_first ? 0.f : alpha_between(m_of_O[row], m, c);
 #pragma unroll
         for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
             const int at = x / 4 * 8 + x % 2;
@@ -129,7 +129,7 @@ __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const 
     constexpr float truncation = kTruncationT<Tile::D>;
     // A row that sees no key has l = 0.
     if (!p.stores_O_alone || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
-        return store_state<Tile::SubtractFirst>(p, work, i, Oi, softmax, c, unit, unitO, truncation);
+        return store_state(p, work, i, Oi, softmax, c, unit, unitO, truncation);
     const int column = opaque(threadIdx.x) % 4 * 2;
     float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + column;
 #pragma unroll

@@ -31,6 +31,8 @@
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
+//
+// A consumer warp arrives once, at tile_queue's `empty` with each of its threads.
 #include "hopper/float32/fallback.h"
 #include "hopper/float32/producer.h"
 #include "hopper/float32/single.h"
@@ -40,9 +42,9 @@
 namespace minimal_attn::hopper {
 namespace {
 
-// For D > 128 Oi is flushed after so many tiles of 32 keys, since each addition rounds: one sum of 2048 tiles, N 65536,
-// had 0.93 times the error of SDPA's efficient kernel, this has 0.48 times.
-constexpr int kTilesInOi = 256;
+// Each addition to l and Oi rounds, equal terms always alike. So at each multiple of so many keys both move to sums in
+// memory. docs/numerics.md has what longer sums lose.
+constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
@@ -87,13 +89,14 @@ __device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) 
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// When m rises, the row sum moves to shared memory and l begins again at 0. The sums of later tiles may be so small
-// that adding them to the whole sum would lose them. On a row's first tile m rises from -inf.
-__device__ inline void flush_row_sum(SoftmaxState &softmax, float *flushed_l, bool is_first) {
-    if (!__any_sync(~0u, softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
+// When m rises, and after kKeysInSum keys, the row sum moves to shared memory and l begins again at 0. The sums of
+// later tiles may be so small that adding them to the whole sum would lose them. On a row's first tile m rises from
+// -inf.
+__device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, bool is_first, bool is_due) {
+    if (!is_due && !__any_sync(~0u, softmax.alpha[0] != 1.f || softmax.alpha[1] != 1.f)) return;
     for (int r = 0; r < 2; ++r) {
-        float &flushed = flushed_l[row_of_thread() + 8 * r];
-        const float l = row_sum<4>(softmax.l[r]), sum = is_first ? l : fmaf(flushed, softmax.alpha[r], l);
+        double &flushed = flushed_l[row_of_thread() + 8 * r];
+        const double l = row_sum<4>(softmax.l[r]), sum = is_first ? l : fma(flushed, (double)softmax.alpha[r], l);
         __syncwarp();  // the row's four lanes have read it
         if (threadIdx.x % 4 == 0) flushed = sum;
         softmax.l[r] = 0.f;
@@ -116,7 +119,7 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Til
 template <class Tile, int Count, class IsFirst>
 __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
                           SoftmaxState &softmax, float c, float c_tile, float tile_unit, bool uses_stale_max,
-                          float dither, int j0, const IsFirst &is_first, float *flushed_l) {
+                          float dither, int j0, const IsFirst &is_first, double *flushed_l) {
     float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
     if (uses_stale_max) {
 #pragma unroll
@@ -134,13 +137,13 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
         return are_finite(largest);
     };
     // Mostly the sums say that none is beyond float16.
-    if (Tile::UsesStaleMax &&
+    if (!Tile::IsSingle &&
         __all_sync(~0u, uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
         for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
     } else {
-        update_row_max<Tile::SubtractFirst>(Sij, softmax, c, tile_unit);
-        exponentiate<Tile::SubtractFirst>(Sij, softmax, c_tile);
-        if (Tile::UsesStaleMax) flush_row_sum(softmax, flushed_l, is_first());
+        update_row_max(Sij, softmax, c, tile_unit);
+        exponentiate(Sij, softmax, c_tile);
+        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, is_first(), j0 % kKeysInSum == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
@@ -151,8 +154,8 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
 template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &shared, const Float32Work &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
-    for (int r = 0; Tile::UsesStaleMax && r < 2; ++r)
-        if (threadIdx.x % 4 == 0) softmax.l[r] += shared.flushed_l[row_of_thread() + 8 * r];
+    for (int r = 0; !Tile::IsSingle && r < 2; ++r)
+        if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
     const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
     if (unitO < 0x1p-60f || p.a.l_in) {  // else unitO times the row's weight could be subnormal
@@ -174,7 +177,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
     const int warpgroup = consumer_index();
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     Pipeline<Tile::Stages> KV{shared.KV};
-    for (;; tile_queue.consumer_release()) {
+    for (;; tile_queue.consumer_release_by_each()) {
         if constexpr (!Tile::IsSingle) split_while_waiting<Tile>(p, shared, warpgroup, tile_queue);
         tile_queue.consumer_wait();
         const Float32Work &work = shared.work[tile_queue.stage()];
@@ -208,11 +211,9 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             SoftmaxState softmax = SoftmaxState();
             int j0 = work.visible.begin, end;
             do {  // 5. for j
-                if constexpr (D > 128) {
-                    const int keys = j0 - work.visible.begin;
-                    if (keys > 0 && keys % (kTilesInOi * Bc) == 0)
-                        flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, keys == kTilesInOi * Bc, false);
-                }
+                if (!Tile::IsSingle && j0 % kKeysInSum == 0 && j0 > work.visible.begin)
+                    flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, j0 - work.visible.begin <= kKeysInSum,
+                            false);
                 // Shared memory is read before the first or after the last wgmma of a group: a load between two would
                 // delay the second. The __syncwarps keep ptxas from moving loads there.
                 const Keys fully_visible = work.fully_visible[warpgroup];
@@ -230,9 +231,9 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 // c_tile isn't 0, since 0 times a hidden -inf is NaN.
                 const float tile_unit = fmaxf(inverse_scale_K * inverse_of_power(work.inverse_scale_K), 0x1p-60f);
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
-                const bool needs_max = subtracts_first<Tile::SubtractFirst>(softmax.cm[0]) ||
-                                       subtracts_first<Tile::SubtractFirst>(softmax.cm[1]);
-                const bool uses_stale_max = Tile::UsesStaleMax && !a.l && __all_sync(~0u, !needs_max);
+                const bool needs_max = subtracts_first(softmax.cm[0]) || subtracts_first(softmax.cm[1]);
+                const bool uses_stale_max =
+                    !Tile::IsSingle && !a.l && j0 % kKeysInSum != 0 && __all_sync(~0u, !needs_max);
                 const float dither = dither_at(j0);
                 wgmma_wait<0>(Sij);
 #pragma unroll
@@ -273,15 +274,13 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
             } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
-            if constexpr (D > 128)
-                if (j0 - work.visible.begin > kTilesInOi * Bc)
-                    flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
+            if (!Tile::IsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > work.visible.begin)  // it was flushed before
+                flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
             fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
             if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }
         if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer<Tile>(p, shared, work, warpgroup);
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
-        __syncwarp();                         // all lanes have read the work tile
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
     run_deferred<Tile>(p, shared, warpgroup);
@@ -295,7 +294,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + (Tile::IsSingle ? 4 : 0));  // single.h: the producer's warps, too
+        init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.KV, warps);
         for (int &deferred : shared.deferred) deferred = -1;

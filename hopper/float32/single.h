@@ -10,7 +10,7 @@
 // consumer warpgroup  | 4 to 7 | 160       | as in forward.cu, one tile of keys
 //
 // barrier                | arrives                   | waits                | then
-// tile_queue full, empty | thread 0; all 8 warps     | all warps; thread 0  | a work tile's description: written; read
+// tile_queue full, empty | thread 0; all 256 threads | all; thread 0        | a work tile's description: written; read
 // Q full, empty          | thread 0, TMA; consumer   | consumer; thread 0   | Qi has arrived, as float32s; Sij is done
 // tile_loaded            | thread 0, TMA             | producer             | Kj or Vj is in shared memory, as float32s
 // KV full, empty         | thread 0; consumer        | consumer; thread 0   | Kj or Vj: split; read
@@ -45,7 +45,7 @@ __device__ void produce_and_split(const Parameters &p, SharedMemory<Tile> &share
             arrive(shared.KV[is_V].full);
         }
     };
-    for (int n = -1;; parity ^= 1, __syncwarp(), tile_queue.consumer_release()) {
+    for (int n = -1;; parity ^= 1, tile_queue.consumer_release_by_each()) {
         if (threadIdx.x == 0) {
             tile_queue.producer_acquire();
             n = TileScheduler<Tile>{p}.next(n);

@@ -24,8 +24,8 @@ __device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile
     if (job.head < 0) return false;
     for (; job.n < job.end; ++job.n) {
         const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
-        const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.b * stride.batch +
-                                   job.h * stride.head + job.j() * Tile::Bc * stride.row;
+        const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
+                                   job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
         const float inverse_scale = split_to_workspace(
             SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, InGlobal{first, stride.row},
             p.a.d, [&] { return job.valid_rows<Tile>(); },
@@ -51,7 +51,8 @@ __device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &sha
         if (next.not_before > *(volatile int *)p.workspace.tiles_taken) return false;
         if (next.head >= 0)
             load_tile<Tile::Bc, Tile::Boxes, 32>(shared.float32_tiles[splitter], next.is_V() ? p.V : p.K,
-                                                 next.j() * Tile::Bc, next.h, next.b, shared.tile_loaded[splitter]);
+                                                 next.j() * Tile::Bc, next.head % p.Hkv, next.head / p.Hkv,
+                                                 shared.tile_loaded[splitter]);
         return true;
     };
     if (is_leader()) next = take_split_job<Tile>(p);

@@ -22,8 +22,6 @@ struct Float32Tile {
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
-    // For D > 128 exponentials are few beside the products, so m is always subtracted first and l is a Kahan sum.
-    static constexpr bool SubtractFirst = D > 128, UsesStaleMax = !SubtractFirst && !IsSingle;
     static constexpr bool kAlignKeys = true;
     using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 32, 56 or 70 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
@@ -56,8 +54,8 @@ struct ConsumerMemory {
     float inverse_scale_Q[Tile::Consumers];
     int deferred[Tile::Consumers];  // of each consumer (fallback.h): the work tile deferred most recently, or -1
     GroupScratch groups[Tile::Consumers + Tile::Splitters];
-    float flushed_l[Tile::Br];  // see flush_row_sum
-    float m_of_O[Tile::Br];     // see flush_O
+    double flushed_l[Tile::Br];  // see flush_row_sum
+    float m_of_O[Tile::Br];      // see flush_O
 };
 
 }  // namespace minimal_attn::hopper

@@ -40,7 +40,7 @@ struct Float32Parameters : Parameters {
 
 // Tiles n to end of a key head: tile 2 j is Kj, 2 j + 1 is Vj.
 struct SplitJob {
-    int head, h, b;  // index in Workspace::heads (below 0: there are no more jobs), key head, batch
+    int head;  // its index in Workspace::heads; below 0: there are no more jobs
     int n, end;
     Keys keys;       // the valid ones; other rows become 0
     int not_before;  // a splitter waits until so many work tiles are taken
@@ -82,7 +82,7 @@ __device__ SplitJob take_split_job(const Float32Parameters &p) {
         const int query_head = b * p.Hq + h * p.group;  // the head's first work tile, in the scheduler's order:
         const int first_work =
             query_head < p.sequential_heads ? query_head * p.Tr : p.sequential_heads * (p.Tr - 1) + query_head;
-        if (n < end) return {head, h, b, n, end, keys, first_work - kTilesAhead * p.grid};
+        if (n < end) return {head, n, end, keys, first_work - kTilesAhead * p.grid};
     }
 }
 

@@ -1,0 +1,210 @@
+"""Bad input to minimal_attn.flash_attn: one line that names the argument."""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from conftest import Backend
+
+from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+
+def refuses(error, function, options, *patterns):
+    """One line with all of the patterns."""
+    with pytest.raises(error) as caught:
+        function(**options)
+    message = str(caught.value)
+    assert "\n" not in message.strip() and len(message) < 300, message
+    for pattern in patterns:
+        assert re.search(pattern, message), f"no {pattern!r} in {message!r}"
+
+
+def good(backend, function):
+    """Arguments of a good call: B 2, Nq 5, Nk 7, Hq 4, Hkv 2, d 8."""
+    q, k, v = (x.transpose(1, 2) for x in backend.qkv(Nq=5, Nk=7, d=8))
+    if function is flash_attn_func:
+        return dict(q=q, k=k, v=v)
+    if function is flash_attn_with_kvcache:
+        new = dict(k=k[:, :2].clone(), v=v[:, :2].clone())
+        return dict(q=q, k_cache=k, v_cache=v, **new, cache_seqlens=backend.ints(5, 3))
+    cu_seqlens = dict(cu_seqlens_q=backend.ints(0, 5, 10), cu_seqlens_k=backend.ints(0, 7, 14))
+    return dict(
+        q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), **cu_seqlens, max_seqlen_q=5, max_seqlen_k=7
+    )
+
+
+FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("dropout_p", 0.17),
+        ("dropout_p", math.nan),
+        ("softcap", 50.0),
+        ("softcap", math.nan),
+        ("softcap", "50"),
+        ("alibi_slopes", torch.ones(4)),
+        ("rotary_cos", torch.ones(9, 4)),
+    ],
+)
+def test_what_is_missing(backend, function, name, value):
+    options = good(backend, function)
+    if name in inspect.signature(function).parameters:
+        refuses(
+            NotImplementedError, function, options | {name: value}, f"^{name} must be 0 or None, but was "
+        )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_tensors_of_another_kind(backend, function):
+    options = good(backend, function)
+    names = [name for name, x in options.items() if isinstance(x, torch.Tensor)]
+    for name in names:
+        x = options[name]
+        integers = not x.is_floating_point()
+        refuses(TypeError, function, options | {name: 3.5}, f"^{name} must be a tensor, but was 3.5")
+        wrong = options | {name: x[None]}
+        refuses(ValueError, function, wrong, rf"^{name} must have shape \(.*\), but has shape \(1, ")
+        other = x.short() if integers else x.double()
+        refuses(ValueError, function, options | {name: other}, f"^{name} must be torch.*, but is torch")
+        if name != "q":
+            refuses(
+                ValueError,
+                function,
+                options | {name: x.to("meta")},
+                f"^{name} must be on q's device .* on meta",
+            )
+            if not name.startswith("cu_seqlens_q"):
+                refuses(ValueError, function, options | {name: x[..., :1]}, f"^{name} must have shape")
+    sinks = backend.randn(3)
+    refuses(
+        ValueError,
+        function,
+        options | {"s_aux": sinks},
+        r"^s_aux must have shape \(4,\), but has shape \(3,\)",
+    )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values(backend, function):
+    options = good(backend, function)
+    refuses(ValueError, function, options | {"softmax_scale": math.nan}, "^softmax_scale must be .* nan")
+    refuses(TypeError, function, options | {"causal": "yes"}, "^causal must be True or False, but was .yes.")
+    for window_size in (1, 2, 3), None, 5, "ab", (1.5, 2), (None, None), torch.tensor([0.5, 1.0]):
+        wrong = options | {"window_size": window_size}
+        refuses(TypeError, function, wrong, f"^window_size must be two .*{re.escape(str(window_size))}")
+
+
+def test_no_query_is_checked_as_well(backend):
+    options = good(backend, flash_attn_varlen_func)
+    options |= dict(q=options["q"][:0], cu_seqlens_q=backend.ints(0, 0, 0), max_seqlen_q=0)
+    out, lse, _ = flash_attn_varlen_func(**options, return_attn_probs=True)
+    assert out.shape == (0, 4, 8) and lse.shape == (4, 0)
+    assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
+    for error, wrong, pattern in (
+        (ValueError, dict(softmax_scale=math.nan), "^softmax_scale must be .* nan"),
+        (TypeError, dict(causal="yes"), "^causal must be True or False"),
+        (ValueError, dict(q=backend.randn(0, 3, 8)), "^q must have a multiple of k's heads"),
+        (RuntimeError, dict(k=options["k"].clone().requires_grad_()), "must not require grad"),
+    ):
+        refuses(error, flash_attn_varlen_func, options | wrong, pattern)
+
+
+@pytest.mark.parametrize("size", [(0, 3), (3, 0)])
+def test_pages_without_a_key(backend, size):
+    pages = backend.randn(*size, 2, 8)
+    table = dict(block_table=torch.zeros(2, 2, dtype=torch.int32, device=backend.device))
+    options = good(backend, flash_attn_varlen_func) | dict(k=pages, v=pages, max_seqlen_k=0)
+    options |= dict(cu_seqlens_k=backend.ints(0, 0, 0), **table)
+    refuses(ValueError, flash_attn_varlen_func, options, "^k must have pages, .*" + re.escape(str(size)[:-1]))
+    options = dict(q=backend.randn(2, 5, 4, 8), k_cache=pages, v_cache=pages, **table)
+    for lengths in dict(cache_seqlens=backend.ints(0, 0)), dict(cache_seqlens=0), {}:
+        refuses(ValueError, flash_attn_with_kvcache, options | lengths, "^k_cache must have pages, ")
+
+
+def test_pages_that_do_not_exist():
+    """On a GPU PyTorch's assertion finds them."""
+    backend = Backend("cpu", 0)
+    k, v = (backend.randn(3, 4, 2, 8) for _ in "kv")
+    table = backend.ints(0, 3, 1, -1).view(2, 2)
+    options = good(backend, flash_attn_varlen_func) | dict(k=k, v=v, block_table=table)
+    refuses(ValueError, flash_attn_varlen_func, options, "^block_table must be 0 to 2, but is -1")
+    options = dict(q=backend.randn(2, 5, 4, 8), k_cache=k, v_cache=v, block_table=table)
+    refuses(ValueError, flash_attn_with_kvcache, options, "^block_table must be 0 to 2, but is -1")
+    wrong = options | dict(cache_seqlens=backend.ints(5, 4))
+    refuses(ValueError, flash_attn_with_kvcache, wrong, "^block_table must be 0 to 2, but is 3")
+    flash_attn_with_kvcache(**options | dict(cache_seqlens=backend.ints(4, 4)))
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f is not flash_attn_func])
+def test_gradients_are_refused(backend, function):
+    options = good(backend, function)
+    for name in [
+        name for name, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]:
+        changed = options | {name: options[name].clone().requires_grad_()}
+        refuses(RuntimeError, function, changed, "must not require grad, but does", r"torch.no_grad\(\)")
+        with torch.no_grad():
+            function(**changed)
+
+
+def test_lengths_that_do_not_fit():
+    """On a GPU the host doesn't know them."""
+    backend = Backend("cpu", 0)
+    options = good(backend, flash_attn_varlen_func)
+    for wrong, *patterns in (
+        (dict(max_seqlen_q=4), "^max_seqlen_q must be at least 5.* 4"),
+        (dict(max_seqlen_k=6), "^max_seqlen_k must be at least 7.* 6"),
+        (
+            dict(cu_seqlens_q=backend.ints(0, 5, 11), max_seqlen_q=9),
+            "^cu_seqlens_q must end at most at 10.* 11",
+        ),
+        (
+            dict(cu_seqlens_k=backend.ints(0, 7, 15), max_seqlen_k=9),
+            "^cu_seqlens_k must end at most at 14.* 15",
+        ),
+        (dict(cu_seqlens_q=backend.ints(0)), r"^cu_seqlens_q must have shape \(B \+ 1,\)"),
+    ):
+        refuses(ValueError, flash_attn_varlen_func, options | wrong, *patterns)
+    options |= dict(k=backend.randn(9, 3, 2, 8), v=backend.randn(9, 3, 2, 8))
+    narrow = options | dict(block_table=torch.zeros(2, 2, dtype=torch.int32))
+    refuses(ValueError, flash_attn_varlen_func, narrow, "^block_table must have pages for 7 keys.* 6")
+
+
+def test_a_cache_is_as_before_after_an_error():
+    backend = Backend("cpu", 0)
+    options = good(backend, flash_attn_with_kvcache)
+    before = options["k_cache"].clone(), options["v_cache"].clone()
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    for error, wrong, *patterns in (
+        (ValueError, dict(cache_seqlens=6), "^cache_seqlens must be 0 to 5, but is 6"),
+        (ValueError, dict(cache_seqlens=-1), "^cache_seqlens must be 0 to 5, but is -1"),
+        (ValueError, dict(cache_seqlens=backend.ints(3, 6)), "^cache_seqlens must be 0 to 5, but is 6"),
+        (ValueError, dict(cache_seqlens=None), "^cache_seqlens must be given"),
+        (
+            ValueError,
+            dict(cache_seqlens=7, k=None, v=None, block_table=table[:, :0]),
+            "^cache_seqlens must be",
+        ),
+        (TypeError, dict(v=None), "^v must be a tensor, but was None"),
+        (TypeError, dict(k=None), "^k must be a tensor, but was None"),
+        (
+            ValueError,
+            dict(cache_batch_idx=backend.ints(0, 1), block_table=table),
+            "^cache_batch_idx must be None",
+        ),
+        (ValueError, dict(cache_leftpad=backend.ints(0)), r"^cache_leftpad must have shape \(2,\)"),
+        (
+            ValueError,
+            dict(k_cache=before[0][:1], v_cache=before[1][:1]),
+            "^k_cache must have at least q's 2 .* 1",
+        ),
+        (ValueError, dict(q=backend.randn(2, 5, 3, 8)), "^q must have a multiple of k's heads"),
+        (ValueError, dict(softmax_scale=math.inf), "^softmax_scale"),
+    ):
+        refuses(error, flash_attn_with_kvcache, options | wrong, *patterns)
+        assert torch.equal(options["k_cache"], before[0]) and torch.equal(options["v_cache"], before[1])
