@@ -1,13 +1,12 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
-// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records PyTorch's own
-// backward pass, which takes our o and log-sum-exp. This file has the forward passes alone. A call that they don't serve
-// goes to PyTorch's kernel directly: the dispatcher would come back here.
-//
-// A backward pass of ours does not exist yet. `override_operators` is where it would be registered.
+// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
+// which takes our o and log-sum-exp. On a CPU that is replaced, too; on CUDA it is PyTorch's own, which is faster than
+// `paper`. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <torch/library.h>
 
@@ -30,6 +29,7 @@
 #include <string>
 #include <tuple>
 
+#include "autograd.h"
 #include "checks.h"
 
 namespace minimal_attn::sdpa {
@@ -119,6 +119,16 @@ inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, co
     return {compute(call, lse), lse};
 }
 
+inline Gradients flash_cpu_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
+                                    const Tensor &o, const Tensor &lse, double dropout_p, bool is_causal,
+                                    const MaybeTensor &attn_mask, std::optional<double> scale) {
+    if (outcome_of({q, k, v, attn_mask, dropout_p, is_causal, scale}, false) != served)
+        return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(do_, q, k, v, o, lse, dropout_p, is_causal,
+                                                                             attn_mask, scale);
+    static const std::array<SymInt, 2> window = {-1, -1};
+    return backward(do_, q, k, v, o, lse, {}, is_causal, window, scale, {}, {}, SymInt(0), {}, "auto", std::nullopt);
+}
+
 #ifdef WITH_CUDA
 using Nine = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
 
@@ -183,7 +193,8 @@ inline std::list<torch::Library> overriding;
 inline void override_operators() {
     if (!overriding.empty()) return;
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__)
-        .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu);
+        .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu)
+        .impl("_scaled_dot_product_flash_attention_for_cpu_backward", &flash_cpu_backward);
 #ifdef WITH_CUDA
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__)
         .impl("_scaled_dot_product_flash_attention", &flash_cuda)
