@@ -360,7 +360,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
     const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
     attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
-    if (attention.lse) attention.lse_stride = strides_of(results.lse);
+    if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
     plan_and_launch(attention, *backend, q);
     if (is_converted) results.o.copy_(o);
     return results;
