@@ -66,6 +66,7 @@ struct Attention {
     Strides o_stride;
     float *l, *m, *lse;
     Strides lse_stride;  // all three count
+    int lse_rows;        // at least Nq; on a GPU those from Nq on become inf, as PyTorch's backward pass wants them
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }

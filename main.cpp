@@ -375,7 +375,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
     const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
     attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
-    if (attention.lse) attention.lse_stride = strides_of(results.lse);
+    if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
     plan_and_launch(attention, backend->plan, backend->launch, q);
     if (is_converted) results.o.copy_(o);
     return results;
@@ -388,8 +388,9 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend_name,
                    std::optional<at::ScalarType> out_dtype) {
     const MaybeTensor none;
-    const Arguments a{q,       k,            v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
-                      offsets, backend_name, none, none,   none,        none,          none};
+    const Arguments a{q,         k,         v,      causal,  window_size,  softmax_scale,
+                      seqlens_k, leftpad_k, offset, offsets, backend_name, none,
+                      none,      none,      none,   none};
     check_q_k_v(a);
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);

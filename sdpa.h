@@ -11,9 +11,7 @@
 #include <torch/library.h>
 
 #ifdef WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
@@ -89,7 +87,7 @@ enum class Layout { of_q, tokens_first };
 // Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
 enum class Aligned { first, last };
 
-// Returns o and, where lse is given, fills it: (B, Hq, Nq) of any strides.
+// Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.
 inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
                       Aligned aligned = Aligned::first) {
     static const MaybeTensor none;
@@ -168,15 +166,9 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
     if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
-    // The backward pass reads rows in groups of 32. Those that aren't there must be so large that exp(score - lse) is 0:
-    // 3.4e38, whose bytes are all 0x7f.
+    // The backward pass reads rows in groups of 32.
     const int64_t N = q.size(2), padded = compute_log_sumexp ? (N + 31) / 32 * 32 : 0;
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), padded});
-    if (padded > N) {
-        const c10::cuda::CUDAGuard guard(q.device());
-        C10_CUDA_CHECK(cudaMemset2DAsync(lse.mutable_data_ptr<float>() + N, 4 * padded, 0x7f, 4 * (padded - N),
-                                         q.size(0) * q.size(1), at::cuda::getCurrentCUDAStream()));
-    }
     // The backward kernels of half types take the strides of o for granted, whatever they are.
     const Tensor o = compute(call, compute_log_sumexp ? lse : Tensor(), Layout::tokens_first);
     // As PyTorch has them without dropout

@@ -249,6 +249,7 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
     if (next_flush > first_flush) flush(false, true);
 
     // 12. - 13. O = Oi / li, l and m to HBM
+    pad_lse(a, block.b, block.h, block.i0 + block.rows, thread);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const float l = row_sum<TX>(li[r]);

@@ -108,6 +108,7 @@ template <class Tile, class T>
 __device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, int row0, bool aligned) {
     const int lane = threadIdx.x % 32;
     const bool odd = lane % 2;
+    pad_lse(a, block.b, block.h, block.i0 + block.rows, threadIdx.x);
 #pragma unroll
     for (int r = 0; r < Rows<Tile>::R; ++r) {
         const int i = block.i0 + row0 + 8 * r;
