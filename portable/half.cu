@@ -7,12 +7,15 @@
 //
 //     shared memory | size, in T     | written                     | read
 //     Qi            | Br x D         | once                        | step 9, by the warp of its rows
+//     Oi            | Qi's place     | after the last tile         | likewise, on the way to HBM
 //     Kj, Vj        | 2 x Bc x D     | while tile j-1 is computed  | steps 9 and 12, by all
-//     Kj+1, Vj+1    | 2 x Bc x D     | while tile j is computed    | likewise, one tile later
+//     Kj+1, Vj+1    | 2 x Bc x D     | while tile j is computed    | likewise, one tile later; with two Stages alone
 //
-//     barrier          | arrives and waits  | then
-//     wait_for_tiles   | the block          | Kj and Vj (and the first time Qi) have arrived; all warps have read Kj-1
-//                      |                    | and Vj-1, so Kj+1 and Vj+1 may overwrite them
+//     barrier, two Stages                    | arrives and waits | then
+//     wait_for_tiles, before step 9          | the block         | Kj and Vj (and the first time Qi) have arrived; all
+//                                            |                   | warps have read Kj-1 and Vj-1, so Kj+1 and Vj+1 may
+//                                            |                   | overwrite them
+//     one Stage: float32.cu's table (common.cuh). Vj loads during step 9, Kj+1 during steps 10 to 12.
 #include "portable/accumulators.cuh"
 #include "portable/common.cuh"
 #include "portable/mma.cuh"
@@ -20,27 +23,32 @@
 namespace minimal_attn {
 namespace {
 
-// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used.
-template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_>
+// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used. Stages is how
+// many Kj and Vj are in shared memory.
+template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_, int Stages_>
 struct HalfTile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
-    static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_;
+    static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_, Stages = Stages_;
     static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators, 16 x 8 each
-    static constexpr int SharedBytes = (Br + 4 * Bc) * D * 2;
+    static constexpr int SharedBytes = (Br + 2 * Stages * Bc) * D * 2;
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr bool QInRegisters = D == 64;
     static constexpr int SumFloats = 0;  // no flush_sums as in float32.cu
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
 };
 
-// 9. Sij = Qi Kj^T. Columns past d are zeros; 64 of them are skipped.
+// Of the scaled scores; -inf stays -inf also where the scale is 0.
+__device__ inline float scaled_max(const Attention &a, float mi) {
+    return mi == -INFINITY ? mi : mi * fabsf(a.softmax_scale);
+}
+
+// 9. Sij = Qi Kj^T. Columns past d are zeros.
 template <class T, class Tile>
 __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&q)[Tile::M][4][4], unsigned Qi,
-                            unsigned Kj, int d) {
+                            unsigned Kj) {
     constexpr int D = Tile::D;
 #pragma unroll
     for (int x0 = 0; x0 < D; x0 += 64) {
-        if (x0 > D / 2 && x0 >= d) break;  // d > D / 2
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
             unsigned a[Tile::M][4];
@@ -69,7 +77,7 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 // accumulators of Sij side by side become an operand of the product.
 template <class T, class Tile>
 __device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4], const float (&subtract)[Rows<Tile>::R],
-                            float c, unsigned Vj, int d) {
+                            float c, unsigned Vj) {
     constexpr int D = Tile::D, R = Rows<Tile>::R;
     float l[R] = {};  // of this tile: one sum over all keys would lose small terms
 #pragma unroll
@@ -88,7 +96,6 @@ __device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
             }
 #pragma unroll
         for (int x = 0; x < D / 16; ++x) {
-            if (16 * x == 192 && d <= 192) break;
             unsigned v[4];
             load_matrices_transposed(v, (Vj ^ x % 4 * 32) + 2 * (x / 4 * 64 + 8 * n * D));
 #pragma unroll
@@ -102,60 +109,74 @@ __device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
     for (int r = 0; r < R; ++r) rows.li[r] += l[r];
 }
 
-// 12. - 13. O = Oi / li, l and m to HBM. In the usual case even lanes store the left one of every two neighbouring
-// accumulators and odd lanes the right one, 4 columns each, so that HBM gets whole sectors of 32 bytes.
+// 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without a state. Each warp stages its rows of O in
+// the place of its rows of Qi, so that HBM gets 16 bytes of a thread, neighbouring threads side by side.
 template <class Tile, class T>
-__device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, int row0, bool aligned) {
-    const int lane = threadIdx.x % 32;
-    const bool odd = lane % 2;
-    pad_lse(a, block.b, block.h, block.i0 + block.rows, threadIdx.x);
+__device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, T *tile, int warp_row,
+                           int lane) {
+    constexpr int D = Tile::D, Chunks = D / 8, RowsAtOnce = 32 / Chunks;
+    const BandOf<int> band = narrow(block.band);
 #pragma unroll
     for (int r = 0; r < Rows<Tile>::R; ++r) {
-        const int i = block.i0 + row0 + 8 * r;
+        const int row = warp_row + lane / 4 + 8 * r, i = block.i0 + row;
         const float li = row_sum<4>(rows.li[r]);
-        const float mi = rows.mi[r] == -INFINITY ? -INFINITY : rows.mi[r] * fabsf(a.softmax_scale);
-        RowEnd end{};
-        if (i < a.Nq) {
-            end = end_row(a, block, i, li, mi);
-            if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+        const RowEnd end = end_of_row(!empty(keys_of_row(band, i)), li, scaled_max(a, rows.mi[r]), 0.f, -INFINITY);
+        if (a.lse && lane % 4 == 0 && row < block.rows) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+#pragma unroll
+        for (int x = 0; x < Tile::X; ++x) {
+            const float *Oi = &rows.Oi[r / 2][x][r % 2 * 2];
+            const unsigned pair = end.reads_Oi ? pack<T>(end.weight_Oi * Oi[0], end.weight_Oi * Oi[1]) : 0;
+            *(unsigned *)(tile + swizzle<D, T>(row, x) + lane % 4 * 2) = pair;
         }
-        if (aligned && a.o_dtype != Dtype::float32) {
-            T *const o = (T *)a.o + block.b * a.o_stride.batch + block.h * a.o_stride.head + i * a.o_stride.row;
+    }
+    __syncwarp();
+    const int row0 = warp_row + lane / Chunks, chunk = lane % Chunks;
+    T *const o = (T *)a.o + block.b * a.o_stride.batch + block.h * a.o_stride.head +
+                 (block.i0 + row0) * a.o_stride.row + 8 * chunk;
+    const int count = 8 * chunk < a.d ? block.rows - row0 : 0;
 #pragma unroll
-            for (int x = 0; x < Tile::X; x += 2) {
-                unsigned pair[2];  // of the left and the right accumulator
+    for (int row = 0; row < Tile::WarpRows; row += RowsAtOnce)
+        if (row < count)
+            *(uint4 *)(o + row * a.o_stride.row) = *(const uint4 *)(tile + swizzle<D, T>(row0 + row, chunk));
+}
+
+// The same in all other cases, two columns at a time.
+template <class Tile, class T>
+__device__ void store_rows_with_state(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, int warp_row,
+                                      int lane, bool aligned) {
 #pragma unroll
-                for (int y = 0; y < 2; ++y) {
-                    const float *Oi = &rows.Oi[r / 2][x + y][r % 2 * 2];
-                    pair[y] = end.reads_Oi ? pack<T>(end.weight_Oi * Oi[0], end.weight_Oi * Oi[1]) : 0;
-                }
-                const unsigned received = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
-                const uint2 four = {odd ? received : pair[0], odd ? pair[1] : received};
-                const int column = 8 * (x + odd) + lane % 4 / 2 * 4;
-                if (i < a.Nq && column < a.d) *(uint2 *)(o + column) = four;
-            }
-        } else if (i < a.Nq) {
+    for (int r = 0; r < Rows<Tile>::R; ++r) {
+        const int i = block.i0 + warp_row + lane / 4 + 8 * r;
+        const float li = row_sum<4>(rows.li[r]);
+        if (i >= a.Nq) continue;
+        const RowEnd end = end_row(a, block, i, li, scaled_max(a, rows.mi[r]));
+        if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
 #pragma unroll
-            for (int x = 0; x < Tile::X; ++x)
-                store_o<2>(a, block, i, 8 * x + lane % 4 * 2, end, &rows.Oi[r / 2][x][r % 2 * 2], aligned);
-        }
+        for (int x = 0; x < Tile::X; ++x)
+            store_o<2>(a, block, i, 8 * x + lane % 4 * 2, end, &rows.Oi[r / 2][x][r % 2 * 2], aligned);
     }
 }
 
 template <class T, class Tile>
 __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M;
+    constexpr int Stages = Tile::Stages;
     extern __shared__ __align__(128) unsigned char shared[];
-    T *const Q_tile = (T *)shared, *const K_tiles = Q_tile + Br * D, *const V_tiles = K_tiles + 2 * Bc * D;
+    T *const Q_tile = (T *)shared, *const K_tiles = Q_tile + Br * D, *const V_tiles = K_tiles + Stages * Bc * D;
     const int warp_row = __shfl_sync(~0u, threadIdx.x / 32, 0) * Tile::WarpRows, lane = threadIdx.x % 32;
 
     const Block<T> block = block_of<T>(a, index, Br);
-    const T *K = block.K + block.seen.begin * a.k_stride.row, *V = block.V + block.seen.begin * a.v_stride.row;
-    const auto load_KV = [&](int j0, int stage) {
+    const T *K = part_of_thread<D>(block.K + block.seen.begin * a.k_stride.row, a.k_stride.row);
+    const T *V = part_of_thread<D>(block.V + block.seen.begin * a.v_stride.row, a.v_stride.row);
+    const auto load_K = [&](int j0, int stage) {
         const int rows = block.band.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, rows, a.d, aligned);
-        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, rows, a.d, aligned);
-        K += Bc * a.k_stride.row, V += Bc * a.v_stride.row;
+        load_part<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, rows, a.d, aligned);
+        K += Bc * a.k_stride.row;
+    };
+    const auto load_V = [&](int j0, int stage) {
+        const int rows = block.band.keys.end - j0;
+        load_part<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, rows, a.d, aligned);
+        V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
     const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
@@ -166,16 +187,17 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const int i_warp = block.i0 + warp_row, i_lane = i_warp + lane / 4;
     const Keys seen = keys_of_any(band, i_warp, i_warp + Tile::WarpRows);
     const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
-    // Kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN
-    const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
 
     // 8. Qi from HBM; Oi, li, mi begin empty (an earlier state joins at the end, by step 12)
     load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
-    if (!empty(block.seen)) load_KV(block.seen.begin, 0);
+    if (!empty(block.seen)) {
+        load_K(block.seen.begin, 0);
+        if (Stages == 2) load_V(block.seen.begin, 0);
+    }
     Rows<Tile> rows;
     unsigned q[M][4][4];
+    if (Tile::QInRegisters || empty(block.seen)) wait_for_tiles();  // store_rows overwrites Qi
     if constexpr (Tile::QInRegisters) {
-        wait_for_tiles();
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -184,26 +206,39 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
-    for (int j0 = block.seen.begin, stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= 1) {
+    for (int j0 = block.seen.begin, stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= Stages - 1) {
+        const bool warp_sees = j0 < seen.end && j0 + Bc > seen.begin, is_last = j0 + Bc >= block.seen.end;
+        const unsigned bytes = stage * Bc * D * 2;
         // 6. Kj, Vj from HBM
         wait_for_tiles();
-        if (j0 + Bc < block.seen.end) load_KV(j0 + Bc, stage ^ 1);
-        if (j0 >= seen.end || j0 + Bc <= seen.begin) continue;
-        const unsigned bytes = stage * Bc * D * 2;
+        if (Stages == 1) load_V(j0, 0);
+        if (Stages == 2 && !is_last) load_K(j0 + Bc, stage ^ 1), load_V(j0 + Bc, stage ^ 1);
         // 9.
         float Sij[M][Tile::N][4] = {};
-        multiply_QK<T, Tile>(Sij, q, Qi, K0 + bytes, a.d);
+        if (warp_sees) multiply_QK<T, Tile>(Sij, q, Qi, K0 + bytes);
+        if (Stages == 1) wait_for_tiles();
+        if (Stages == 1 && !is_last) load_K(j0 + Bc, 0);
+        if (!warp_sees) continue;
         const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
         change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
-        // 10. - 12.
+        // 10. - 12. The factor is kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN. It is
+        // computed here: kept, it would take a register.
+        const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
         float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
         update_rows<Tile>(Sij, rows, subtract, alpha, c);
         scale_Oi<Tile>(rows, alpha);
-        multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes, a.d);
+        multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes);
     }
-    // The block is computed anew: its numbers would take registers from the loop.
-    asm volatile("" : "+l"(index));
-    store_rows<Tile>(a, block_of<T>(a, index, Br), rows, warp_row + lane / 4, aligned);
+    // These numbers are computed anew: kept, they would take registers from the loop.
+    unsigned thread = threadIdx.x;
+    asm volatile("" : "+l"(index), "+r"(thread));
+    const Block<T> same_block = block_of<T>(a, index, Br);
+    const int first_row = thread / 32 * Tile::WarpRows;
+    pad_lse(a, same_block.b, same_block.h, same_block.i0 + same_block.rows, thread);
+    if (aligned && a.o_dtype != Dtype::float32)
+        store_rows<Tile>(a, same_block, rows, Q_tile, first_row, thread % 32);
+    else
+        store_rows_with_state<Tile>(a, same_block, rows, first_row, thread % 32, aligned);
 }
 
 template <class T, class Tile>
@@ -212,23 +247,23 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
 }
 
-// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory, and
-// why it is in the list.
+// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor, stages. Beside each: shared
+// memory, and why it is in the list.
 struct HalfKernels {
     static constexpr int kTilesOfSum = 0;
     template <class T, class Tile>
     static auto kernel() {
         return half_kernel<T, Tile>;
     }
-    using D64 = TileList<HalfTile<64, 128, 64, 32, 2>,    // 48 KB
-                         HalfTile<64, 64, 64, 16, 2>>;    // 40 KB; few queries
-    using D128 = TileList<HalfTile<128, 128, 64, 32, 2>,  // 96 KB
-                          HalfTile<128, 128, 32, 32, 2>,  // 64 KB; two fit an A100
-                          HalfTile<128, 64, 32, 16, 2>>;  // 48 KB; fits a T4, two fit 99 KB; few queries
-    using D256 = TileList<HalfTile<256, 128, 64, 16, 1>,  // 192 KB
-                          HalfTile<256, 128, 32, 16, 1>,  // 128 KB; fits an A100
-                          HalfTile<256, 64, 32, 16, 1>,   // 96 KB; fits 99 KB; few queries
-                          HalfTile<256, 64, 16, 16, 1>>;  // 64 KB; fits a T4
+    using D64 = TileList<HalfTile<64, 128, 64, 32, 2, 2>,    // 48 KB
+                         HalfTile<64, 64, 64, 16, 2, 2>>;    // 40 KB; few queries
+    using D128 = TileList<HalfTile<128, 128, 64, 32, 2, 2>,  // 96 KB
+                          HalfTile<128, 128, 32, 32, 2, 2>,  // 64 KB; two fit an A100
+                          HalfTile<128, 64, 32, 16, 2, 2>>;  // 48 KB; fits a T4, two fit 99 KB; few queries
+    using D256 = TileList<HalfTile<256, 64, 64, 16, 2, 1>,   // 96 KB; two blocks, since one waits at each barrier
+                          HalfTile<256, 128, 32, 16, 1, 2>,  // 128 KB; fits an A100
+                          HalfTile<256, 64, 32, 16, 1, 2>,   // 96 KB; fits 99 KB
+                          HalfTile<256, 64, 16, 16, 1, 2>>;  // 64 KB; fits a T4; few queries
 };
 
 }  // namespace

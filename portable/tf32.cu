@@ -226,6 +226,7 @@ template <class Tile>
 __device__ void end_block(const Attention &a, const Block<float> block, const Rows<Tile> &rows, int row0, bool aligned,
                           float *shared, float *sums) {
     using Fallback = typename Tile::Fallback;
+    pad_lse(a, block.b, block.h, block.i0 + block.rows, threadIdx.x);
     if (!__syncthreads_or(!all_finite(rows))) return store_rows<Tile>(a, block, rows, row0, aligned);
 #pragma unroll 1
     for (int row = 0; row < block.rows; row += Fallback::Br) {
