@@ -27,6 +27,7 @@
 #include "checks.h"
 #include "flash.h"
 #include "overload.h"
+#include "portable/portable.h"
 #include "sdpa.h"
 
 #ifdef WITH_CUDA
@@ -124,9 +125,12 @@ const std::vector<Backend> &backends() {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, never,
          [](const Attention &a, const Device &device) {
+             if (portable::takes_decode(a, device, a.dtype != Dtype::float32))
+                 return portable::plan_decode(a, device, a.dtype != Dtype::float32);
              return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
          },
          [](const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+             if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
@@ -160,7 +164,8 @@ const Backend *check_backend(const Arguments &a) {
     size_t length = std::min<size_t>(a.backend.size(), 40);
     while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
     auto name = std::string(a.backend.substr(0, length));
-    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
+    std::replace_if(
+        name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;

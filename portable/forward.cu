@@ -12,18 +12,19 @@
 namespace minimal_attn {
 
 Plan plan_portable(const Attention &a, const Device &device) {
-    if (a.dtype == Dtype::float32) return portable::plan_float32(a, device);
-    if (a.dtype == Dtype::float16) return portable::plan_half(a, device);
-    bool on_tensor_cores = true;
-    const char *error = portable::has_bfloat16_tensor_cores(on_tensor_cores);
-    Plan plan = on_tensor_cores ? portable::plan_half(a, device) : portable::plan_float32(a, device);
+    bool on_tensor_cores = a.dtype != Dtype::float32;
+    const char *error = a.dtype == Dtype::bfloat16 ? portable::has_bfloat16_tensor_cores(on_tensor_cores) : nullptr;
+    Plan plan = portable::takes_decode(a, device, on_tensor_cores) ? portable::plan_decode(a, device, on_tensor_cores)
+                : on_tensor_cores                                  ? portable::plan_half(a, device)
+                                                                   : portable::plan_float32(a, device);
     plan.error = error;
     return plan;
 }
 
 const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
-                                          : portable::launch_float32(a, plan, workspace, stream);
+    return plan.kernel == portable::kDecode ? portable::launch_decode(a, plan, workspace, stream)
+           : plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
+                                            : portable::launch_float32(a, plan, workspace, stream);
 }
 
 }  // namespace minimal_attn

@@ -8,6 +8,7 @@ namespace minimal_attn::portable {
 
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
 inline constexpr char kFloat32[] = "float32", kHalf[] = "half", kBfloat16OnFmaUnits[] = "bfloat16 on FMA units";
+inline constexpr char kDecode[] = "decode";
 
 // float32.cu: float32, and bfloat16 where no tensor core multiplies it. All products on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);
@@ -16,6 +17,11 @@ const char *launch_float32(const Attention &a, const Plan &plan, void *workspace
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
+bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);
+Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
+const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // half.cu: whether the code that this device loaded multiplies bfloat16 on tensor cores. Returns null or an error.
 const char *has_bfloat16_tensor_cores(bool &yes);
