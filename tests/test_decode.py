@@ -20,7 +20,7 @@ def test_rows(backend, dtype, d, group, Nq):
     backend.check(q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("group, Nq", [(4, 8), (1, 8), (16, 3), (1, 16)])
+@pytest.mark.parametrize("group, Nq", [(4, 8), (1, 8), (16, 2), (1, 16)])
 def test_several_tiles_of_rows(backend, dtype, group, Nq):
     q, k, v = backend.qkv(B=1, Hq=2 * group, Hkv=2, Nq=Nq, Nk=300, dtype=dtype)
     assert dtype == torch.float32 or is_decode(backend, q, k, v)
@@ -73,7 +73,9 @@ def test_ragged(backend, dtype):
     tensors, limits = ragged(backend, dtype)
     assert is_decode(backend, *tensors, **limits)
     backend.check(*tensors, causal=True, **limits)
-    backend.check(*tensors, offset=backend.ints(5, 0, -1, 20, 127, 2500, 10_000), window_size=(300, 3), **limits)
+    backend.check(
+        *tensors, offset=backend.ints(5, 0, -1, 20, 127, 2500, 10_000), window_size=(300, 3), **limits
+    )
 
 
 def test_many_batches(backend, dtype):
@@ -91,7 +93,9 @@ def test_bits_do_not_depend_on_the_batch(cuda_backend, dtype, d):
     q, k, v = backend.qkv(B=40, Hq=8, Hkv=2, Nq=1, Nk=2500, d=d, dtype=dtype)
     if not is_decode(backend, q, k, v):
         pytest.skip("another kernel")
-    lengths = torch.tensor([backend.random.randint(1, 2500) for _ in range(40)], dtype=torch.int32, device=q.device)
+    lengths = torch.tensor(
+        [backend.random.randint(1, 2500) for _ in range(40)], dtype=torch.int32, device=q.device
+    )
     first = backend.check(q, k, v, causal=True, seqlens_k=lengths)
     for b in 0, 17, 39:
         n = int(lengths[b])
@@ -145,7 +149,7 @@ def test_streams(cuda_backend, dtype):
 def test_state_of_decode(backend, dtype):
     """l and m, and keys in two parts."""
     q, k, v = backend.qkv(B=2, Hq=8, Hkv=2, Nq=1, Nk=1500, dtype=dtype)
-    sinks = backend.randn(2, 8, 1)
+    sinks = backend.randn(2, 8)
     state = backend.forward(q, k[:, :, :900], v[:, :, :900], return_state=True)
     o, l, m = backend.forward(q, k[:, :, 900:], v[:, :, 900:], state=state)
     expected = attention(q, k, v)
