@@ -81,7 +81,8 @@ def test_ragged(backend, dtype):
 def test_many_batches(backend, dtype):
     """More than a warp has lanes, more work items than a GPU has places."""
     B = 70
-    q, k, v = backend.qkv(B=B, Hq=8, Hkv=2, Nq=1, Nk=600, dtype=dtype)
+    q, k, v = backend.qkv(B=B, Hq=16, Hkv=8, Nq=1, Nk=600, dtype=dtype)
+    backend.check(q, k, v, window_size=(20, 0))
     lengths = torch.tensor([backend.random.randint(0, 600) for _ in range(B)], dtype=torch.int32)
     backend.check(q, k, v, causal=True, seqlens_k=lengths.to(q.device))
 
