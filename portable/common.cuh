@@ -1,4 +1,4 @@
-// common.cuh: what the two kernels of the portable backend share.
+// common.cuh: what the kernels of the portable backend share.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V, a tile of Br queries x Bc keys at a time
 //
@@ -10,7 +10,7 @@
 //                                 (i, j); here O, l and m are written once.
 //     O is divided once           Oi is divided by li after the last tile, not after each one.
 //
-// The steps of both kernels. Numbers are Algorithm 1's:
+// The steps of the kernels. Numbers are Algorithm 1's:
 //
 //     8.         Qi from HBM to shared memory; Oi = 0, li = 0, mi = -inf
 //     5.         for each tile of keys j that some query of the tile sees
@@ -23,7 +23,7 @@
 //
 // Every warp has the same role: it loads a part of each tile and computes some rows of Sij and Oi.
 //
-// In float32.cu (half.cu has two stages of Kj and Vj, and its own table):
+// In float32.cu (the other kernels have tables of their own):
 //
 //     barrier                         | arrives and waits     | then
 //     wait_for_tiles, before step 9   | the block             | Kj (and the first time Qi) has arrived; all warps have

@@ -1,12 +1,13 @@
-// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has two kernels:
+// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has three kernels:
 //
 //     dtype       compute capability   kernel
+//     all         any                  decode.cu, where few queries share many keys. Other calls:
 //     float32     any                  float32.cu, FMA units
 //     float16     any                  half.cu, tensor cores
 //     bfloat16    8.0 and newer        half.cu, tensor cores
 //     bfloat16    7.5                  float32.cu: Turing's tensor cores have no bfloat16
 //
-// Both compute the same steps, which common.cuh describes.
+// All compute the same steps, which common.cuh describes.
 #include "portable/portable.h"
 
 namespace minimal_attn {

@@ -1,4 +1,4 @@
-// portable.h: the backend's two kernels, as forward.cu chooses between them. Each plans a call on the host and
+// portable.h: the backend's three kernels, as forward.cu chooses between them. Each plans a call on the host and
 // launches it; each takes the dtypes that its plan function names.
 #pragma once
 
