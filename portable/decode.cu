@@ -1,44 +1,44 @@
 // decode.cu: attention of few queries over many keys, as in decoding. K and V are read once; that is what takes the
 // time. docs/decode.md has the budget, a drawing and what was tried.
 //
-// The queries of the Hq / Hkv heads that share a key head are the rows of one tile. The keys are cut into chunks, a
-// block each. The chunk's size depends on the number of keys and of key heads alone: a row's bits are the same in every
-// batch and on every GPU.
+// The queries of the Hq / Hkv heads that share a key head are the rows of one tile. The keys are cut into chunks. A
+// chunk's size depends on the number of keys and of key heads alone: a row's bits are the same in every batch and on
+// every GPU. decode_kernel computes each chunk's Oi, li, mi, join_kernel joins those of a row and ends it.
 //
 //     role        | warps | registers            | does
-//     every warp  | 4     | Qi, Oi, li, mi: up   | loads steps of Bc keys through stages of its own in shared memory and
-//                 |       | to 255               | adds them to its Oi, li, mi: every fourth step of the chunk
-//     the block   |       |                      | joins the warps' Oi, li, mi; the last block of a tile to arrive joins
-//                 |       |                      | the chunks' and ends the rows (steps 12. - 13.)
+//     every warp  | 4     | Oi, li, mi, operands:| loads steps of Bc keys through stages of its own in shared memory and
+//                 |       | up to 255            | adds them to its Oi, li, mi: every fourth step of the chunk
 //
 //     barrier                   | arrives and waits | then
 //     wait_for_step, __syncwarp | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
-//     __syncwarp, after step 12 | one warp          | all lanes have read the stage: the next step may overwrite it
-//     __syncthreads             | the block         | Qi is in shared memory; Oi, li, mi of the warps are; the stages,
-//                               |                   | where these were, may be overwritten
-//     arrived[] in the workspace| blocks of a tile  | the Oi, li, mi of all chunks are in the workspace
+//     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
+//     __syncthreads             | the block         | around a change of Qi: all have read the old one; the new one is there
+//     __syncthreads             | the block         | around the join of a chunk: the warps' Oi, li, mi are in shared
+//                               |                   | memory; they are read and may be overwritten
+//     griddepcontrol            | the kernels       | join_kernel has begun, and waits for all of decode_kernel
+//
+// The loads run ahead of the products, into the next chunks: memory is busy while a chunk ends.
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
 namespace {
 
+constexpr int kMostStages = 4;
+
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
-// Where the rows of a step that begins at key j are, j a multiple of Bc.
-template <class T>
-__device__ const T *step_rows(const void *tensor, const Strides &stride, const WorkItem &item, int j) {
-    return (const T *)tensor + item.b * stride.batch + item.h_kv * stride.head + j * stride.row;
-}
-
-// Kj or Vj of a step, whole rows, 512 bytes an instruction. Rows outside [begin, end) become zeros, as columns past d.
+// The step of a warp that begins at key j, whole rows, 512 bytes an instruction: Kj or Vj. Rows that no query may see
+// become zeros, as columns past d.
 template <class Tile, class T>
-__device__ void load_rows(unsigned to, const T *from, int64_t stride, int begin, int end, int d) {
+__device__ void load_step(unsigned to, const void *tensor, const Strides &stride, const WorkItem &item, int j, int d) {
     constexpr int Element = 16 / sizeof(T), PerRow = Tile::D / Element;
+    const T *const from = (const T *)tensor + item.b * stride.batch + item.h_kv * stride.head + j * stride.row;
+    const Keys seen = item.chunks.seen;
 #pragma unroll
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
-        const bool exists = row >= begin && row < end && x * Element < d;
-        copy16(to + 2 * swizzle<8 * PerRow>(row, x), from + row * stride + x * Element, exists);
+        const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < d;
+        copy16(to + 2 * swizzle<8 * PerRow>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
 
@@ -54,6 +54,29 @@ __device__ void wait_for_step(int stages) {
         __pipeline_wait_prior(0);
     __syncwarp();
 }
+
+// A warp's loads, `stages` steps ahead of its products.
+template <class T, class Tile>
+struct Loader {
+    static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
+    WorkItem item;
+    unsigned end;  // the position where the block's work ends
+    int warp, j, j_end;
+
+    __device__ Loader(const WorkItem &first, unsigned end, int warp) : item(first), end(end), warp(warp) { begin(); }
+    __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.position < end ? item.end() : 0; }
+
+    // Begins to load the next step, if there is one.
+    __device__ void load(const Attention &a, const Decode &p, unsigned to) {
+        while (j >= j_end && item.position < end) advance(a, p, item), begin();
+        if (j < j_end) {
+            load_step<Tile, T>(to, a.k, a.k_stride, item, j, a.d);
+            load_step<Tile, T>(to + StageBytes / 2, a.v, a.v_stride, item, j, a.d);
+            j += Step;
+        }
+        __pipeline_commit();
+    }
+};
 
 // ------------------------------------------------------------------------------ joining
 
@@ -72,16 +95,17 @@ struct Sum {
     }
 };
 
-// Steps 11. and 12. for parts 0 to count - 1, in this order. lm(n) and o(n) read a part's (l, m) and o.
+// Steps 11. and 12. for parts first, first + step, ... before count, in this order. lm(n) and o(n) read a part's (l, m)
+// and o.
 template <class LM, class O>
-__device__ Part join(int count, const LM &lm, const O &o) {
+__device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
     float m = -INFINITY;
-#pragma unroll 8
-    for (int n = 0; n < count; ++n) m = fmaxf(m, lm(n).y);
+#pragma unroll 4
+    for (int n = first; n < count; n += step) m = fmaxf(m, lm(n).y);
     const float m_safe = m == -INFINITY ? 0.f : m;
     Sum l, x[4];
-#pragma unroll 8
-    for (int n = 0; n < count; ++n) {
+#pragma unroll 4
+    for (int n = first; n < count; n += step) {
         const float2 part = lm(n);
         const float4 four = o(n);
         const float weight = exp_fast(part.y - m_safe);
@@ -91,149 +115,97 @@ __device__ Part join(int count, const LM &lm, const O &o) {
     return {l.sum, m, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}};
 }
 
-// 12. - 13. Columns x to x + 3 of row r of the tile
-template <class T, class Tile>
-__device__ void end_row(const Attention &a, const Decode &p, const WorkItem &item, int r, int x, const Part &part) {
-    const Row row = row_of<Tile>(a, p, item, r);
-    Block<T> block;
-    block.b = item.b, block.h = row.h, block.band = band_of(a, item.b);
-    const RowEnd end = end_row(a, block, row.i, part.l, part.m);
-    if (x == 0) store_state(a, block, row.i, end);
-    store_o<4>(a, block, row.i, x, end, part.o, p.aligned_o);
-}
+// ------------------------------------------------------------------------------ the kernels
 
-__device__ void wait_for_zeros() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// A tile of queries, as the workspace knows it.
-template <class Tile>
-struct OutputTile {
-    int rows, count;       // queries; chunks
-    int64_t index, first;  // its counter; the first row of its first chunk
-
-    __device__ OutputTile(const Attention &a, const Decode &p, const WorkItem &item) {
-        rows = min(Tile::Rows, p.rows - item.tile * Tile::Rows), count = item.chunks.count;
-        index = ((int64_t)item.b * a.Hkv + item.h_kv) * p.tiles + item.tile;
-        first = index * p.most_chunks * Tile::Rows;
-    }
-};
-
-// Joins the parts of the warps, which are in shared memory. The result goes to the workspace, or, if the tile has one
-// chunk, to o.
-template <class T, class Tile>
-__device__ void end_chunk(const Attention &a, const Decode &p, const WorkItem &item, const unsigned char *O, int stride,
-                          const float2 *lm) {
-    constexpr int D = Tile::D;
-    const OutputTile<Tile> tile(a, p, item);
-    for (int n = threadIdx.x; n < tile.rows * (D / 4); n += kThreads) {
-        const int r = n / (D / 4), x = n % (D / 4) * 4;
-        const Part part = join(
-            kWarps, [&](int warp) { return lm[warp * Tile::Rows + r]; },
-            [&](int warp) { return *(const float4 *)((const float *)(O + warp * stride) + r * D + x); });
-        if (tile.count == 1) {
-            end_row<T, Tile>(a, p, item, r, x, part);
-        } else {
-            const int64_t at = tile.first + item.chunk * Tile::Rows + r;
-            if (x == 0) p.lm[at] = {part.l, part.m};
-            *(float4 *)(p.Oi + at * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
-        }
-    }
-}
-
-// Joins the chunks of a tile, which are in the workspace.
-template <class T, class Tile>
-__device__ void end_tile(const Attention &a, const Decode &p, const WorkItem &item) {
-    constexpr int D = Tile::D;
-    const OutputTile<Tile> tile(a, p, item);
-    __threadfence();
-    for (int n = threadIdx.x; n < tile.rows * (D / 4); n += kThreads) {
-        const int r = n / (D / 4), x = n % (D / 4) * 4;
-        const auto at = [&](int chunk) { return tile.first + chunk * Tile::Rows + r; };
-        const Part part = join(
-            tile.count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
-            [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D + x)); });
-        end_row<T, Tile>(a, p, item, r, x, part);
-    }
-}
-
-// ------------------------------------------------------------------------------ the kernel
-
-// Whether a tile is complete shows when the counter's old value has come back. Meanwhile the next item's loads begin.
 template <class T, class Tile>
 __device__ void decode_block(const Attention &a, const Decode &p) {
-    constexpr int Bc = Tile::Bc, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
+    constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float2 lm[kWarps * Tile::Rows];
-    __shared__ unsigned next;
-    __shared__ bool completes;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    __shared__ float2 lm[kWarps][Tile::Rows];
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
     unsigned char *const stages = shared + warp * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
-    bool arrived_last = false;  // of thread 0: whether the item before was the last of its tile to arrive
+    float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
+    const unsigned stages_at = (unsigned)__cvta_generic_to_shared(stages);
 
-    WorkItem item, before;
-    for (unsigned index = blockIdx.x;; before = item, index = next) {
-        const bool is_item = work_item(a, p, index, item);
-        const Keys seen = item.chunks.seen;
-        const int first = item.chunks.begin + item.chunk * item.chunks.size + warp * Bc;
-        const int end = is_item ? min(item.chunks.begin + (item.chunk + 1) * item.chunks.size, seen.end) : 0;
-        const auto load = [&](int j, int stage) {
-            if (j < end) {
-                const unsigned to = (unsigned)__cvta_generic_to_shared(stages + stage * StageBytes);
-                load_rows<Tile>(to, step_rows<T>(a.k, a.k_stride, item, j), a.k_stride.row, seen.begin - j,
-                                seen.end - j, a.d);
-                load_rows<Tile>(to + StageBytes / 2, step_rows<T>(a.v, a.v_stride, item, j), a.v_stride.row,
-                                seen.begin - j, seen.end - j, a.d);
-            }
-            __pipeline_commit();
-        };
-#pragma unroll 1
-        for (int stage = 0; stage < p.stages; ++stage) load(first + stage * Step, stage);
-        unsigned ticket = index;
-        if (threadIdx.x == 0) {
-            completes = arrived_last;
-            if (p.arrived) wait_for_zeros();  // so this kernel doesn't end before they are written, either
-            if (p.ticket) ticket = atomicAdd(p.ticket, 1);
+    unsigned end;
+    WorkItem item = first_item(a, p, end);
+    Loader<T, Tile> loader(item, end, warp);
+    for (int stage = 0; stage < p.stages; ++stage) loader.load(a, p, stages_at + stage * StageBytes);
+    Rows rows;
+    int64_t tile = -1;
+    for (int stage = 0; item.position < end; advance(a, p, item)) {
+        if (tile != item.output_tile(a, p)) {
+            tile = item.output_tile(a, p);
+            __syncthreads();
+            rows.load_queries(a, p, item, Q_tile);
+            __syncthreads();
         }
-        Rows rows(a, p, item, Q_tile);
-        __syncthreads();
-        if (completes) end_tile<T, Tile>(a, p, before);
-        if (!is_item) break;
-        for (int j = first, stage = 0; j < end; j += Step) {
+        rows.clear();
+        for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
             wait_for_step(p.stages);
             const T *const Kj = (const T *)(stages + stage * StageBytes), *const Vj = Kj + StageBytes / 2 / sizeof(T);
             rows.add_step(a, Kj, Vj, j);
             __syncwarp();
-            load(j + p.stages * Step, stage);
+            loader.load(a, p, stages_at + stage * StageBytes);
             stage = stage + 1 == p.stages ? 0 : stage + 1;
         }
-        rows.store((float *)stages, lm + warp * Tile::Rows, p.rows - item.tile * Tile::Rows);
+        const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+        rows.store(O + warp * rows_of_O * D, lm[warp], count);
         __syncthreads();
-        end_chunk<T, Tile>(a, p, item, shared, p.stages * StageBytes, lm);
-        __threadfence();
-        if (threadIdx.x == 0) next = gridDim.x + ticket;
+        const int64_t first = (tile * p.most_chunks + item.chunk) * Tile::Rows;
+        for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+            const int r = n / (D / 4), x = n % (D / 4) * 4;
+            const Part part = join(
+                0, 1, kWarps, [&](int n) { return lm[n][r]; },
+                [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
+            if (x == 0) p.lm[first + r] = {part.l, part.m};
+            *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
+        }
         __syncthreads();
-        const OutputTile<Tile> tile(a, p, item);
-        if (threadIdx.x == 0) arrived_last = tile.count > 1 && atomicAdd(&p.arrived[tile.index], 1) == tile.count - 1;
     }
 }
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
-}
-
-// Zeros for the counters. The next kernel may begin at once: it waits before it counts.
-__global__ void zero_kernel(unsigned *counters, int count) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    for (int n = threadIdx.x; n < count; n += blockDim.x) counters[n] = 0;
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
+}
+
+// 12. - 13. A block joins the chunks of one row: each D / 4 threads every so many, 4 columns a thread, then all of them.
+template <class T, class Tile>
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    constexpr int D = Tile::D, Parts = kThreads / (D / 4);
+    __shared__ float2 lm[Parts];
+    __shared__ float4 O[Parts][D / 4];
+    const int64_t head = blockIdx.x / p.rows;
+    const int r = blockIdx.x % p.rows, x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4);
+    const int b = head / a.Hkv, count = chunks_of(a, b).count;
+    const int64_t first = (head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
+    Part sum = join(
+        part, Parts, count, [&](int chunk) { return p.lm[at(chunk)]; },
+        [&](int chunk) { return *(const float4 *)(p.Oi + at(chunk) * D + 4 * x); });
+    if (x == 0) lm[part] = {sum.l, sum.m};
+    O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
+    __syncthreads();
+    if (part > 0) return;
+    sum = join(
+        0, 1, Parts, [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
+    const Row row = row_of(p, head % a.Hkv, r);
+    Block<T> block;
+    block.b = b, block.h = row.h, block.band = band_of(a, b);
+    const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
+    if (x == 0) store_state(a, block, row.i, end);
+    store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
 }
 
 // ------------------------------------------------------------------------------ on the host: plan and launch
@@ -254,9 +226,13 @@ auto with_kernel(const Attention &a, bool on_tensor_cores, const Use &use) {
     return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
 }
 
-// The parameters, with addresses that count from `workspace`, and the number of work items, or more.
+// The parameters, with addresses that count from `workspace`. The numbers of output tiles and of work items, or more.
+struct Size {
+    int64_t tiles, items, bytes;
+};
+
 template <class Tile>
-int64_t describe(const Attention &a, char *workspace, Decode &p, int64_t &bytes) {
+Size describe(const Attention &a, char *workspace, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
     p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
     if (p.same_chunks) {
@@ -265,29 +241,19 @@ int64_t describe(const Attention &a, char *workspace, Decode &p, int64_t &bytes)
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
-    const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks;
-    bytes = 0;
-    const auto take = [&](int64_t size) {
-        char *const at = workspace + bytes;
-        bytes += (size + 255) / 256 * 256;
-        return at;
-    };
-    p.ticket = (unsigned *)take((tiles + 1) * sizeof(unsigned)), p.arrived = p.ticket + 1;
-    p.lm = (float2 *)take(items * Tile::Rows * sizeof(float2));
-    p.Oi = (float *)take(items * Tile::Rows * Tile::D * sizeof(float));
-    return items;
+    const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
+    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
+    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
 // Two blocks on a multiprocessor if they have two stages or more; else as many stages as fit.
 template <class Tile, class T>
-int stages_for(const Device &device) {
+int stages_for(const Device &device, int rows) {
+    const auto fits = [&](int stages, int bytes) { return Tile::template shared_bytes<T>(stages, rows) <= bytes; };
     const int half = (device.shared_memory + 1024) / 2 - 1024;
-    for (int stages = kMostStages; stages > 0; --stages)
-        if (Tile::template shared_bytes<T>(stages) <= (stages > 1 ? half : device.shared_memory)) {
-            if (stages > 1) return stages;
-            while (stages < kMostStages && Tile::template shared_bytes<T>(stages + 1) <= device.shared_memory) ++stages;
-            return stages;
-        }
+    for (int least = 2; least > 0; --least)
+        for (int stages = kMostStages; stages >= least; --stages)
+            if (fits(stages, least == 2 && fits(2, half) ? half : device.shared_memory)) return stages;
     return 0;
 }
 
@@ -298,37 +264,26 @@ namespace portable {
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = a.dtype == Dtype::float32 ? 4 : 2, rows = a.Hq / a.Hkv * a.Nq;
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
-        !is_aligned(a.v, a.v_stride, element, a.d))
+        !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
         return false;
-    return rows <= (on_tensor_cores ? 64 : 16) && a.Nk >= 128 &&
-           with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
-               using Tile = decltype(tile);
-               Decode p;
-               int64_t bytes;
-               return stages_for<Tile, decltype(element)>(device) > 0 &&
-                      describe<Tile>(a, nullptr, p, bytes) <= int64_t(1) << 30;
-           });
+    return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
+        using Tile = decltype(tile);
+        Decode p;
+        return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
+               describe<Tile>(a, nullptr, p).items * kMostChunk / kLeastChunk <= int64_t(1) << 31;
+    });
 }
 
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
-        int64_t bytes;
-        const int64_t items = describe<Tile>(a, nullptr, p, bytes);
-        const int stages = stages_for<Tile, decltype(element)>(device);
-        const int shared = Tile::template shared_bytes<decltype(element)>(stages);
-        const int blocks = std::min((device.shared_memory + 1024) / (shared + 1024), 4);
-        return Plan{kDecode,
-                    stages,
-                    Tile::Rows,
-                    Tile::Bc,
-                    Tile::D,
-                    std::min<int64_t>(items, blocks * device.multiprocessors),
-                    kThreads,
-                    shared,
-                    p.same_chunks && p.most_chunks == 1 ? 0 : bytes,
-                    device.multiprocessors};
+        const Size size = describe<Tile>(a, nullptr, p);
+        const int stages = stages_for<Tile, decltype(element)>(device, p.rows);
+        const int shared = Tile::template shared_bytes<decltype(element)>(stages, p.rows);
+        const int64_t blocks = std::min((device.shared_memory + 1024) / (shared + 1024), 2) * device.multiprocessors;
+        return Plan{kDecode,  stages, Tile::Rows, Tile::Bc, Tile::D, std::min(size.items, blocks),
+                    kThreads, shared, size.bytes};
     });
 }
 
@@ -337,11 +292,9 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        int64_t bytes;
-        const int64_t items = describe<Tile>(a, (char *)workspace, p, bytes);
+        describe<Tile>(a, (char *)workspace, p);
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, a.l ? 4 : sizeof(T), a.d);
-        if (items <= plan.grid) p.ticket = nullptr;
         int device = 0, major = 0;
         cudaError_t error = cudaGetDevice(&device);
         if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -349,19 +302,13 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
         if (error != cudaSuccess) return error;
-        if (plan.workspace > 0) {
-            const int counters = (int)(a.B * a.Hkv) * p.tiles + 1;
-            zero_kernel<<<1, 256, 0, stream>>>(p.arrived - 1, counters);
-            error = cudaGetLastError();
-        } else {
-            p.arrived = p.ticket = nullptr;
-        }
-        if (error != cudaSuccess) return error;
+        kernel<<<(int)plan.grid, kThreads, plan.shared_memory, stream>>>(a, p);
+        if ((error = cudaGetLastError()) != cudaSuccess) return error;
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
         overlap.val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{dim3(plan.grid), dim3(kThreads), (size_t)plan.shared_memory, stream, &overlap, 1};
-        config.numAttrs = plan.workspace > 0 && major >= 9;
-        return cudaLaunchKernelEx(&config, kernel, a, p);
+        const int64_t rows = a.B * a.Hkv * p.rows;
+        const cudaLaunchConfig_t config{dim3((int)rows), dim3(kThreads), 0, stream, &overlap, major >= 9};
+        return cudaLaunchKernelEx(&config, join_kernel<T, Tile>, a, p);
     }));
 }
 

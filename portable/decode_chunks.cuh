@@ -6,30 +6,11 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kMostStages = 4;
 
-// Keys of a chunk. At least kLeastChunk, so that each warp has a step of 16 keys. At most kMostChunk, so that the last
-// blocks end together; there the partial results are 1 % of K and V. Between these, kChunks chunks of all key heads of
-// a batch keep a GPU busy.
+// Keys of a chunk. At least kLeastChunk, so that each warp has a step of 16 keys. At most kMostChunk, so that blocks end
+// together; there the partial results are 1 % of K and V. Between these, kChunks chunks of all key heads of a batch
+// keep a GPU busy.
 constexpr int kLeastChunk = 64, kMostChunk = 512, kChunks = 128;
-
-template <int D_, bool OnTensorCores_>
-struct DecodeTile {
-    static constexpr int D = D_;
-    static constexpr bool OnTensorCores = OnTensorCores_;
-    static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
-    static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
-    template <class T>
-    static constexpr int StageBytes = 2 * Bc *D *(int)sizeof(T);  // of a warp: Kj, Vj
-    template <class T>
-    static constexpr int FixedBytes = OnTensorCores ? Rows *D *(int)sizeof(T) : 0;  // Qi
-    template <class T>
-    static int shared_bytes(int stages) {
-        return kWarps * stages * StageBytes<T> + FixedBytes<T>;
-    }
-};
-
-// ------------------------------------------------------------------------------ chunks
 
 // How the keys are cut that the queries of one batch see.
 struct Chunks {
@@ -48,7 +29,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Chunks chunks_of(const Attention &a, int64_t b) 
     return chunks;
 }
 
-// What the kernel needs beside flash.h's struct.
+// What the kernels need beside flash.h's struct.
 struct Decode {
     int group;         // Hq / Hkv
     int rows, tiles;   // queries of a key head, group * Nq; tiles of them
@@ -56,54 +37,88 @@ struct Decode {
     bool same_chunks;  // all batches have as many
     int stages;        // of a warp
     bool aligned_o;
-    // In the workspace, by (b, key head, tile); null if one chunk is all. Oi and (li, mi) also by chunk and row.
-    unsigned *arrived, *ticket;  // chunks that have arrived; the next work item, or null: one a block
+    // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
 };
 
-// A block's work: one chunk of keys for one tile of queries.
+// One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile; position is the sum of the
+// chunk sizes of those before, in units of kLeastChunk.
 struct WorkItem {
-    int b, h_kv, tile, chunk;
+    int b, h_kv, chunk, tile;
     Chunks chunks;
+    unsigned position;
+
+    __device__ int64_t output_tile(const Attention &a, const Decode &p) const {
+        return ((int64_t)b * a.Hkv + h_kv) * p.tiles + tile;
+    }
+    __device__ int begin() const { return chunks.begin + chunk * chunks.size; }
+    __device__ int end() const { return min(begin() + chunks.size, chunks.seen.end); }
 };
 
-// The index-th work item, or false past the last one. Every warp finds it, 32 batches at a time.
-__device__ bool work_item(const Attention &a, const Decode &p, unsigned index, WorkItem &item) {
-    const unsigned lane = threadIdx.x % 32, repeats = (unsigned)a.Hkv * p.tiles;
-    const int B = (int)a.B;
-    int b = 0;
-    item = {};
+__device__ void advance(const Attention &a, const Decode &p, WorkItem &item) {
+    item.position += item.chunks.size / kLeastChunk;
+    if (++item.tile < p.tiles) return;
+    item.tile = 0;
+    if (++item.chunk < item.chunks.count) return;
+    item.chunk = 0;
+    if (++item.h_kv < a.Hkv) return;
+    item.h_kv = 0;
+    if (++item.b < a.B) item.chunks = chunks_of(a, item.b);
+}
+
+// This block's first item and the position where its share of the work ends. Every warp finds them, 32 batches at a
+// time: the lengths are known on the device alone.
+__device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &end) {
+    const int lane = threadIdx.x % 32, B = (int)a.B;
+    const auto weight = [&](int b) {
+        const Chunks chunks = chunks_of(a, b);
+        return (unsigned)(chunks.count * (chunks.size / kLeastChunk)) * (unsigned)a.Hkv * p.tiles;
+    };
+    const unsigned each = p.same_chunks ? weight(0) : 0;
+    unsigned total = each * B;
+    if (!p.same_chunks) {
+        for (int b = lane; b < B; b += 32) total += weight(b);
+        for (int n = 1; n < 32; n *= 2) total += __shfl_xor_sync(~0u, total, n);
+    }
+    const unsigned share = total / gridDim.x, rest = total % gridDim.x;
+    const unsigned begin = blockIdx.x * share + min(blockIdx.x, rest);
+    end = begin + share + (blockIdx.x < rest);
+
+    WorkItem item{};
+    unsigned before = 0;  // the weight of the batches before b
     if (p.same_chunks) {
-        b = index / (repeats * p.most_chunks);
-        index %= repeats * p.most_chunks;
+        item.b = begin / each, before = item.b * each;
     } else {
-        for (; b < B; b += 32) {
-            const unsigned own = b + lane < B ? chunks_of(a, b + lane).count * repeats : 0;
+        for (; item.b < B; item.b += 32) {
+            const unsigned own = item.b + lane < B ? weight(item.b + lane) : 0;
             unsigned sum = own;
 #pragma unroll
             for (int n = 1; n < 32; n *= 2) {
-                const unsigned before = __shfl_up_sync(~0u, sum, n);
-                if (lane >= n) sum += before;
+                const unsigned lower = __shfl_up_sync(~0u, sum, n);
+                if (lane >= n) sum += lower;
             }
-            const unsigned past = __ballot_sync(~0u, sum > index);
+            const unsigned past = __ballot_sync(~0u, before + sum > begin);
             if (past) {
-                const int first = __ffs(past) - 1;
-                index -= __shfl_sync(~0u, sum - own, first);
-                b += first;
+                const int found = __ffs(past) - 1;
+                before += __shfl_sync(~0u, sum - own, found), item.b += found;
                 break;
             }
-            index -= __shfl_sync(~0u, sum, 31);
+            before += __shfl_sync(~0u, sum, 31);
         }
     }
-    if (b >= B) return false;
-    item.b = b;
-    item.chunks = chunks_of(a, b);
-    item.tile = index % p.tiles;
-    index /= p.tiles;
-    item.chunk = index % item.chunks.count;
-    item.h_kv = index / item.chunks.count;
-    return true;
+    item.position = end;
+    if (item.b >= B) return item;
+    item.chunks = chunks_of(a, item.b);
+    const int size = item.chunks.size / kLeastChunk, n = (begin - before + size - 1) / size;
+    item.position = before + n * size;
+    item.tile = n % p.tiles, item.chunk = n / p.tiles % item.chunks.count;
+    item.h_kv = n / p.tiles / item.chunks.count;
+    if (item.h_kv == a.Hkv) {
+        item.h_kv = 0;
+        if (++item.b < B) item.chunks = chunks_of(a, item.b);
+    }
+    return item;
 }
 
 // Row r of a tile: query i of head h.
@@ -113,15 +128,8 @@ struct Row {
     bool exists;
 };
 
-template <class Tile>
-__device__ Row row_of(const Attention &a, const Decode &p, const WorkItem &item, int r) {
-    const int row = item.tile * Tile::Rows + r;
-    return {row / p.group, (int64_t)item.h_kv * p.group + row % p.group, row < p.rows};
-}
-
-template <class T>
-__device__ const T *query(const Attention &a, const WorkItem &item, const Row &row) {
-    return (const T *)a.q + item.b * a.q_stride.batch + row.h * a.q_stride.head + row.i * a.q_stride.row;
+__device__ Row row_of(const Decode &p, int h_kv, int row) {
+    return {row / p.group, (int64_t)h_kv * p.group + row % p.group, row < p.rows};
 }
 
 }  // namespace

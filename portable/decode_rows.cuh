@@ -7,28 +7,61 @@
 namespace minimal_attn {
 namespace {
 
+template <int D_, bool OnTensorCores_>
+struct DecodeTile {
+    static constexpr int D = D_;
+    static constexpr bool OnTensorCores = OnTensorCores_;
+    static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
+    static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
+    template <class T>
+    static constexpr int StageBytes = 2 * Bc *D *(int)sizeof(T);  // of a warp: Kj, Vj
+    template <class T>
+    static constexpr int QBytes = OnTensorCores ? Rows *D *(int)sizeof(T) : 0;
+    template <class T>
+    static int shared_bytes(int stages, int rows) {
+        return kWarps * (stages * StageBytes<T> + std::min(rows, Rows) * D * 4) + QBytes<T>;
+    }
+};
+
+// Where a warp leaves a column of Oi in shared memory: eight rows lie in different banks.
+template <int D>
+__device__ int place_of(int row, int column) {
+    return row * D + (column ^ row % 8 * 8);
+}
+
+template <class T>
+__device__ const T *query(const Attention &a, int b, const Row &row) {
+    return (const T *)a.q + b * a.q_stride.batch + row.h * a.q_stride.head + row.i * a.q_stride.row;
+}
+
 // Half types. A lane has rows lane / 4 and lane / 4 + 8 of the tile, in fragments as mma.cuh describes them.
 template <class T, class Tile>
 struct MmaRows {
     static constexpr int D = Tile::D;
     unsigned Qi;  // this lane's address
-    float Oi[D / 8][4] = {}, li[2] = {}, mi[2] = {-INFINITY, -INFINITY};
+    float Oi[D / 8][4], li[2], mi[2];
     Keys keys[2];
 
-    // 8.
-    __device__ MmaRows(const Attention &a, const Decode &p, const WorkItem &item, T *Q_tile) {
+    // 8. Qi to shared memory
+    __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item, T *Q_tile) {
         constexpr int PerRow = D / 8;
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, row0 = item.tile * Tile::Rows;
         for (int n = threadIdx.x; n < Tile::Rows * PerRow; n += kThreads) {
             const int x = n % PerRow;
-            const Row row = row_of<Tile>(a, p, item, n / PerRow);
+            const Row row = row_of(p, item.h_kv, row0 + n / PerRow);
             const bool exists = row.exists && 8 * x < a.d;
             *(uint4 *)(Q_tile + swizzle<D>(n / PerRow, x)) =
-                exists ? *(const uint4 *)(query<T>(a, item, row) + 8 * x) : uint4{};
+                exists ? *(const uint4 *)(query<T>(a, item.b, row) + 8 * x) : uint4{};
         }
         const BandOf<int> band = narrow(band_of(a, item.b));
-        for (int r = 0; r < 2; ++r) keys[r] = keys_of_row(band, row_of<Tile>(a, p, item, lane / 4 + 8 * r).i);
+        for (int r = 0; r < 2; ++r) keys[r] = keys_of_row(band, row_of(p, item.h_kv, row0 + lane / 4 + 8 * r).i);
         Qi = lane_address<D>(Q_tile, lane % 16, lane / 16);
+    }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int x = 0; x < D / 8; ++x) Oi[x][0] = Oi[x][1] = Oi[x][2] = Oi[x][3] = 0.f;
+        li[0] = li[1] = 0.f, mi[0] = mi[1] = -INFINITY;
     }
 
     // 9. - 12. of the step that begins at key j
@@ -36,14 +69,14 @@ struct MmaRows {
         const int lane = threadIdx.x % 32;
         const unsigned K = lane_address<D>(Kj, lane / 16 * 8 + lane % 8, lane / 8 % 2);
         const unsigned V = lane_address<D>(Vj, lane % 16, lane / 16);
-        float Sij[2][4] = {};
+        float Sij[2][4] = {}, odd[2][4] = {};  // two sums each: a product waits for the one before of its sum
 #pragma unroll
         for (int x = 0; x < D / 16; ++x) {
             unsigned q[4], k[4];
             load_matrices(q, (Qi ^ x % 4 * 32) + x / 4 * 128);
             load_matrices(k, (K ^ x % 4 * 32) + x / 4 * 128);
-            mma<T>(Sij[0], q, k[0], k[1]);
-            mma<T>(Sij[1], q, k[2], k[3]);
+            mma<T>(x % 2 ? odd[0] : Sij[0], q, k[0], k[1]);
+            mma<T>(x % 2 ? odd[1] : Sij[1], q, k[2], k[3]);
         }
         float alpha[2];
 #pragma unroll
@@ -54,7 +87,7 @@ struct MmaRows {
             for (int n = 0; n < 4; ++n) {
                 float &s = Sij[n / 2][2 * r + n % 2];
                 const int key = n / 2 * 8 + n % 2;
-                s = key >= begin && key < end ? s * a.softmax_scale : -INFINITY;
+                s = key >= begin && key < end ? (s + odd[n / 2][2 * r + n % 2]) * a.softmax_scale : -INFINITY;
                 m_new = fmaxf(m_new, s);
             }
             alpha[r] = update_row_max(mi[r], row_max<4>(m_new), m_safe);
@@ -95,7 +128,7 @@ struct MmaRows {
             if (lane % 4 == 0) lm[row] = {l, mi[r]};
 #pragma unroll
             for (int x = 0; x < D / 8; ++x)
-                *(float2 *)(O + row * D + 8 * x + lane % 4 * 2) = {Oi[x][2 * r], Oi[x][2 * r + 1]};
+                *(float2 *)(O + place_of<D>(row, 8 * x + lane % 4 * 2)) = {Oi[x][2 * r], Oi[x][2 * r + 1]};
         }
     }
 };
@@ -122,7 +155,7 @@ template <class T, class Tile>
 struct FmaRows {
     static constexpr int D = Tile::D, Rows = Tile::Rows, Lanes = D / 4 < 32 ? D / 4 : 32, C = D / 4 / Lanes;
     static constexpr int Groups = 32 / Lanes, N = Tile::Bc / Groups, R = 4;  // N: keys of a lane; R: rows at a time
-    float q[Rows][C][4], Oi[Rows][C][4] = {}, li[Rows] = {}, mi[Rows];
+    float q[Rows][C][4], Oi[Rows][C][4], li[Rows], mi[Rows];
     Keys keys[Rows];
     int rows;
 
@@ -146,20 +179,28 @@ struct FmaRows {
         load4(x, tile + swizzle<D * sizeof(T) / 2>(row, column(c) / Element) * 2 / sizeof(T) + column(c) % Element);
     }
 
-    // 8.
-    __device__ FmaRows(const Attention &a, const Decode &p, const WorkItem &item, T *) {
+    // 8. Qi to registers
+    __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item, T *) {
         const BandOf<int> band = narrow(band_of(a, item.b));
         rows = min(Rows, p.rows - item.tile * Rows);
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
-            const Row row = row_of<Tile>(a, p, item, r);
+            const Row row = row_of(p, item.h_kv, item.tile * Rows + r);
             keys[r] = keys_of_row(band, row.i);
-            mi[r] = -INFINITY;
 #pragma unroll
             for (int c = 0; c < C; ++c) {
                 q[r][c][0] = q[r][c][1] = q[r][c][2] = q[r][c][3] = 0.f;
-                if (row.exists && column(c) < a.d) load4(q[r][c], query<T>(a, item, row) + column(c));
+                if (row.exists && column(c) < a.d) load4(q[r][c], query<T>(a, item.b, row) + column(c));
             }
+        }
+    }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int r = 0; r < Rows; ++r) {
+            li[r] = 0.f, mi[r] = -INFINITY;
+#pragma unroll
+            for (int c = 0; c < C; ++c) Oi[r][c][0] = Oi[r][c][1] = Oi[r][c][2] = Oi[r][c][3] = 0.f;
         }
     }
 
@@ -225,7 +266,7 @@ struct FmaRows {
                 for (int x = 0; x < 4; ++x)
                     if constexpr (Groups == 2) Oi[r][c][x] += __shfl_xor_sync(~0u, Oi[r][c][x], Lanes);
                 if (group() == 0)
-                    *(float4 *)(O + r * D + column(c)) = {Oi[r][c][0], Oi[r][c][1], Oi[r][c][2], Oi[r][c][3]};
+                    *(float4 *)(O + place_of<D>(r, column(c))) = {Oi[r][c][0], Oi[r][c][1], Oi[r][c][2], Oi[r][c][3]};
             }
         }
     }
