@@ -117,6 +117,15 @@ __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
 
 // ------------------------------------------------------------------------------ the kernels
 
+// Programmatic dependent launch: a kernel's blocks come to the multiprocessors while the one before ends, and wait here
+// for all it wrote. Then the next kernel may come.
+__device__ void begin_beside_the_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 template <class T, class Tile>
 __device__ void decode_block(const Attention &a, const Decode &p) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
@@ -170,9 +179,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
 template <class T, class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    begin_beside_the_last_kernel();
     if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
 }
 
@@ -185,11 +192,9 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ float4 O[Parts][D / 4];
     const int64_t head = blockIdx.x / p.rows;
     const int r = blockIdx.x % p.rows, x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4);
-    const int b = head / a.Hkv, count = chunks_of(a, b).count;
+    const int b = head / a.Hkv, count = chunks_of(a, p, b).count;
     const int64_t first = (head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    begin_beside_the_last_kernel();
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
     Part sum = join(
         part, Parts, count, [&](int chunk) { return p.lm[at(chunk)]; },
@@ -236,7 +241,7 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
     p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
     if (p.same_chunks) {
-        p.most_chunks = chunks_of(a, 0).count;
+        p.chunks = chunks_of(a, 0), p.most_chunks = p.chunks.count;
     } else {
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
@@ -302,13 +307,15 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
         if (error != cudaSuccess) return error;
-        kernel<<<(int)plan.grid, kThreads, plan.shared_memory, stream>>>(a, p);
-        if ((error = cudaGetLastError()) != cudaSuccess) return error;
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
         overlap.val.programmaticStreamSerializationAllowed = 1;
-        const int64_t rows = a.B * a.Hkv * p.rows;
-        const cudaLaunchConfig_t config{dim3((int)rows), dim3(kThreads), 0, stream, &overlap, major >= 9};
-        return cudaLaunchKernelEx(&config, join_kernel<T, Tile>, a, p);
+        const auto launch = [&](auto kernel, int64_t grid, int shared_memory) {
+            const cudaLaunchConfig_t config{dim3((int)grid), dim3(kThreads), (size_t)shared_memory,
+                                            stream,          &overlap,       major >= 9};
+            return cudaLaunchKernelEx(&config, kernel, a, p);
+        };
+        error = launch(kernel, plan.grid, plan.shared_memory);
+        return error == cudaSuccess ? launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, 0) : error;
     }));
 }
 

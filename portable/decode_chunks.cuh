@@ -34,13 +34,18 @@ struct Decode {
     int group;         // Hq / Hkv
     int rows, tiles;   // queries of a key head, group * Nq; tiles of them
     int most_chunks;   // of any batch
-    bool same_chunks;  // all batches have as many
-    int stages;        // of a warp
+    bool same_chunks;  // all batches have those of batch 0:
+    Chunks chunks;
+    int stages;  // of a warp
     bool aligned_o;
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
 };
+
+__device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
+    return p.same_chunks ? p.chunks : chunks_of(a, b);
+}
 
 // One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile; position is the sum of the
 // chunk sizes of those before, in units of kLeastChunk.
@@ -64,31 +69,31 @@ __device__ void advance(const Attention &a, const Decode &p, WorkItem &item) {
     item.chunk = 0;
     if (++item.h_kv < a.Hkv) return;
     item.h_kv = 0;
-    if (++item.b < a.B) item.chunks = chunks_of(a, item.b);
+    if (++item.b < a.B) item.chunks = chunks_of(a, p, item.b);
 }
 
 // This block's first item and the position where its share of the work ends. Every warp finds them, 32 batches at a
 // time: the lengths are known on the device alone.
 __device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &end) {
     const int lane = threadIdx.x % 32, B = (int)a.B;
+    const unsigned repeats = (unsigned)a.Hkv * p.tiles;
     const auto weight = [&](int b) {
-        const Chunks chunks = chunks_of(a, b);
-        return (unsigned)(chunks.count * (chunks.size / kLeastChunk)) * (unsigned)a.Hkv * p.tiles;
+        const Chunks chunks = chunks_of(a, p, b);
+        return chunks.count * (chunks.size / kLeastChunk) * repeats;
     };
-    const unsigned each = p.same_chunks ? weight(0) : 0;
-    unsigned total = each * B;
+    unsigned total = p.same_chunks ? weight(0) * B : 0;
     if (!p.same_chunks) {
         for (int b = lane; b < B; b += 32) total += weight(b);
         for (int n = 1; n < 32; n *= 2) total += __shfl_xor_sync(~0u, total, n);
     }
-    const unsigned share = total / gridDim.x, rest = total % gridDim.x;
+    const unsigned share = total / gridDim.x, rest = total - share * gridDim.x;
     const unsigned begin = blockIdx.x * share + min(blockIdx.x, rest);
     end = begin + share + (blockIdx.x < rest);
 
     WorkItem item{};
     unsigned before = 0;  // the weight of the batches before b
     if (p.same_chunks) {
-        item.b = begin / each, before = item.b * each;
+        item.b = begin / weight(0), before = item.b * weight(0);
     } else {
         for (; item.b < B; item.b += 32) {
             const unsigned own = item.b + lane < B ? weight(item.b + lane) : 0;
@@ -109,14 +114,15 @@ __device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &en
     }
     item.position = end;
     if (item.b >= B) return item;
-    item.chunks = chunks_of(a, item.b);
-    const int size = item.chunks.size / kLeastChunk, n = (begin - before + size - 1) / size;
+    item.chunks = chunks_of(a, p, item.b);
+    const unsigned size = item.chunks.size / kLeastChunk;
+    unsigned n = (begin - before + size - 1) / size;
     item.position = before + n * size;
-    item.tile = n % p.tiles, item.chunk = n / p.tiles % item.chunks.count;
-    item.h_kv = n / p.tiles / item.chunks.count;
+    if (p.tiles > 1) item.tile = n % p.tiles, n /= p.tiles;
+    item.h_kv = n / item.chunks.count, item.chunk = n - item.h_kv * item.chunks.count;
     if (item.h_kv == a.Hkv) {
         item.h_kv = 0;
-        if (++item.b < B) item.chunks = chunks_of(a, item.b);
+        if (++item.b < B) item.chunks = chunks_of(a, p, item.b);
     }
     return item;
 }
