@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
     const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
-    if (x == 0) store_state(a, block, row.i, end);
+    if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
     store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
 }
 
@@ -267,7 +267,7 @@ int stages_for(const Device &device, int rows) {
 namespace portable {
 
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
-    const int64_t element = a.dtype == Dtype::float32 ? 4 : 2, rows = a.Hq / a.Hkv * a.Nq;
+    const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
         !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
         return false;
@@ -299,7 +299,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         Decode p;
         describe<Tile>(a, (char *)workspace, p);
         p.stages = plan.tile;
-        p.aligned_o = is_aligned(a.o, a.o_stride, a.l ? 4 : sizeof(T), a.d);
+        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
         int device = 0, major = 0;
         cudaError_t error = cudaGetDevice(&device);
         if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
