@@ -10,7 +10,7 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 // Keys of a chunk. At least kLeastChunk, so that each warp has a step of 16 keys. At most kMostChunk, so that blocks end
 // together; there the partial results are 1 % of K and V. Between these, kChunks chunks of all key heads of a batch
 // keep a GPU busy.
-constexpr int kLeastChunk = 64, kMostChunk = 512, kChunks = 128;
+constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
 
 // How the keys are cut that the queries of one batch see.
 struct Chunks {
@@ -34,9 +34,10 @@ struct Decode {
     int group;         // Hq / Hkv
     int rows, tiles;   // queries of a key head, group * Nq; tiles of them
     int most_chunks;   // of any batch
-    bool same_chunks;  // all batches have those of batch 0:
+    bool same_chunks;  // all batches have those of batch 0, and the host knows what each block takes:
     Chunks chunks;
-    int stages;  // of a warp
+    unsigned share, rest;  // items of a block; so many blocks have one more
+    int stages;            // of a warp
     bool aligned_o;
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
@@ -47,8 +48,13 @@ __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
     return p.same_chunks ? p.chunks : chunks_of(a, b);
 }
 
-// One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile; position is the sum of the
-// chunk sizes of those before, in units of kLeastChunk.
+// The time of one chunk, in any unit. Its end takes half as long as kLeastChunk keys.
+__device__ unsigned weight_of(const Decode &p, const Chunks &chunks) {
+    return p.same_chunks ? 1 : 2 * chunks.size / kLeastChunk + 1;
+}
+
+// One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile; position is the weight of
+// those before.
 struct WorkItem {
     int b, h_kv, chunk, tile;
     Chunks chunks;
@@ -62,7 +68,7 @@ struct WorkItem {
 };
 
 __device__ void advance(const Attention &a, const Decode &p, WorkItem &item) {
-    item.position += item.chunks.size / kLeastChunk;
+    item.position += weight_of(p, item.chunks);
     if (++item.tile < p.tiles) return;
     item.tile = 0;
     if (++item.chunk < item.chunks.count) return;
@@ -77,26 +83,27 @@ __device__ void advance(const Attention &a, const Decode &p, WorkItem &item) {
 __device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &end) {
     const int lane = threadIdx.x % 32, B = (int)a.B;
     const unsigned repeats = (unsigned)a.Hkv * p.tiles;
-    const auto weight = [&](int b) {
+    const auto weight_of_batch = [&](int b) {
         const Chunks chunks = chunks_of(a, p, b);
-        return chunks.count * (chunks.size / kLeastChunk) * repeats;
+        return chunks.count * weight_of(p, chunks) * repeats;
     };
-    unsigned total = p.same_chunks ? weight(0) * B : 0;
+    unsigned share = p.share, rest = p.rest;
     if (!p.same_chunks) {
-        for (int b = lane; b < B; b += 32) total += weight(b);
+        unsigned total = 0;
+        for (int b = lane; b < B; b += 32) total += weight_of_batch(b);
         for (int n = 1; n < 32; n *= 2) total += __shfl_xor_sync(~0u, total, n);
+        share = total / gridDim.x, rest = total - share * gridDim.x;
     }
-    const unsigned share = total / gridDim.x, rest = total - share * gridDim.x;
     const unsigned begin = blockIdx.x * share + min(blockIdx.x, rest);
     end = begin + share + (blockIdx.x < rest);
 
     WorkItem item{};
     unsigned before = 0;  // the weight of the batches before b
     if (p.same_chunks) {
-        item.b = begin / weight(0), before = item.b * weight(0);
+        item.b = begin / weight_of_batch(0), before = item.b * weight_of_batch(0);
     } else {
         for (; item.b < B; item.b += 32) {
-            const unsigned own = item.b + lane < B ? weight(item.b + lane) : 0;
+            const unsigned own = item.b + lane < B ? weight_of_batch(item.b + lane) : 0;
             unsigned sum = own;
 #pragma unroll
             for (int n = 1; n < 32; n *= 2) {
@@ -115,9 +122,10 @@ __device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &en
     item.position = end;
     if (item.b >= B) return item;
     item.chunks = chunks_of(a, p, item.b);
-    const unsigned size = item.chunks.size / kLeastChunk;
-    unsigned n = (begin - before + size - 1) / size;
-    item.position = before + n * size;
+    const unsigned weight = weight_of(p, item.chunks);
+    unsigned n = begin - before;
+    if (!p.same_chunks) n = (n + weight - 1) / weight;
+    item.position = before + n * weight;
     if (p.tiles > 1) item.tile = n % p.tiles, n /= p.tiles;
     item.h_kv = n / item.chunks.count, item.chunk = n - item.h_kv * item.chunks.count;
     if (item.h_kv == a.Hkv) {

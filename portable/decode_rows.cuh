@@ -69,14 +69,15 @@ struct MmaRows {
         const int lane = threadIdx.x % 32;
         const unsigned K = lane_address<D>(Kj, lane / 16 * 8 + lane % 8, lane / 8 % 2);
         const unsigned V = lane_address<D>(Vj, lane % 16, lane / 16);
-        float Sij[2][4] = {}, odd[2][4] = {};  // two sums each: a product waits for the one before of its sum
+        float Sij[2][4] = {},
+              odd[2][4] = {};  // two sums each, where registers allow: a product waits for the one before
 #pragma unroll
         for (int x = 0; x < D / 16; ++x) {
             unsigned q[4], k[4];
             load_matrices(q, (Qi ^ x % 4 * 32) + x / 4 * 128);
             load_matrices(k, (K ^ x % 4 * 32) + x / 4 * 128);
-            mma<T>(x % 2 ? odd[0] : Sij[0], q, k[0], k[1]);
-            mma<T>(x % 2 ? odd[1] : Sij[1], q, k[2], k[3]);
+            mma<T>(x % 2 && D <= 128 ? odd[0] : Sij[0], q, k[0], k[1]);
+            mma<T>(x % 2 && D <= 128 ? odd[1] : Sij[1], q, k[2], k[3]);
         }
         float alpha[2];
 #pragma unroll

@@ -79,7 +79,7 @@ def test_ragged(backend, dtype):
 
 
 def test_many_batches(backend, dtype):
-    """More than a warp has lanes, more work items than a GPU has places."""
+    """More than a warp has lanes, more chunks than a GPU has places for blocks."""
     B = 70
     q, k, v = backend.qkv(B=B, Hq=16, Hkv=8, Nq=1, Nk=600, dtype=dtype)
     backend.check(q, k, v, window_size=(20, 0))
@@ -156,8 +156,10 @@ def test_state_of_decode(backend, dtype):
     expected = attention(q, k, v)
     check_o(o, expected, dtype)
     check_l_m(l, m, expected)
-    o = backend.forward(q, k, v, sinks=sinks)
-    check_o(o, attention(q, k, v, sinks=sinks), dtype)
+    expected = attention(q, k, v, sinks=sinks)
+    o, lse = backend.forward(q, k, v, sinks=sinks, return_lse=True)
+    check_o(o, expected, dtype)
+    torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.sanitizer
