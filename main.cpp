@@ -111,7 +111,8 @@ struct Backend {
     at::DeviceType device;
     std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
     bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
-    bool (*reads_pages)(const Attention &);   // whether it reads the pages of this call where they are, likewise
+    bool (*reads_pages)(const Attention &,
+                        const Device &);  // whether it reads the pages of this call where they are, likewise
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
 };
@@ -119,11 +120,13 @@ struct Backend {
 // The fastest of each device first: "auto" takes the first that serves q.
 const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
-    static const auto always = [](const Attention &) { return true; };
-    [[maybe_unused]] static const auto never = [](const Attention &) { return false; };
+    static const auto always = [](const Attention &, const Device &) { return true; };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, never,
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows,
+         [](const Attention &a, const Device &device) {
+             return portable::takes_decode(a, device, a.dtype != Dtype::float32);
+         },
          [](const Attention &a, const Device &device) {
              if (portable::takes_decode(a, device, a.dtype != Dtype::float32))
                  return portable::plan_decode(a, device, a.dtype != Dtype::float32);
@@ -134,7 +137,7 @@ const std::vector<Backend> &backends() {
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, never, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper},
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu},
@@ -164,8 +167,7 @@ const Backend *check_backend(const Arguments &a) {
     size_t length = std::min<size_t>(a.backend.size(), 40);
     while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
     auto name = std::string(a.backend.substr(0, length));
-    std::replace_if(
-        name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
+    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
@@ -324,7 +326,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 // Whether the backend reads k and v page by page. Else gather() comes first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
     return backend.reads(a.k) && backend.reads(a.v) &&
-           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table));
+           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
 }
 
 }  // namespace

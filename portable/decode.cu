@@ -30,14 +30,15 @@ constexpr int kMostStages = 4, kJoinThreads = 256;
 // The step of a warp that begins at key j, whole rows, 512 bytes an instruction: Kj or Vj. Rows that no query may see
 // become zeros, as columns past d.
 template <class Tile, class T>
-__device__ void load_step(unsigned to, const void *tensor, const Strides &stride, const WorkItem &item, int j, int d) {
+__device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride,
+                          const WorkItem &item, int j) {
     constexpr int Element = 16 / sizeof(T), PerRow = Tile::D / Element;
-    const T *const from = (const T *)tensor + item.b * stride.batch + item.h_kv * stride.head + j * stride.row;
+    const T *const from = KeyRows<T>(a, tensor, stride, item.b, item.h_kv)[j];  // a page has all rows of a step
     const Keys seen = item.chunks.seen;
 #pragma unroll
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
-        const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < d;
+        const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
         copy16(to + 2 * swizzle<8 * PerRow>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
@@ -70,8 +71,8 @@ struct Loader {
     __device__ void load(const Attention &a, const Decode &p, unsigned to) {
         while (j >= j_end && item.position < end) advance(a, p, item), begin();
         if (j < j_end) {
-            load_step<Tile, T>(to, a.k, a.k_stride, item, j, a.d);
-            load_step<Tile, T>(to + StageBytes / 2, a.v, a.v_stride, item, j, a.d);
+            load_step<Tile, T>(a, to, a.k, a.k_stride, item, j);
+            load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, item, j);
             j += Step;
         }
         __pipeline_commit();
@@ -219,8 +220,7 @@ __global__ void __launch_bounds__(kJoinThreads)
     O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
     __syncthreads();
     if (part > 0) return;
-    sum = join(
-        0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
+    sum = join(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
     const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
     if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
     store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
@@ -287,6 +287,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
         !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
         return false;
+    if (a.block_table && a.page_size % 16 != 0) return false;
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;

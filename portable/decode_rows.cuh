@@ -14,9 +14,9 @@ struct DecodeTile {
     static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
     static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
     template <class T>
-    static constexpr int StageBytes = 2 * Bc *D *(int)sizeof(T);  // of a warp: Kj, Vj
+    static constexpr int StageBytes = 2 * Bc * D * (int)sizeof(T);  // of a warp: Kj, Vj
     template <class T>
-    static constexpr int QBytes = OnTensorCores ? Rows *D *(int)sizeof(T) : 0;
+    static constexpr int QBytes = OnTensorCores ? Rows * D * (int)sizeof(T) : 0;
     template <class T>
     static int shared_bytes(int stages, int rows) {
         return kWarps * (stages * StageBytes<T> + std::min(rows, Rows) * D * 4) + QBytes<T>;

@@ -12,9 +12,24 @@
 
 namespace minimal_attn {
 
+namespace {
+
+// Null or an error.
+const char *has_tensor_cores_for(Dtype dtype, bool &yes) {
+    yes = dtype != Dtype::float32;
+    return dtype == Dtype::bfloat16 ? portable::has_bfloat16_tensor_cores(yes) : nullptr;
+}
+
+}  // namespace
+
+bool portable::reads_pages(const Attention &a, const Device &device) {
+    bool on_tensor_cores;
+    return !has_tensor_cores_for(a.dtype, on_tensor_cores) && takes_decode(a, device, on_tensor_cores);
+}
+
 Plan plan_portable(const Attention &a, const Device &device) {
-    bool on_tensor_cores = a.dtype != Dtype::float32;
-    const char *error = a.dtype == Dtype::bfloat16 ? portable::has_bfloat16_tensor_cores(on_tensor_cores) : nullptr;
+    bool on_tensor_cores;
+    const char *error = has_tensor_cores_for(a.dtype, on_tensor_cores);
     Plan plan = portable::takes_decode(a, device, on_tensor_cores) ? portable::plan_decode(a, device, on_tensor_cores)
                 : on_tensor_cores                                  ? portable::plan_half(a, device)
                                                                    : portable::plan_float32(a, device);

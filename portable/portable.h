@@ -23,6 +23,9 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
 const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
+// Whether the kernel that takes the call reads k and v page by page: only decode.cu does.
+bool reads_pages(const Attention &a, const Device &device);
+
 // half.cu: whether the code that this device loaded multiplies bfloat16 on tensor cores. Returns null or an error.
 const char *has_bfloat16_tensor_cores(bool &yes);
 
