@@ -499,7 +499,7 @@ def run_sweep(args, about: dict) -> int:
 RUNGS = {  # peer: what changed, in the order of the table
     "manual": "S and P are N x N matrices in memory",
     "minimal_attn (paper)": "Algorithm 1 as printed: S and P stay in shared memory; O, l and m in HBM",
-    "minimal_attn (portable)": "the loops swapped: O, l and m stay in registers",
+    "minimal_attn (portable)": "the loops swapped: O, l, m in registers; float32 as three TF32 products",
     "minimal_attn (hopper)": "wgmma, TMA, producer and consumer warps; float32 as three float16 products",
     "minimal_attn (cpu)": "the loops swapped, vectors, a tile of queries a thread",
     "SDPA": "PyTorch's attention",
@@ -530,6 +530,8 @@ def limit_of(peer: str, device: str, dtype: str) -> tuple[str, int]:
     if dtype != "float32":
         return dtype, 1
     own = {ours("hopper"): ("float16", 3), "SDPA efficient": ("TF32", 3), "manual TF32": ("TF32", 1)}
+    if device == "cuda" and torch.cuda.get_device_properties(0).shared_memory_per_block_optin >= 163 << 10:
+        own[ours("portable")] = ("TF32", 3)  # portable/forward.cu
     return own.get(peer, ("float32", 1))
 
 

@@ -160,6 +160,27 @@ inline void check_out(const Arguments &a, const Tensor &out) {
                       out.sym_strides());
 }
 
+// The arguments of backward that forward has not.
+inline void check_gradients(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                            const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype) {
+    const Tensor &q = a.q;
+    const auto dtype = q.scalar_type();
+    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}}) {
+        check_like_q(q, *t, name, t->scalar_type() == at::kFloat ? at::kFloat : dtype);
+        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes(), name, " must have q's shape ", q.sym_sizes(),
+                          ", but has shape ", t->sym_sizes());
+    }
+    for (const auto &[t, name] : {std::pair{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}}) {
+        check_like_q(q, *t, name, at::kFloat);
+        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
+                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
+                          t->sym_sizes());
+    }
+    TORCH_CHECK_VALUE(!out_dtype || *out_dtype == at::kFloat || *out_dtype == dtype,
+                      "out_dtype must be float32 or q's ", name_of(dtype), ", but was ",
+                      name_of(out_dtype.value_or(dtype)));
+}
+
 // What is below is for tensors that have data.
 
 // From a tensor's first element to the end of its last one, in bytes.

@@ -34,6 +34,11 @@ __device__ float row_sum(float x) {
     return x;
 }
 
+// Sets the rows of lse from Nq on, at most 32, after a head's last tile, which ends at i1. `thread` is of a whole warp.
+__device__ inline void pad_lse(const Attention &a, int64_t b, int64_t h, int i1, unsigned thread) {
+    if (a.lse && i1 == a.Nq && thread < a.lse_rows - a.Nq) lse_of_row(a, b, h, a.Nq + (int)thread) = INFINITY;
+}
+
 // Whether a tensor's rows begin and end at multiples of 16 bytes.
 inline bool is_aligned(const void *tensor, const Strides &stride, int64_t element, int64_t d) {
     const auto bytes = [&](int64_t elements) { return elements * element % 16 == 0; };

@@ -279,6 +279,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             else
                 store4(Rows<T>((T *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
         });
+    pad_lse(a, b, h, a.Nq, threadIdx.x);
 }
 
 // ------------------------------------------------------------------------------ the launch

@@ -66,9 +66,25 @@ struct Attention {
     Strides o_stride;
     float *l, *m, *lse;
     Strides lse_stride;  // all three count
+    int lse_rows;        // at least Nq; on a GPU those from Nq on become inf, as PyTorch's backward pass wants them
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// The backward pass: the gradients of a loss in q, k and v, from those in o and in the log-sum-exp.
+struct Gradient {
+    // q, k, v and the mask of the forward pass; not its states and results. Then o, in q's dtype, and lse (B, Hq, Nq),
+    // which may cover more keys than k has: P = exp(S - lse) is the part of these keys.
+    Attention a;
+    const void *o, *do_;  // `do` is a word of C++
+    Strides o_stride, do_stride;
+    const float *lse, *dlse;  // (B, Hq, Nq), contiguous; dlse may be null: 0
+
+    // The results in q's dtype or float32, which cover k's keys alone.
+    Dtype out_dtype;
+    void *dq, *dk, *dv;
+    Strides dq_stride, dk_stride, dv_stride;
+};
 
 // Whether anything but the number of keys bounds what a query sees.
 inline bool is_masked(const Attention &a) {
@@ -220,6 +236,12 @@ const char *launch_half(const Attention &attention, const Plan &plan, void *work
 Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
+
+// Their backward passes.
+Plan plan_paper_backward(const Gradient &gradient, const Device &device);
+const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
+const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // For tests. The instruction sets that this CPU has, the best first, null at the end; and the best one that plan_cpu
 // may choose from now on: returns the one until now, or null where this CPU hasn't `name`.

@@ -2,7 +2,7 @@
 //
 // minimal_attn.forward (minimal_attn/_forward.py) -> pybind11 below -> PyTorch's dispatcher, operator
 // minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a backend.
-// The dispatcher chooses between Autocast (casts q, k, v), Autograd (refuses gradients), Meta (shapes only), CPU, CUDA.
+// The dispatcher chooses between Autocast (casts q, k, v), Autograd (autograd.h), Meta (shapes only), CPU, CUDA.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -111,10 +111,12 @@ struct Backend {
     at::DeviceType device;
     std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
     bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
-    bool (*reads_pages)(const Attention &,
-                        const Device &);  // whether it reads the pages of this call where they are, likewise
+    bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
+    // The backward pass. Where there is none yet, the next backend of the device computes it.
+    Plan (*plan_backward)(const Gradient &, const Device &) = nullptr;
+    const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *) = nullptr;
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -138,9 +140,11 @@ const std::vector<Backend> &backends() {
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
-        {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper},
+        {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
+         launch_paper_backward},
 #endif
-        {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu},
+        {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
+         launch_cpu_backward},
     };
     return list;
 }
@@ -260,9 +264,11 @@ void check_launch(const char *error, const Tensor &q) {
 #endif
 }
 
-void plan_and_launch(const Attention &attention, const Backend &backend, const Tensor &q) {
-    if (q.numel() == 0) return;
-    const Plan plan = backend.plan(attention, gpu_of(q));
+// `call` is an Attention or a Gradient.
+template <class Call>
+void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Device &),
+                     const char *(*launch)(const Call &, const Plan &, void *, CUstream_st *), const Tensor &q) {
+    const Plan plan = make_plan(call, gpu_of(q));
     check_launch(plan.error, q);
     const Tensor workspace = plan.workspace > 0 ? at::empty({plan.workspace}, q.options().dtype(at::kByte)) : Tensor();
     CUstream_st *stream = nullptr;
@@ -270,7 +276,7 @@ void plan_and_launch(const Attention &attention, const Backend &backend, const T
     if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
 #endif
     void *const memory = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
-    check_launch(backend.launch(attention, plan, memory, stream), q);
+    check_launch(launch(call, plan, memory, stream), q);
 }
 
 // As int32, with neighbours in the last dimension. Larger values are clamped. Only an offset with a window of that size
@@ -288,9 +294,18 @@ Tensor gather(const Tensor &pages, const Tensor &block_table) {
     const int64_t B = block_table.size(0), Nk = block_table.size(1) * pages.size(2);
     const Tensor once = B > 1 && block_table.stride(0) == 0 ? block_table.narrow(0, 0, 1) : block_table;
     const Tensor used = once.clamp(0, pages.size(0) - 1).flatten();
-    const Tensor copy = pages.transpose(1, 2).index_select(0, used);  // (.., page_size, Hkv, d)
+    // index_select moves one number a thread: a complex one has 16 bytes.
+    const int64_t chunk = 16 / pages.element_size();
+    bool fits = (uintptr_t)pages.const_data_ptr() % 16 == 0 && pages.storage_offset() % chunk == 0 &&
+                pages.size(3) % chunk == 0 && pages.stride(3) == 1;
+    for (int i = 0; i < 3; ++i) fits &= pages.stride(i) % chunk == 0;
+    const Tensor tokens = (fits ? pages.view(at::kComplexDouble) : pages).transpose(1, 2);
+    const Tensor copy = tokens.index_select(0, used).view(pages.scalar_type());  // (.., page_size, Hkv, d)
     return copy.view({once.size(0), Nk, pages.size(1), pages.size(3)}).transpose(1, 2).expand({B, -1, -1, -1});
 }
+
+const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
+const float *floats_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; }
 
 // The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score m = sink
 // and the value 0, thus o = 0 and l = 1; a sink of -inf is no key.
@@ -346,8 +361,6 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
     const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
-    const auto ints = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; };
-    const auto floats = [](const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
     Tensor block_table = int32_of(a.block_table), k = a.k, v = a.v;
     if (a.block_table && !reads_pages(a, *backend, block_table)) {
         k = gather(k, block_table), v = gather(v, block_table);
@@ -357,19 +370,66 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     k = readable(k), v = readable(v);
     Attention attention = describe(a, returns, q, k, v, block_table);
     const Tensor seqlens_k = int32_of(a.seqlens_k), leftpad_k = int32_of(a.leftpad_k), offset = int32_of(a.offsets);
-    attention.seqlens_k = ints(seqlens_k), attention.leftpad_k = ints(leftpad_k), attention.offset = ints(offset);
+    attention.seqlens_k = ints_of(seqlens_k), attention.leftpad_k = ints_of(leftpad_k);
+    attention.offset = ints_of(offset);
     const Results before = earlier_state(a);
     if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
-    attention.o_in = floats(before.o), attention.l_in = floats(before.l), attention.m_in = floats(before.m);
+    attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
 
     const bool is_converted = attention.o_dtype != dtype_of(results.o);
     const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
     attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
     const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
     attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
-    if (attention.lse) attention.lse_stride = strides_of(results.lse);
-    plan_and_launch(attention, *backend, q);
+    if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
+    plan_and_launch(attention, backend->plan, backend->launch, q);
     if (is_converted) results.o.copy_(o);
+    return results;
+}
+
+// What autograd calls, and minimal_attn.backward: the operator minimal_attn::backward.
+Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                   const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
+                   std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+                   std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend_name,
+                   std::optional<at::ScalarType> out_dtype) {
+    const MaybeTensor none;
+    const Arguments a{q,         k,         v,      causal,  window_size,  softmax_scale,
+                      seqlens_k, leftpad_k, offset, offsets, backend_name, none,
+                      none,      none,      none,   none};
+    check_q_k_v(a);
+    check_options(a);
+    check_gradients(a, do_, o, lse, dlse, out_dtype);
+    const Backend *backend = check_backend(a);
+    const auto dtype = out_dtype.value_or(q.scalar_type());
+#ifdef WITH_CUDA
+    const c10::cuda::OptionalCUDAGuard guard(q.is_cuda() ? std::optional(q.device()) : std::nullopt);
+#endif
+    Gradients results{empty_like_q(q, dtype), empty_like_q(k, dtype), empty_like_q(v, dtype)};
+    auto &[dq, dk, dv] = results;
+    if (!backend) return results;
+    if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
+    while (!backend->plan_backward) ++backend;  // the last one of each device has it
+    for_each_tensor(a, check_memory);
+    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
+    if (dlse) check_memory(*dlse, "dlse");
+
+    // As in run(), what is copied here lives until the launch is queued.
+    const auto readable = [&](const Tensor &t) { return backend->reads(t) ? t : aligned_copy(t); };
+    const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
+    const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
+    const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
+    Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
+    const Tensor lengths = int32_of(seqlens_k), pads = int32_of(leftpad_k), positions = int32_of(offsets);
+    g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
+    g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
+    g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
+    g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read);
+    g.out_dtype = dtype_of(dq);
+    g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
+    g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
+    g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
 }
 
@@ -483,6 +543,13 @@ TORCH_LIBRARY(minimal_attn, m) {
     Overload<forward<Lse>>::define(m, "", "(Tensor o, Tensor lse)");
     Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
     Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
+    m.def((std::string("backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") +
+           kOptions + "ScalarType? out_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv)")
+              .c_str(),
+          {at::Tag::pt2_compliant_tag});
+    for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+        m.impl("backward", torch::dispatch(key, &backward));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&backward)));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

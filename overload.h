@@ -1,5 +1,5 @@
 // overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what
-// the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd refuses gradients.
+// the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd records a node (autograd.h).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,32 +13,36 @@
 #include <type_traits>
 #include <utility>
 
+#include "autograd.h"
+
 namespace minimal_attn {
 
-using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-sum-exp
-using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
+// The arguments that forward and backward share.
+inline constexpr const char *kOptions =
+    "bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, Tensor? seqlens_k=None, "
+    "Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, str backend=\"auto\", ";
 
 // The arguments in their order, as errors call them: Python's one `offset` is two here.
 inline constexpr std::array<const char *, 17> kNames = {
     "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
     "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
 
-inline void refuse_grad(const Tensor &t, const char *name) {
-    TORCH_CHECK(!(t.requires_grad() && at::GradMode::is_enabled()), name,
-                " must not require grad, but does: minimal_attn has no backward pass; call it under torch.no_grad(), "
-                "or with a detached ",
-                name);
+// Whether autograd has to record something. Refuses what it can't.
+inline bool check_grad(const Tensor &t, const char *name, const char *refused_with) {
     TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
                 " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
+    const bool is_wanted = t.requires_grad() && at::GradMode::is_enabled();
+    TORCH_CHECK(!is_wanted || !refused_with, name, " must not require grad where ", refused_with,
+                " is given, but does: call it without ", refused_with, ", or under torch.no_grad()");
+    return is_wanted;
 }
-inline void refuse_grad(const MaybeTensor &t, const char *name) {
-    if (t) refuse_grad(*t, name);
+inline bool check_grad(const MaybeTensor &t, const char *name, const char *refused_with) {
+    return t && check_grad(*t, name, refused_with);
 }
 template <class T>
-inline void refuse_grad(const T &, const char *) {}
+inline bool check_grad(const T &, const char *, const char *) {
+    return false;
+}
 
 // One overload as the dispatcher sees it: the computation and what other dispatch keys do before.
 template <auto compute>
@@ -53,20 +57,30 @@ struct Overload<compute> {
 
     static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }
 
-    // Looked up once, which is faster than torch.ops.
-    static const auto &handle() {
-        static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("minimal_attn::forward", name);
-        static const auto typed = op.template typed<Result(Args...)>();
-        return typed;
-    }
+    static const auto &handle() { return typed_handle<Result(Args...)>("minimal_attn::forward", name); }
 
-    // There is no backward pass yet: refuse what needs one. This must be the Autograd kernel, since torch.compile runs
-    // the others with grad mode off, where the question can't be asked any more.
+    // This must be the Autograd kernel, since torch.compile runs the others with grad mode off.
     static Result autograd(c10::DispatchKeySet keys, Args... args) {
         size_t i = 0;
-        (..., refuse_grad(args, kNames[i++]));
+        bool is_wanted = false;
+        const auto &block_table = std::get<15>(std::tie(args...));
+        const char *const refused_with = std::is_void_v<Result> ? "out" : block_table ? "block_table" : nullptr;
+        (..., (is_wanted |= check_grad(args, kNames[i++], refused_with)));
+        if constexpr (!std::is_void_v<Result>)
+            if (is_wanted) return record(Arguments{args...});
         const at::AutoDispatchBelowAutograd guard;
         return handle().redispatch(keys & c10::after_autograd_keyset, std::forward<Args>(args)...);
+    }
+    static Result record(const Arguments &a) {
+        if constexpr (std::is_same_v<Result, State>) {
+            const Results results = autograd::record(a, Returns::state);
+            return {results.o, results.l, results.m};
+        } else if constexpr (std::is_same_v<Result, Lse>) {
+            const Results results = autograd::record(a, Returns::lse);
+            return {results.o, results.lse};
+        } else {
+            return autograd::record(a, Returns::o).o;
+        }
     }
 
     // Autograd must know that `out`, the last argument, changes; in inference mode, too.
@@ -110,11 +124,9 @@ struct Overload<compute> {
 
     static void define(torch::Library &m, const char *out, const char *returns) {
         const auto full_name = std::string("forward") + (*name ? "." : "") + name;
-        const std::string arguments =
-            "(Tensor q, Tensor k, Tensor v, bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, "
-            "Tensor? seqlens_k=None, Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, "
-            "str backend=\"auto\", Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None, "
-            "Tensor? block_table=None";
+        const std::string arguments = std::string("(Tensor q, Tensor k, Tensor v, ") + kOptions +
+                                      "Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None, "
+                                      "Tensor? block_table=None";
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
         // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

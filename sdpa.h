@@ -1,20 +1,17 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
-// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records PyTorch's own
-// backward pass, which takes our o and log-sum-exp. This file has the forward passes alone. A call that they don't serve
-// goes to PyTorch's kernel directly: the dispatcher would come back here.
-//
-// A backward pass of ours does not exist yet. `override_operators` is where it would be registered.
+// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
+// which takes our o and log-sum-exp. On a CPU that is replaced, too; on CUDA it is PyTorch's own, which is faster than
+// `paper`. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <torch/library.h>
 
 #ifdef WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
@@ -30,6 +27,7 @@
 #include <string>
 #include <tuple>
 
+#include "autograd.h"
 #include "checks.h"
 
 namespace minimal_attn::sdpa {
@@ -89,7 +87,7 @@ enum class Layout { of_q, tokens_first };
 // Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
 enum class Aligned { first, last };
 
-// Returns o and, where lse is given, fills it: (B, Hq, Nq) of any strides.
+// Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.
 inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
                       Aligned aligned = Aligned::first) {
     static const MaybeTensor none;
@@ -117,6 +115,16 @@ inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, co
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(2), q.size(1)}).transpose(1, 2);  // PyTorch's strides
     return {compute(call, lse), lse};
+}
+
+inline Gradients flash_cpu_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
+                                    const Tensor &o, const Tensor &lse, double dropout_p, bool is_causal,
+                                    const MaybeTensor &attn_mask, std::optional<double> scale) {
+    if (outcome_of({q, k, v, attn_mask, dropout_p, is_causal, scale}, false) != served)
+        return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(do_, q, k, v, o, lse, dropout_p, is_causal,
+                                                                             attn_mask, scale);
+    static const std::array<SymInt, 2> window = {-1, -1};
+    return backward(do_, q, k, v, o, lse, {}, is_causal, window, scale, {}, {}, SymInt(0), {}, "auto", std::nullopt);
 }
 
 #ifdef WITH_CUDA
@@ -158,15 +166,9 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
     if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
-    // The backward pass reads rows in groups of 32. Those that aren't there must be so large that exp(score - lse) is 0:
-    // 3.4e38, whose bytes are all 0x7f.
+    // The backward pass reads rows in groups of 32.
     const int64_t N = q.size(2), padded = compute_log_sumexp ? (N + 31) / 32 * 32 : 0;
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), padded});
-    if (padded > N) {
-        const c10::cuda::CUDAGuard guard(q.device());
-        C10_CUDA_CHECK(cudaMemset2DAsync(lse.mutable_data_ptr<float>() + N, 4 * padded, 0x7f, 4 * (padded - N),
-                                         q.size(0) * q.size(1), at::cuda::getCurrentCUDAStream()));
-    }
     // The backward kernels of half types take the strides of o for granted, whatever they are.
     const Tensor o = compute(call, compute_log_sumexp ? lse : Tensor(), Layout::tokens_first);
     // As PyTorch has them without dropout
@@ -183,7 +185,8 @@ inline std::list<torch::Library> overriding;
 inline void override_operators() {
     if (!overriding.empty()) return;
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__)
-        .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu);
+        .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu)
+        .impl("_scaled_dot_product_flash_attention_for_cpu_backward", &flash_cpu_backward);
 #ifdef WITH_CUDA
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__)
         .impl("_scaled_dot_product_flash_attention", &flash_cuda)

@@ -8,19 +8,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfenv>
 #include <cstring>
 #include <type_traits>
 
-#include <omp.h>
-#include <pthread.h>
-
-#include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include "cpu/amx.h"
+#include "cpu/threads.h"
 #include "cpu/tiles.h"
 
 namespace minimal_attn::cpu {
@@ -75,15 +71,15 @@ int choose_set(const Attention &a) {
     return i;
 }
 
-// Rounding and the treatment of subnormal numbers are modes of a thread. While this lives, the thread has others.
-class Modes {
-public:
-    explicit Modes(const std::fenv_t &modes) { std::fegetenv(&own), std::fesetenv(&modes); }
-    ~Modes() { std::fesetenv(&own); }
+}  // namespace
 
-private:
-    std::fenv_t own;
-};
+const char *vector_instructions() {
+    int i = best_allowed;
+    while (!sets[i].is_here() || sets[i].is_here == has_amx) ++i;
+    return sets[i].name;
+}
+
+namespace {
 
 QueryTile tile_at(const Attention &a, int64_t tile, int Br) {
     const int64_t rows = rows_of_key_head(a), Tr = round_up(rows, Br) / Br;
@@ -117,17 +113,6 @@ const char *limit_cpu_instructions(const char *name) {
     return cpu::sets[before].name;
 }
 
-namespace {
-
-// After fork() the child's one thread would wait forever for the OpenMP threads of its parent, which the child has not.
-// With one thread OpenMP waits for none, neither here nor in PyTorch's operators.
-std::atomic<bool> has_used_threads{false};
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
-    if (has_used_threads) omp_set_num_threads(1);
-});
-
-}  // namespace
-
 // Br is 128, or 64 where there are too few tiles for all threads: 128 is up to 7 % faster than 64 from N 512 on, on two
 // Intel cores, and 4 % on two AMD cores. With AMX it is 256, since each tile of queries splits its keys again: 1 to 9
 // %. Results have the same bits whatever Br is.
@@ -149,13 +134,9 @@ Plan plan_cpu(const Attention &a, const Device &) {
 const char *launch_cpu(const Attention &a, const Plan &plan, void *, CUstream_st *) {
     const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;
     const auto forward = cpu::sets[plan.tile].forward_of(a.dtype);
-    std::fenv_t modes;  // of the calling thread, in which all threads compute
-    std::fegetenv(&modes);
     std::atomic<int64_t> next_tile{0};
     const int64_t threads = std::min<int64_t>(plan.grid, plan.threads);
-    if (threads > 1) has_used_threads = true;
-    at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-        const cpu::Modes callers_modes(modes);
+    cpu::in_threads(threads, [&] {
         const int64_t floats = cpu::Buffers(nullptr, a, plan.Br, uses_amx).size;
         const auto memory = c10::GetCPUAllocator()->allocate(floats * sizeof(float));
         const cpu::Buffers buffers((float *)memory.get(), a, plan.Br, uses_amx);

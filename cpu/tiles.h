@@ -16,6 +16,9 @@ constexpr int tiles_per_sum = 32;
 // Instruction sets differ in how many rows of Q a key head are few (decode.h), but none takes more than these.
 constexpr int most_few_rows = 8, most_lanes = 16;
 
+// The best instruction set that plans may choose, by name; AMX, which the backward pass has no code for, aside.
+const char *vector_instructions();
+
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 inline int64_t rows_of_key_head(const Attention &a) { return a.Nq * (a.Hq / a.Hkv); }

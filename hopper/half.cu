@@ -34,8 +34,8 @@
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
 // | named kVZeroed + index  | that consumer             | that consumer                     | hidden rows of Vj are 0 |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once (tile_queue: each of its threads). index is the
-// consumer's.
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. racecheck doesn't see
+// that the __syncwarp before an arrival orders all lanes' reads of the work tile (docs/ptxas.md).
 #include "hopper/epilogue.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
@@ -417,9 +417,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         } else {
             stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
-        __syncwarp();  // all lanes have staged O
+        __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
-        my_tile.consumer_release_by_each();
+        my_tile.consumer_release();
         if constexpr (!BeginsEarly) begin_work_tile();
         wgmma_wait<0>(Sij);
     }
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, 32 * warps + 2);
+        init_pipeline(shared.tile_queue, warps + 2);
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         if constexpr (Tile::O == StoreO::through_V)

@@ -1,6 +1,7 @@
-"""FlashAttention's forward pass (Dao et al. 2022), small enough to read and fast enough to use."""
+"""FlashAttention (Dao et al. 2022), small enough to read and fast enough to use."""
 
 from minimal_attn import _torch
+from minimal_attn._backward import backward
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._merge import merge
 from minimal_attn.sdpa import (
@@ -14,6 +15,7 @@ __all__ = [
     "Activation",
     "Explanation",
     "activate",
+    "backward",
     "explain",
     "explain_scaled_dot_product_attention",
     "forward",

@@ -71,11 +71,16 @@ def _is_tensor(x):
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_quantized or x.is_nested)
 
 
-# What each argument must be. Only clearer() reads it; on every call the C++ side checks.
+# What each argument must be. forward reads it only after an error: on every call the C++ side checks.
 _MUST_BE = {
+    "do": (_is_tensor, "a dense tensor"),
     "q": (_is_tensor, "a dense tensor"),
     "k": (_is_tensor, "a dense tensor"),
     "v": (_is_tensor, "a dense tensor"),
+    "o": (_is_tensor, "a dense tensor"),
+    "l": (_is_tensor, "a dense tensor"),
+    "m": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
+    "dlse": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "seqlens_k": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "leftpad_k": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
     "state": (lambda x: x is None or _is_tuple(x, 3, _is_tensor), "three dense tensors (o, l, m) or None"),
@@ -95,14 +100,15 @@ _MUST_BE = {
         lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
         "a Unicode string",
     ),
+    "out_dtype": (lambda x: x is None or isinstance(x, torch.dtype), "a dtype or None"),
 }
 
 
-def clearer(error, arguments):
-    """A TypeError about the first of forward's `arguments` that has a wrong type; else `error` itself."""
+def wrong_type(arguments):
+    """A TypeError about the first of a function's `arguments` that has a wrong type, or None."""
     for name, (is_right, must_be) in _MUST_BE.items():
-        value = arguments[name]
-        if not is_right(value):
+        value = arguments.get(name)
+        if name in arguments and not is_right(value):
             if isinstance(value, torch.Tensor) and value.is_nested:
                 todo = "torch.nested.to_padded_tensor pads it, and seqlens_k says where the padding begins"
                 return TypeError(f"{name} must be {must_be}, but was a nested one: {todo}")
@@ -113,6 +119,13 @@ def clearer(error, arguments):
             if type(value).__module__ == "numpy":  # it calls its own types bool, float64, ...
                 kind = "numpy." + kind
             return TypeError(f"{name} must be {must_be}, but was {was} ({kind})")
+    return None
+
+
+def clearer(error, arguments):
+    """wrong_type's error about forward's arguments, or `error` itself."""
+    if found := wrong_type(arguments):
+        return found
     if arguments["out"] is not None and "sharding strategy" in str(error):
         return ValueError("out must be None for DTensors: their placements decide how the result is sharded")
     return error

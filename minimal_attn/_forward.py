@@ -140,7 +140,8 @@ def forward(
             page_size, d), at least one. Keys p * page_size .. of batch b are page block_table[b, p], so that
             Nk is n * page_size. Numbers outside 0..pages - 1 count as the nearest page. Behind seqlens_k they
             may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
-            pass x.transpose(1, 2). "hopper" and "portable" copy the keys of the whole table first.
+            pass x.transpose(1, 2). "hopper" and "portable" read pages in place where `explain` says kernel
+            "decode" (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -154,8 +155,12 @@ def forward(
         TypeError: an argument of another type.
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
-        RuntimeError: an input requires grad while grad mode is on (there is no backward pass), or this
-            build has no code for the GPU. In each case nothing has been launched.
+        RuntimeError: an input requires grad together with `out` while grad mode is on, or is a dual tensor,
+            or this build has no code for the GPU. In each case nothing has been launched.
+
+    Gradients: autograd differentiates o, lse and the state in q, k, v, sinks and `state`. It keeps q, k, v, o
+    and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),
+    as merge and further calls do. There are no second derivatives.
     """
     if unknown:
         raise unknown_keyword("forward", unknown)
@@ -270,7 +275,7 @@ def explain(
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
 
-    The arguments and their errors are those of `forward`, except that inputs may require grad. Nothing is
+    The arguments and their errors are those of `forward`, of whose gradients it says nothing. Nothing is
     launched, copied or allocated.
     """
     if unknown:

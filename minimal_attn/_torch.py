@@ -9,8 +9,10 @@ from itertools import combinations
 
 import torch
 
-# The operator's tensors, in its order, that have a row for each batch. Sinks have one for each head.
-_BY_BATCH = ("q", "k", "v", "seqlens_k", "leftpad_k", "offsets", "o", "l", "m", "block_table")
+# The operators' tensors that have a row for each batch; those of them that have one for each head, too. Sinks
+# have one for each head alone.
+_BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
+_BY_BATCH = (*_BY_HEAD, "seqlens_k", "leftpad_k", "offsets", "block_table")
 
 
 def _vmap_rule(operator):
@@ -64,8 +66,14 @@ def _flops(q, k, v, *args, out_shape=None, **kwargs):
     return 4 * B * Hq * Nq * Nk * d
 
 
+def _backward_flops(do, q, k, v, *args, out_shape=None, **kwargs):
+    """Five products: the scores are computed again."""
+    return _flops(q, k, v) * 5 // 2
+
+
 def _register_flops(flop_counter):
     flop_counter.register_flop_formula(torch.ops.minimal_attn.forward)(_flops)
+    flop_counter.register_flop_formula(torch.ops.minimal_attn.backward)(_backward_flops)
 
 
 def _sharding_rule(operator):
@@ -83,7 +91,7 @@ def _sharding_rule(operator):
         given = dict(zip(names, args, strict=False)) | kwargs
         k, sinks = given["k"], given.get("sinks")
         by_batch = dict.fromkeys(_BY_BATCH, Shard(0))
-        by_head = dict.fromkeys(("q", "k", "v", "o", "l", "m"), Shard(1))
+        by_head = dict.fromkeys(_BY_HEAD, Shard(1))
         if given.get("block_table") is not None:  # any batch may read any page
             by_batch |= {"k": whole, "v": whole}
         if sinks is not None:
@@ -93,8 +101,8 @@ def _sharding_rule(operator):
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.
         parts = [math.prod(some) for n in range(len(sizes)) for some in combinations(sizes, n + 1)]
-        if Hkv == 1:  # each query head reads the one key head
-            by_head |= {"k": whole, "v": whole}
+        if Hkv == 1:  # each query head reads the one key head, whose gradient is a sum over them
+            by_head = {} if "do" in given else by_head | {"k": whole, "v": whole}
         elif any(Hkv % n for n in parts if n <= Hkv):
             by_head = {}
 
@@ -149,8 +157,9 @@ class _AfterImport(MetaPathFinder):
 
 
 def _functional():
-    """The overloads that return new tensors."""
-    return [getattr(torch.ops.minimal_attn.forward, overload) for overload in ("default", "lse", "state")]
+    """The operators that return new tensors."""
+    forward = torch.ops.minimal_attn.forward
+    return [forward.default, forward.lse, forward.state, torch.ops.minimal_attn.backward.default]
 
 
 def register():

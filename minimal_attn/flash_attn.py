@@ -6,7 +6,7 @@ flash_attn/flash_attn_interface.py). What differs:
     dtypes, devices         float32 as well; CPUs as well; any page size, and lengths of int32 or int64
     s_aux                   an argument of its own at the end: attention sinks, as in FlashAttention-3's forks
     softmax_lse             -inf in a row that sees no key, as in FlashAttention-3 (flash_attn 2 has +inf)
-    gradients               there is no backward pass yet: inputs that require grad are refused
+    gradients               of flash_attn_func alone; the others refuse inputs that require grad
     deterministic           accepted; the same inputs always give the same bits
     num_splits              accepted and not used
     NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
@@ -74,7 +74,6 @@ def flash_attn_func(
     Raises:
         NotImplementedError: dropout_p, softcap or alibi_slopes is given.
         TypeError, ValueError: an argument of another type, shape, dtype, device or value.
-        RuntimeError: an input requires grad while grad mode is on.
     """
     options = _options(softmax_scale, causal, window_size)
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
@@ -135,12 +134,13 @@ def flash_attn_varlen_func(
         out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
         of no sequence is 0.
 
-    Raises: as flash_attn_func.
+    Raises: as flash_attn_func, and RuntimeError: an input requires grad while grad mode is on.
     """
     options = _options(softmax_scale, causal, window_size)
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
+    _refuse_grad(q=q, k=k, v=v, s_aux=s_aux)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = len(cu_seqlens_q) - 1
     if B < 1:
@@ -226,13 +226,14 @@ def flash_attn_with_kvcache(
         out (B, Nq, Hq, d); with return_softmax_lse (out, softmax_lse (B, Hq, Nq)).
 
     Raises:
-        As flash_attn_func, and NotImplementedError for rotary_cos and rotary_sin, ValueError for lengths that
-        exceed the cache (an int, or a tensor on a CPU; on a GPU they are not checked, and PyTorch's assertion
-        ends a write behind the cache). The cache is then as before.
+        As flash_attn_varlen_func, and NotImplementedError for rotary_cos and rotary_sin, ValueError for
+        lengths that exceed the cache (an int, or a tensor on a CPU; on a GPU they are not checked, and
+        PyTorch's assertion ends a write behind the cache). The cache is then as before.
     """
     options = _options(softmax_scale, causal, window_size)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
+    _refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = len(q), k_cache.shape
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
@@ -362,6 +363,13 @@ def _refuse(**missing):
         was = "a tensor" if isinstance(x, Tensor) else x or 0
         if not (isinstance(was, (int, float)) and was <= 0):  # NaN is neither
             raise NotImplementedError(f"{name} must be 0 or None, but was {was}: minimal_attn has none yet")
+
+
+def _refuse_grad(**tensors):
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            todo = f"there is no backward pass yet; call it under torch.no_grad(), or with a detached {name}"
+            raise RuntimeError(f"{name} must not require grad, but does: {todo}")
 
 
 def _check(name, x, q, shape, dtypes):

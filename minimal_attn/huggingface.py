@@ -244,8 +244,9 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     for name in options:
         if name not in _HARMLESS and not (name in _PACKED and isinstance(mask, Mask)):
             return f"argument {name}"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, s_aux)):
-        return "an input requires grad"
+    wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
+    if wants_grad and torch.is_grad_enabled() and q.device.type != "cpu":
+        return "gradients, which PyTorch's kernels compute faster on a GPU"
     if isinstance(mask, Mask):
         if mask.why:
             return mask.why

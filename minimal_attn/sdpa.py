@@ -6,7 +6,7 @@
         model(x).sum().backward()                # whatever calls F.scaled_dot_product_attention
     print(activation.calls)                      # {"minimal_attn": 12, "PyTorch: attn_mask is given": 2}
 
-sdpa.h has the operators that activate() replaces; a backward pass is to be registered there.
+sdpa.h has the operators that activate() replaces.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def scaled_dot_product_attention(
         What PyTorch's function raises, since arguments that don't fit go there.
 
     Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
-    gradients is passed on; under activate() PyTorch's function comes back to these kernels. So is one with
-    dual tensors (torch.func.jvp), which PyTorch serves under sdpa_kernel(SDPBackend.MATH) alone.
+    gradients on a GPU is passed on; under activate() PyTorch's function comes back to these kernels. So is
+    one with dual tensors (torch.func.jvp), which PyTorch serves under sdpa_kernel(SDPBackend.MATH) alone.
     """
     served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     if isinstance(served, str):
@@ -129,8 +129,9 @@ def _served(
         return "the dtype is not float32, float16 or bfloat16"
     if not query.device == key.device == value.device or query.device.type not in _DEVICES:
         return f"the device is not one of {', '.join(_DEVICES)}, which this build serves"
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return "gradients are wanted"
+    wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    if wants_grad and torch.is_grad_enabled() and query.device.type != "cpu":
+        return "gradients are wanted, which PyTorch's kernels compute faster on a GPU"
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in (query, key, value)
     ):
@@ -240,8 +241,8 @@ def activate() -> Activation:
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention; PyTorch's choice between them stays. What the kernels don't serve (masks, dropout,
-    float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before. Gradients are
-    PyTorch's, from this o and log-sum-exp. From torch 2.11 on, torch.nn.attention's registry knows it as
+    float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before. Gradients on CUDA
+    are PyTorch's, from this o and log-sum-exp. From torch 2.11 on, torch.nn.attention's registry knows it as
     "minimal_attn": current_flash_attention_impl(), restore_flash_attention_impl().
 
     Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA

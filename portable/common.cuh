@@ -10,7 +10,7 @@
 //                                 (i, j); here O, l and m are written once.
 //     O is divided once           Oi is divided by li after the last tile, not after each one.
 //
-// The steps of the kernels. Numbers are Algorithm 1's:
+// The steps of all kernels. Numbers are Algorithm 1's:
 //
 //     8.         Qi from HBM to shared memory; Oi = 0, li = 0, mi = -inf
 //     5.         for each tile of keys j that some query of the tile sees
@@ -23,14 +23,14 @@
 //
 // Every warp has the same role: it loads a part of each tile and computes some rows of Sij and Oi.
 //
-// In float32.cu (the other kernels have tables of their own):
+// In float32.cu and tf32.cu (the other kernels have tables of their own):
 //
 //     barrier                         | arrives and waits     | then
 //     wait_for_tiles, before step 9   | the block             | Kj (and the first time Qi) has arrived; all warps have
 //                                     |                       | read Vj-1, so Vj may overwrite it
 //     wait_for_tiles, after step 9    | the block             | Vj has arrived; all warps have read Kj, so Kj+1 may
 //                                     |                       | overwrite it
-//     __syncwarp                      | one warp              | a row of Sij or Pij in shared memory is written by some
+//     __syncwarp (float32.cu)         | one warp              | a row of Sij or Pij in shared memory is written by some
 //                                     |                       | lanes and read by others of the same warp
 //
 // Vj arrives while Sij is computed, and Kj+1 arrives while Pij and Oi are.
@@ -57,8 +57,8 @@ __device__ void convert(float x, float &y) { y = x; }
 __device__ void convert(float x, __half &y) { y = __float2half(x); }
 __device__ void convert(float x, __nv_bfloat16 &y) { y = __float2bfloat16(x); }
 
-// Which of the two kernels computes T. The other one's code is empty, so that each file has one list of instantiations
-// for all GPUs.
+// Whether half.cu computes T, and not float32.cu. The other one's code is empty, so that each file has one list of
+// instantiations for all GPUs.
 template <class T>
 __device__ constexpr bool on_tensor_cores() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800

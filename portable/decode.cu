@@ -39,7 +39,7 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
         const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
-        copy16(to + 2 * swizzle<8 * PerRow>(row, x), from + row * stride.row + x * Element, exists);
+        copy16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
 

@@ -50,7 +50,7 @@ struct MmaRows {
             const int x = n % PerRow;
             const Row row = row_of(p, item.h_kv, row0 + n / PerRow);
             const bool exists = row.exists && 8 * x < a.d;
-            *(uint4 *)(Q_tile + swizzle<D>(n / PerRow, x)) =
+            *(uint4 *)(Q_tile + swizzle<D, T>(n / PerRow, x)) =
                 exists ? *(const uint4 *)(query<T>(a, item.b, row) + 8 * x) : uint4{};
         }
         const BandOf<int> band = narrow(band_of(a, item.b));
@@ -177,7 +177,7 @@ struct FmaRows {
     // Of a row of a step in shared memory
     __device__ static void load_column(float (&x)[4], const T *tile, int row, int c) {
         constexpr int Element = 16 / sizeof(T);
-        load4(x, tile + swizzle<D * sizeof(T) / 2>(row, column(c) / Element) * 2 / sizeof(T) + column(c) % Element);
+        load4(x, tile + swizzle<D, T>(row, column(c) / Element) + column(c) % Element);
     }
 
     // 8. Qi to registers

@@ -1,4 +1,5 @@
-// float32.cu: attention in float32 on the FMA units. bfloat16 comes here, too, where no tensor core multiplies it.
+// float32.cu: attention in float32 on the FMA units, for GPUs whose tensor cores have no TF32 or are slow in it
+// (forward.cu). bfloat16 comes here, too, where no tensor core multiplies it.
 // float32_block.cuh computes a block. docs/portable.md has the budget and what was tried.
 //
 //     role        | warps             | registers                   | does
@@ -26,16 +27,12 @@ struct FloatKernels {
     static auto kernel() {
         return float_kernel<T, Tile>;
     }
-    using D64 = TileList<FloatTile<64, 128, 64, 8, 16, 2>,     // 103 KB: 38
-                         FloatTile<64, 64, 64, 8, 16, 3>,      // 68 KB: 36; at N 64 19 us instead of 25
-                         FloatTile<64, 32, 64, 16, 8, 3>>;     // 52 KB: 29; fits a T4
-    using D128 = TileList<FloatTile<128, 128, 64, 16, 16, 1>,  // 171 KB: 37
-                          FloatTile<128, 64, 48, 16, 8, 2>,    // 98 KB: 35; fits 99 KB
-                          FloatTile<128, 32, 32, 16, 8, 2>>;   // 55 KB: 28; fits a T4
-    using D256 = TileList<FloatTile<256, 64, 64, 16, 16, 1>,   // 214 KB: 34
-                          FloatTile<256, 64, 32, 16, 16, 1>,   // 141 KB: 26; fits an A100
-                          FloatTile<256, 32, 16, 16, 8, 1>,    // 69 KB; fits 99 KB
-                          FloatTile<256, 16, 16, 16, 4, 1>>;   // 51 KB; fits a T4
+    using D64 = TileList<FloatTile<64, 64, 64, 8, 16, 3>,     // 68 KB: 36
+                         FloatTile<64, 32, 64, 16, 8, 3>>;    // 52 KB: 29; fits a T4
+    using D128 = TileList<FloatTile<128, 64, 48, 16, 8, 2>,   // 98 KB: 35
+                          FloatTile<128, 32, 32, 16, 8, 2>>;  // 55 KB: 28; fits a T4
+    using D256 = TileList<FloatTile<256, 32, 16, 16, 8, 1>,   // 69 KB
+                          FloatTile<256, 16, 16, 16, 4, 1>>;  // 51 KB; fits a T4
 };
 
 }  // namespace

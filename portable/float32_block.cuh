@@ -123,35 +123,38 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
 
 // Adds li and Oi to the Kahan sums of the workspace and sets them to 0; the last time the sums go to li and Oi. One sum
 // over 2^20 equal keys is off by up to 4e-4, these by up to 2.6e-6 (emulated). Each thread has its own floats there:
-// the mi of the last flush, to which the sums are relative, then each sum and what it lost.
-template <class Tile, class Threads>
-__device__ void flush_sums(float *sums, const Threads &threads, float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R],
-                           const float (&mi)[Tile::R], bool is_first, bool is_last) {
-    constexpr int Stride = Tile::Threads, Count = 1 + 4 * Tile::CO;  // of a row: li and Oi
-    sums += (int64_t)threads.block() * Tile::SumFloats + threads.index();
+// the mi of the last flush, to which the sums are relative, then each sum and what it lost. at(r, n) is li of row r for
+// n = 0, then its Oi; exp(mi) is exp2(c mi).
+template <int Count, int Stride, int R, class At>
+__device__ void flush_sums(float *sums, const float (&mi)[R], float c, bool is_first, bool is_last, const At &at) {
+    constexpr int Batch = Count < 17 ? Count : 17;
 #pragma unroll
-    for (int r = 0; r < Tile::R; ++r, sums += (1 + 2 * Count) * Stride) {
-        float m_old = -INFINITY, m_safe, sum[Count] = {}, lost[Count] = {};
-        if (!is_first) {  // all loads of a row are under way together
-            m_old = sums[0];
+    for (int r = 0; r < R; ++r, sums += (1 + 2 * Count) * Stride) {
+        const float m_old = is_first ? -INFINITY : sums[0], m_safe = mi[r] == -INFINITY ? 0.f : mi[r];
+        const float alpha = exp2_fast((m_old - m_safe) * c);
 #pragma unroll
-            for (int n = 0; n < Count; ++n) sum[n] = sums[(1 + 2 * n) * Stride], lost[n] = sums[(2 + 2 * n) * Stride];
+        for (int n0 = 0; n0 < Count; n0 += Batch) {
+            float sum[Batch] = {}, lost[Batch] = {};
+            if (!is_first) {  // so many loads are under way together
+#pragma unroll
+                for (int n = 0; n < min(Batch, Count - n0); ++n)
+                    sum[n] = sums[(1 + 2 * (n0 + n)) * Stride], lost[n] = sums[(2 + 2 * (n0 + n)) * Stride];
+            }
+#pragma unroll
+            for (int n = 0; n < min(Batch, Count - n0); ++n) {
+                float &x = at(r, n0 + n);
+                const float y = fmaf(alpha, lost[n], x);
+                x = fmaf(alpha, sum[n], y);
+                lost[n] = fabsf(x) < INFINITY ? y - fmaf(-alpha, sum[n], x) : 0.f;
+            }
+            if (is_last) continue;
+#pragma unroll
+            for (int n = 0; n < min(Batch, Count - n0); ++n) {
+                float &x = at(r, n0 + n);
+                sums[(1 + 2 * (n0 + n)) * Stride] = x, sums[(2 + 2 * (n0 + n)) * Stride] = lost[n], x = 0.f;
+            }
         }
-        const float alpha = update_row_max(m_old, mi[r], m_safe);
-#pragma unroll
-        for (int n = 0; n < Count; ++n) {
-            float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
-            const float y = fmaf(alpha, lost[n], x);
-            x = fmaf(alpha, sum[n], y);
-            lost[n] = fabsf(x) < INFINITY ? y - fmaf(-alpha, sum[n], x) : 0.f;
-        }
-        if (is_last) continue;
-        sums[0] = mi[r];
-#pragma unroll
-        for (int n = 0; n < Count; ++n) {
-            float &x = n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
-            sums[(1 + 2 * n) * Stride] = x, sums[(2 + 2 * n) * Stride] = lost[n], x = 0.f;
-        }
+        if (!is_last) sums[0] = mi[r];
     }
 }
 
@@ -183,9 +186,14 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
     if (!empty(block.seen)) load_K(block.seen.begin);
     const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
     int next_flush = first_flush;
+    const auto flush = [&](bool is_first, bool is_last) {
+        flush_sums<1 + 4 * CO, Tile::Threads>(
+            sums + (int64_t)threads.block() * Tile::SumFloats + thread, mi, kLog2e, is_first, is_last,
+            [&](int r, int n) -> float & { return n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4]; });
+    };
     for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
         if (j0 == next_flush) {
-            flush_sums<Tile>(sums, threads, Oi, li, mi, next_flush == first_flush, false);
+            flush(next_flush == first_flush, false);
             next_flush += kTilesOfSum * Bc;
         }
         // 6. Kj, Vj from HBM
@@ -238,9 +246,10 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
                 for (int x = 0; x < 4; ++x) Oi[r][c][x] += PV[r][c][x];
     }
 
-    if (next_flush > first_flush) flush_sums<Tile>(sums, threads, Oi, li, mi, false, true);
+    if (next_flush > first_flush) flush(false, true);
 
     // 12. - 13. O = Oi / li, l and m to HBM
+    pad_lse(a, block.b, block.h, block.i0 + block.rows, thread);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const float l = row_sum<TX>(li[r]);

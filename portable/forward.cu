@@ -1,11 +1,12 @@
-// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has three kernels:
+// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has four kernels:
 //
-//     dtype       compute capability   kernel
-//     all         any                  decode.cu, where few queries share many keys. Other calls:
-//     float32     any                  float32.cu, FMA units
-//     float16     any                  half.cu, tensor cores
-//     bfloat16    8.0 and newer        half.cu, tensor cores
-//     bfloat16    7.5                  float32.cu: Turing's tensor cores have no bfloat16
+//     dtype       GPUs                                       kernel
+//     all         all                                        decode.cu, for few queries and many keys; other calls:
+//     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32.cu, tensor cores
+//     float32     7.5, 8.6, 8.9, 12.x                        float32.cu, FMA units
+//     float16     any                                        half.cu, tensor cores
+//     bfloat16    8.0 and newer                              half.cu, tensor cores
+//     bfloat16    7.5                                        float32.cu: Turing's tensor cores have no bfloat16
 //
 // All compute the same steps, which common.cuh describes.
 #include "portable/portable.h"
@@ -14,32 +15,48 @@ namespace minimal_attn {
 
 namespace {
 
-// Null or an error.
-const char *has_tensor_cores_for(Dtype dtype, bool &yes) {
-    yes = dtype != Dtype::float32;
-    return dtype == Dtype::bfloat16 ? portable::has_bfloat16_tensor_cores(yes) : nullptr;
+// Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from
+// NVIDIA's data sheets: A100 52 and 19.5, H100 165 and 67 (the first kind); RTX 3090 12 and 36, RTX 4090 28 and 83, L4
+// 20 and 30 (the second).
+constexpr int kSharedMemoryOfFastTf32 = 163 << 10;
+
+Plan plan_many_queries(const Attention &a, const Device &device) {
+    if (a.dtype == Dtype::float16) return portable::plan_half(a, device);
+    if (a.dtype == Dtype::float32 && device.shared_memory < kSharedMemoryOfFastTf32)
+        return portable::plan_float32(a, device);
+    bool since_ampere = true;
+    const char *error = portable::is_code_since_ampere(since_ampere);
+    Plan plan = !since_ampere               ? portable::plan_float32(a, device)
+                : a.dtype == Dtype::float32 ? portable::plan_tf32(a, device)
+                                            : portable::plan_half(a, device);
+    plan.error = error;
+    return plan;
+}
+
+// Whether decode.cu takes the call, and on tensor cores.
+bool takes_decode(const Attention &a, const Device &device, bool &on_tensor_cores) {
+    on_tensor_cores = a.dtype != Dtype::float32;
+    if (a.dtype == Dtype::bfloat16 && portable::is_code_since_ampere(on_tensor_cores)) return false;  // an error
+    return portable::takes_decode(a, device, on_tensor_cores);
 }
 
 }  // namespace
 
 bool portable::reads_pages(const Attention &a, const Device &device) {
     bool on_tensor_cores;
-    return !has_tensor_cores_for(a.dtype, on_tensor_cores) && takes_decode(a, device, on_tensor_cores);
+    return minimal_attn::takes_decode(a, device, on_tensor_cores);
 }
 
 Plan plan_portable(const Attention &a, const Device &device) {
     bool on_tensor_cores;
-    const char *error = has_tensor_cores_for(a.dtype, on_tensor_cores);
-    Plan plan = portable::takes_decode(a, device, on_tensor_cores) ? portable::plan_decode(a, device, on_tensor_cores)
-                : on_tensor_cores                                  ? portable::plan_half(a, device)
-                                                                   : portable::plan_float32(a, device);
-    plan.error = error;
-    return plan;
+    return takes_decode(a, device, on_tensor_cores) ? portable::plan_decode(a, device, on_tensor_cores)
+                                                    : plan_many_queries(a, device);
 }
 
 const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     return plan.kernel == portable::kDecode ? portable::launch_decode(a, plan, workspace, stream)
            : plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
+           : plan.kernel == portable::kTf32 ? portable::launch_tf32(a, plan, workspace, stream)
                                             : portable::launch_float32(a, plan, workspace, stream);
 }
 

@@ -13,6 +13,7 @@
 //     barrier          | arrives and waits  | then
 //     wait_for_tiles   | the block          | Kj and Vj (and the first time Qi) have arrived; all warps have read Kj-1
 //                      |                    | and Vj-1, so Kj+1 and Vj+1 may overwrite them
+#include "portable/accumulators.cuh"
 #include "portable/common.cuh"
 #include "portable/mma.cuh"
 
@@ -30,21 +31,6 @@ struct HalfTile {
     static constexpr bool QInRegisters = D == 64;
     static constexpr int SumFloats = 0;  // no flush_sums as in float32.cu
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
-};
-
-// What a thread has of its warp's rows: row r is lane / 4 + 8 * r. Of Sij and Oi elements [m][.][2 * h + 0, 1] belong
-// to row r = 2 * m + h.
-template <class Tile>
-struct Rows {
-    static constexpr int R = 2 * Tile::M;
-    float Oi[Tile::M][Tile::X][4] = {};
-    float li[R] = {};  // of this thread's keys: the four lanes of a row add theirs up after the last tile
-    float mi[R];       // of scores before the scaling
-
-    __device__ Rows() {
-#pragma unroll
-        for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
-    }
 };
 
 // 9. Sij = Qi Kj^T. Columns past d are zeros; 64 of them are skipped.
@@ -77,78 +63,6 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
             }
         }
     }
-}
-
-// 9. Everything that changes a score, or hides it by -inf, stands here. Rows i0 + 8 r and keys j0 + 8 n + 0, 1 are this
-// thread's.
-template <class Tile>
-__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,
-                              int j0, bool masked) {
-    if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
-#pragma unroll
-        for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
-            float &s = Sij[x / 4 / Tile::N][x / 4 % Tile::N][x % 4];
-            s = -s;
-        }
-    }
-    if (!masked) return;
-#pragma unroll
-    for (int r = 0; r < 2 * Tile::M; ++r) {
-        const Keys keys = keys_of_row(band, i0 + 8 * r);
-        const int begin = keys.begin - j0, end = keys.end - j0;
-#pragma unroll
-        for (int n = 0; n < Tile::N; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                if (8 * n + c < begin || 8 * n + c >= end) Sij[r / 2][n][r % 2 * 2 + c] = -INFINITY;
-    }
-}
-
-// 10. - 11. mi, and step 12's Oi = diag(alpha) Oi. After this Pij = exp2(c Sij - subtract), by row.
-// exp(softmax_scale (s - m)) is one FMA and one ex2: exp2(c s - c m), with c = |softmax_scale| log2(e) and c m rounded:
-// one factor for the whole row, which Oi / li cancels. Where |c m| > 1024 the rounding would count, and c s could
-// overflow: there, and where m = -inf, m is subtracted before the scaling.
-template <class Tile>
-__device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows, float (&subtract)[Rows<Tile>::R],
-                            float c) {
-    constexpr int R = Rows<Tile>::R, N = Tile::N;
-    float m_old[R], alpha[R];
-    bool large = false;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        m_old[r] = rows.mi[r];
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-            rows.mi[r] = fmaxf(rows.mi[r], fmaxf(Sij[r / 2][n][r % 2 * 2], Sij[r / 2][n][r % 2 * 2 + 1]));
-    }
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        rows.mi[r] = row_max<4>(rows.mi[r]);
-        subtract[r] = __fmul_rn(rows.mi[r], c);
-        alpha[r] = exp2_fast(__fmul_rn(m_old[r], c) - subtract[r]);
-        large |= !(fabsf(subtract[r]) <= 1024.f);
-    }
-    if (__any_sync(~0u, large)) {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-            if (fabsf(subtract[r]) <= 1024.f) continue;
-            const float m_safe = rows.mi[r] == -INFINITY ? 0.f : rows.mi[r];
-            alpha[r] = exp2_fast((m_old[r] - m_safe) * c);
-            subtract[r] = 0.f;
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int x = 0; x < 2; ++x) Sij[r / 2][n][r % 2 * 2 + x] -= m_safe;
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < R; ++r) rows.li[r] *= alpha[r];
-#pragma unroll
-    for (int m = 0; m < Tile::M; ++m)
-#pragma unroll
-        for (int x = 0; x < Tile::X; ++x)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) rows.Oi[m][x][e] *= alpha[2 * m + e / 2];
 }
 
 // 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
@@ -194,6 +108,7 @@ template <class Tile, class T>
 __device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, int row0, bool aligned) {
     const int lane = threadIdx.x % 32;
     const bool odd = lane % 2;
+    pad_lse(a, block.b, block.h, block.i0 + block.rows, threadIdx.x);
 #pragma unroll
     for (int r = 0; r < Rows<Tile>::R; ++r) {
         const int i = block.i0 + row0 + 8 * r;
@@ -281,8 +196,9 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
         change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12.
-        float subtract[Rows<Tile>::R];
-        update_rows<Tile>(Sij, rows, subtract, c);
+        float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
+        update_rows<Tile>(Sij, rows, subtract, alpha, c);
+        scale_Oi<Tile>(rows, alpha);
         multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes, a.d);
     }
     // The block is computed anew: its numbers would take registers from the loop.
@@ -327,7 +243,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
 }
 
 // PTX for sm_75 may be what runs on a newer GPU, so the loaded code is asked and not the device.
-const char *has_bfloat16_tensor_cores(bool &yes) {
+const char *is_code_since_ampere(bool &yes) {
     cudaFuncAttributes attributes;
     const auto kernel = with_tile(0, HalfKernels::D64(),
                                   [](auto tile) { return HalfKernels::kernel<__nv_bfloat16, decltype(tile)>(); });

@@ -1,4 +1,4 @@
-// portable.h: the backend's three kernels, as forward.cu chooses between them. Each plans a call on the host and
+// portable.h: the backend's kernels, as forward.cu chooses between them. Each plans a call on the host and
 // launches it; each takes the dtypes that its plan function names.
 #pragma once
 
@@ -7,12 +7,16 @@
 namespace minimal_attn::portable {
 
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
-inline constexpr char kFloat32[] = "float32", kHalf[] = "half", kBfloat16OnFmaUnits[] = "bfloat16 on FMA units";
-inline constexpr char kDecode[] = "decode";
+inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
+                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode";
 
-// float32.cu: float32, and bfloat16 where no tensor core multiplies it. All products on the FMA units.
+// float32.cu: float32, and bfloat16 where no tensor core multiplies it, on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);
 const char *launch_float32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// tf32.cu: float32 on the tensor cores.
+Plan plan_tf32(const Attention &a, const Device &device);
+const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
@@ -26,7 +30,8 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
 // Whether the kernel that takes the call reads k and v page by page: only decode.cu does.
 bool reads_pages(const Attention &a, const Device &device);
 
-// half.cu: whether the code that this device loaded multiplies bfloat16 on tensor cores. Returns null or an error.
-const char *has_bfloat16_tensor_cores(bool &yes);
+// half.cu: whether the code that this device loaded is for compute capability 8.0 or newer, whose tensor cores multiply
+// bfloat16 and TF32. Returns null or an error.
+const char *is_code_since_ampere(bool &yes);
 
 }  // namespace minimal_attn::portable

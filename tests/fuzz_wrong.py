@@ -115,7 +115,8 @@ def bad_tensor(call, name):
         set_argument(call, name, other, wrong=call.autocast is None or not other.is_floating_point())
     elif kind == 2:
         set_argument(call, name, t.detach().clone().requires_grad_(), wrong=False)
-        if call.context is contextlib.nullcontext:
+        refused_with = [call.arguments.get(other) is not None for other in ("out", "block_table")]
+        if call.context is contextlib.nullcontext and any(refused_with):
             call.wrong.add(name)
     else:
         # Another number of tokens may do for q, for one, and other heads.

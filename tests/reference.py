@@ -51,9 +51,22 @@ def attention(q, k, v, *, softmax_scale=None, sinks=None, dtype=torch.float64, *
     p = torch.exp(s - finite[..., None])
     l = p.sum(-1) + torch.exp(sink - finite)
     blind = ~seen.any(-1)[..., None]
-    o = (p @ v / l[..., None]).masked_fill(blind, 0)
-    size = (p @ v.abs() / l[..., None]).masked_fill(blind, 0)
+    divisor = l[..., None].masked_fill(blind, 1)  # or autograd makes NaN of 0 / 0
+    o = (p @ v / divisor).masked_fill(blind, 0)
+    size = (p @ v.abs() / divisor).masked_fill(blind, 0)
     return Attention(o, l, m, size)
+
+
+def gradients(do, q, k, v, dlse=None, wanted=(), **options):
+    """Those in q, k, v and the options named, by float64 autograd of the attention above."""
+    named = dict(q=q, k=k, v=v) | {name: options[name] for name in wanted}
+    named = {name: t.detach().double().requires_grad_() for name, t in named.items()}
+    o, l, m, _ = attention(**options | named)
+    loss = (o * do.double()).nan_to_num(0).sum()
+    if dlse is not None:
+        seen = l > 0
+        loss = loss + ((m + l.log())[seen] * dlse.double()[seen]).sum()
+    return torch.autograd.grad(loss, list(named.values()))
 
 
 def relative_error(x, expected, dim=None):

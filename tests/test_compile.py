@@ -87,18 +87,6 @@ def test_compiled_lengths_become_dynamic(backend):
             run(Nk)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_gradients_are_refused(backend, dynamic):
-    """As in eager mode: an error, never zero or missing gradients."""
-    q, k, v = backend.qkv()
-    weight = backend.randn(64, 64).requires_grad_()
-    forward = torch.compile(lambda q: minimal_attn.forward(q @ weight, k, v), fullgraph=True, dynamic=dynamic)
-    with pytest.raises(Exception, match="q must not require grad"):
-        forward(q)
-    with torch.no_grad():
-        torch.testing.assert_close(forward(q), minimal_attn.forward(q @ weight, k, v))
-
-
 def test_reduce_overhead(cuda_backend, dtype):
     """Recorded as a CUDA graph, replayed on other values and lengths; results are overwritten by the next."""
     backend = cuda_backend

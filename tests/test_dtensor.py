@@ -101,12 +101,32 @@ def compile_and_refuse(rank, ranks, device, seed):
         minimal_attn.forward(q, k, v, out=torch.zeros_like(q))
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
         minimal_attn.forward(q, *tensors[1:])
-    with pytest.raises(RuntimeError, match="q must not require grad"):
-        minimal_attn.forward(q.clone().requires_grad_(), k, v)
     forward = torch.compile(lambda q, k, v: minimal_attn.forward(q, k, v, causal=True), backend="aot_eager")
     actual = forward(q, k, v)
     assert actual.placements == (Shard(1),)
     assert torch.equal(actual.full_tensor(), minimal_attn.forward(*tensors, causal=True))
+
+
+def differentiate(rank, ranks, device, seed):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(device.type, (ranks,))
+    backend = Backend("cpu", seed)
+    for Hkv in 2, 1:
+        tensors = [t.requires_grad_() for t in backend.qkv(Hkv=Hkv)]
+        do = torch.ones_like(tensors[0])
+        expected = torch.autograd.grad(minimal_attn.forward(*tensors, causal=True), tensors, do)
+        for given in [Shard(0)] + [Shard(1)] * (Hkv > 1) + [Shard(2)]:
+            shards = (distribute_tensor(t.detach(), mesh, [given], src_data_rank=None) for t in tensors)
+            inputs = [t.requires_grad_() for t in shards]
+            o = minimal_attn.forward(*inputs, causal=True)
+            wanted = distribute_tensor(do, mesh, o.placements, src_data_rank=None)
+            for x, y in zip(torch.autograd.grad(o, inputs, wanted), expected, strict=True):
+                torch.testing.assert_close(x.full_tensor(), y)
+
+
+def test_gradients(seed):
+    raise_first(run(differentiate, RANKS, seed))
 
 
 def test_compiled_and_refused(seed):

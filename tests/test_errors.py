@@ -380,51 +380,6 @@ def test_state_of_another_type(backend):
         refuses(backend, TypeError, r"^state ", r"\(o, l, m\)", state=wrong)
 
 
-@pytest.mark.parametrize("name", ["sinks", "out"])
-def test_keyword_that_requires_grad(backend, name):
-    q, k, v = backend.qkv(Nq=5, Nk=7, d=8)
-    wants = torch.zeros_like(q if name == "out" else q[0, :, 0, 0], requires_grad=True)
-    with pytest.raises(RuntimeError, match=rf"^{name} must not require grad.*no_grad"):
-        backend.forward(q, k, v, **{name: wants})
-    with torch.no_grad():
-        assert backend.forward(q, k, v, **{name: wants}).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "state's o", "state's l", "state's m"])
-def test_requires_grad(backend, name):
-    """Refused while gradients are recorded, never detached in silence."""
-    q, k, v = tensors = backend.qkv(Nq=5, Nk=7, d=8)
-    state = backend.forward(q, k, v, return_state=True)
-    in_state = name.startswith("state")
-    wants = dict(zip("olm" if in_state else "qkv", state if in_state else tensors, strict=True))[name[-1]]
-    options = {"state": state} if in_state else {}
-    expected = backend.forward(q, k, v, **options)
-    wants.requires_grad_()
-    with pytest.raises(RuntimeError, match=rf"^{name} must not require grad.*no_grad") as error:
-        backend.forward(q, k, v, **options)
-    assert "\n" not in str(error.value)
-    with torch.no_grad():
-        first = backend.forward(q, k, v, **options)
-    with torch.inference_mode():
-        second = backend.forward(q, k, v, **options)
-    wants.requires_grad_(False)
-    third = backend.forward(q, k, v, **options)
-    for results in first, second, third:
-        if in_state:
-            assert all(map(torch.equal, results, expected))
-        else:
-            assert torch.equal(results, expected)
-
-
-def test_activations_that_require_grad(backend):
-    """What a layer with parameters puts out requires grad without being a leaf."""
-    x = backend.randn(2, 4, 5, 8)
-    weight = backend.randn(8, 8).requires_grad_()
-    with pytest.raises(RuntimeError, match="^k must not require grad"):
-        backend.forward(x, x @ weight, x)
-    assert backend.forward(x, (x @ weight).detach(), x).isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_forward_mode_gradients(backend, name):
     from torch.autograd import forward_ad
@@ -435,12 +390,6 @@ def test_forward_mode_gradients(backend, name):
         for grad_mode in torch.enable_grad, torch.no_grad:  # no_grad doesn't switch forward mode off
             with grad_mode(), pytest.raises(RuntimeError, match=rf"^{name} must not be a dual tensor"):
                 backend.forward(**tensors)
-
-
-def test_functional_gradients(backend):
-    q, k, v = backend.qkv(Nq=5, Nk=7, d=8)
-    with pytest.raises(RuntimeError, match="must not require grad"):
-        torch.func.grad(lambda q: backend.forward(q, k, v).sum())(q)
 
 
 @pytest.mark.skipif(

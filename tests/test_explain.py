@@ -24,14 +24,15 @@ TILES = {
         ([torch.float32], 2, 200, 300, 256, None, (128, 32, 256)),
     ],
     "portable": [
-        ([torch.float32], 2, 200, 300, 64, 163, (128, 64, 64)),
-        ([torch.float32], 2, 200, 300, 64, 99, (64, 64, 64)),
+        ([torch.float32], 2, 200, 300, 64, 163, (128, 32, 64)),  # from here on tensor cores
+        ([torch.float32], 2, 60, 300, 64, 163, (64, 64, 64)),
+        ([torch.float32], 2, 200, 300, 128, 163, (64, 32, 128)),
+        ([torch.float32], 2, 200, 300, 256, 227, (128, 32, 256)),
+        ([torch.float32], 2, 200, 300, 256, 163, (64, 32, 256)),
+        ([torch.float32], 2, 200, 300, 64, 99, (64, 64, 64)),  # from here on FMA units
         ([torch.float32], 2, 200, 300, 64, 64, (32, 64, 64)),
-        ([torch.float32], 2, 200, 300, 128, 227, (128, 64, 128)),
         ([torch.float32], 2, 200, 300, 128, 99, (64, 48, 128)),
         ([torch.float32], 2, 200, 300, 128, 64, (32, 32, 128)),
-        ([torch.float32], 2, 200, 300, 256, 227, (64, 64, 256)),
-        ([torch.float32], 2, 200, 300, 256, 163, (64, 32, 256)),
         ([torch.float32], 2, 200, 300, 256, 99, (32, 16, 256)),
         ([torch.float32], 2, 200, 300, 256, 64, (16, 16, 256)),
         (HALVES, 2, 200, 300, 64, 99, (128, 64, 64)),
@@ -87,6 +88,9 @@ def test_every_tile(cuda_backend, limit, name, dtype, shape, kilobytes, tile, op
         limit(kilobytes)
     found = cuda_backend.explain(*tensors, **options)
     assert (found.Br, found.Bc, found.d) == tile
+    if name == "portable" and dtype == torch.float32:
+        on_tensor_cores = kilobytes >= 163 and torch.cuda.get_device_capability() >= (8, 0)
+        assert found.kernel == f"float32 on {'tensor cores' if on_tensor_cores else 'FMA units'}"
     assert not kilobytes or found.shared_memory <= 1024 * kilobytes
     cuda_backend.check(*tensors, **options)
 

@@ -12,7 +12,7 @@ import traceback
 import pytest
 import torch
 from conftest import DTYPES, Backend, check_o
-from reference import Attention, attention
+from reference import Attention, attention, gradients, relative_error
 
 from minimal_attn import flash_attn
 from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -474,6 +474,18 @@ def test_nothing_synchronises(cuda_backend, name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, results, expected))
+
+
+def test_gradients(backend):
+    """Of flash_attn_func, sinks included."""
+    tensors = [x.transpose(1, 2).detach() for x in backend.qkv()] + [backend.randn(4)]
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    out = flash_attn_func(*inputs[:3], s_aux=inputs[3], causal=True)
+    do = torch.randn_like(out)
+    q, k, v, do_heads_first = (t.transpose(1, 2) for t in (*tensors[:3], do))
+    exact = gradients(do_heads_first, q, k, v, wanted=["sinks"], sinks=tensors[3], causal=True)
+    for x, y in zip(torch.autograd.grad(out, inputs, do), exact, strict=True):
+        assert relative_error((x.transpose(1, 2) if x.dim() == 4 else x).double(), y) < 5e-6
 
 
 def main(count, seed=0, name="cpu"):

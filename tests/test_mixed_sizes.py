@@ -168,6 +168,17 @@ def test_float32_that_are_not_finite(backend, d, value):
             backend.check(**tensors, seqlens_k=backend.ints(250))
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_an_infinite_key_among_many(backend, d):
+    """So many that portable, which computes such rows again, has sums of them in its workspace."""
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=150, Nk=9000, d=d)
+    k[:, :, 6000, 1] = torch.inf
+    o, expected = backend.forward(q, k, v), attention(q, k, v).o
+    finite = expected.isfinite()
+    assert torch.equal(o.isfinite(), finite) and finite.any() and not finite.all()
+    torch.testing.assert_close(o[finite].double(), expected[finite], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"softmax_scale": -0.05}, {"window_size": (90, 40)}], ids=str)
 @pytest.mark.parametrize("d", [33, 64, 128, 256])
 def test_float32_of_mixed_sizes_in_chunks(backend, d, options):

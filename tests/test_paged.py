@@ -65,9 +65,9 @@ def test_values(backend, dtype, case, page_size):
     k, v = cache.dense()
     dense = backend.check(q, k, v, seqlens_k=cache.lengths, **options)
     paged = backend.forward(q, cache.k, cache.v, **cache.options(), **options)
-    if backend.name in ("cpu", "paper"):
-        assert reads_pages(backend, q, cache.k, cache.v, **cache.options(), **options)
     how = [backend.explain(q, k, v, seqlens_k=cache.lengths, **options)]
+    if backend.name in ("cpu", "paper") or (how[0].kernel == "decode" and page_size % 16 == 0):
+        assert reads_pages(backend, q, cache.k, cache.v, **cache.options(), **options)
     how += [backend.explain(q, cache.k, cache.v, **cache.options(), **options)]
     assert how[0].kernel == how[1].kernel
     assert torch.equal(paged, dense)
@@ -155,9 +155,10 @@ def test_compiled(backend):
             cache, q = Paged(backend, lengths=lengths), backend.randn(2, 4, 3, 64)
             cache.k, cache.v = cache.k.contiguous(), cache.v.contiguous()  # strides that change would compile
             o, again, lse = decode(q, cache.k, cache.v, **cache.options())
-            more = dict(causal=True, return_lse=True, **cache.options())
-            expected = minimal_attn.forward(q, cache.k, cache.v, **more)
-            assert torch.equal(o, again) and torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+            options = dict(causal=True, **cache.options())
+            assert torch.equal(o, minimal_attn.forward(q, cache.k, cache.v, **options))
+            expected = minimal_attn.forward(q, cache.k, cache.v, return_lse=True, **options)
+            assert torch.equal(again, expected[0]) and torch.equal(lse, expected[1])
     torch.compiler.reset()
 
 

@@ -1,0 +1,218 @@
+// autograd.h: derivatives of the operator minimal_attn::forward. Autograd records a node for each call that needs one; the
+// node calls the operator minimal_attn::backward for q, k and v. What else may require grad are a few values a row: an
+// earlier state and sinks, whose gradients are written as tensor operations here. The nodes are made as PyTorch makes its
+// own: torch::autograd::Function would be shorter, but torch.func refuses it.
+//
+// l and m are not independent results: only the log-sum-exp m + log(l) means something. So m counts as a constant, and
+// the gradient in l is that in lse = log(l) + m, times l.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
+
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+
+namespace minimal_attn {
+
+using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-sum-exp
+using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+// The operators as C++ calls them: forward with one of its results, and backward.
+template <class Result>
+using Forward = Result(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
+                       std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+                       std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
+                       const MaybeTensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks,
+                       const MaybeTensor &block_table);
+using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                           const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
+                           std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
+                           const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
+                           std::string_view backend, std::optional<at::ScalarType> out_dtype);
+Backward backward;  // what the operator computes (main.cpp)
+
+// Looked up once, which is faster than torch.ops.
+template <class Signature>
+const auto &typed_handle(const char *name, const char *overload = "") {
+    static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+    return handle;
+}
+
+namespace autograd {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+inline bool wants_grad(const Tensor &t) { return t.defined() && t.requires_grad(); }
+inline bool wants_grad(const MaybeTensor &t) { return t && t->requires_grad(); }
+template <class T>
+bool wants_grad(const T &) {
+    return false;
+}
+
+// Gradients in an earlier state (o, l, m), or in sinks. The state counts as one more key of each row with the score
+// lse_in = m + log(l) and the value o; a sink as one with its own score and the value 0.
+struct EarlierGradients {
+    Tensor o, l, m, sinks;
+};
+inline EarlierGradients gradients_of_earlier(const Tensor &do_, const Tensor &o, const Tensor &lse, const Tensor &dlse,
+                                             const Tensor &o_in, const Tensor &l_in, const Tensor &m_in,
+                                             const Tensor &sinks) {
+    const auto row_dot = [](const Tensor &x, const Tensor &y) { return (x.to(at::kFloat) * y).sum(-1); };
+    Tensor D = row_dot(do_, o);
+    if (dlse.defined()) D = D - dlse;
+    const Tensor score = sinks.defined() ? sinks.to(at::kFloat).unsqueeze(-1) : m_in + l_in.log();
+    // Where nothing else was seen P is 1, also if both are -inf: the row of the state was copied.
+    const Tensor P = at::where(score == lse, 1., (score - lse).exp());
+    if (sinks.defined()) {
+        const Tensor dS = at::where(score == -INFINITY, 0., -P * D);
+        return {{}, {}, {}, (sinks.dim() == 1 ? dS.sum(at::IntArrayRef({0, 2})) : dS.sum(2)).to(sinks.scalar_type())};
+    }
+    // A state that counts for nothing may hold NaN.
+    const Tensor dS = at::where(P == 0., 0., P * (row_dot(do_, o_in) - D));
+    return {P.unsqueeze(-1) * do_.to(at::kFloat), at::where(l_in == 0., 0., dS / l_in), dS, {}};
+}
+
+// The node of a call. Its edges are those of q, k, v, o, l, m and sinks, in this order.
+class AttentionNode : public torch::autograd::Node {
+public:
+    explicit AttentionNode(const Arguments &a)
+        : causal(a.causal),
+          window_size(a.window_size.begin(), a.window_size.end()),
+          softmax_scale(a.softmax_scale),
+          offset(a.offset),
+          backend(a.backend),
+          q(a.q, false),
+          k(a.k, false),
+          v(a.v, false),
+          seqlens_k(a.seqlens_k, false),
+          leftpad_k(a.leftpad_k, false),
+          offsets(a.offsets, false),
+          o_in(a.o, false),
+          l_in(a.l, false),
+          m_in(a.m, false),
+          sinks(a.sinks, false) {
+        set_next_edges(torch::autograd::collect_next_edges(a.q, a.k, a.v, a.o, a.l, a.m, a.sinks));
+    }
+
+    // The results, whose gradients apply() gets; m gets none. Called when they are part of the graph.
+    void save(const Results &results) {
+        const auto as_output = [](const Tensor &t) { return SavedVariable(t, t.defined() && t.requires_grad()); };
+        o = as_output(results.o), l = as_output(results.l), m = as_output(results.m), lse = as_output(results.lse);
+    }
+
+    std::string name() const override { return "MinimalAttnBackward"; }
+
+    void release_variables() override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (SavedVariable *t :
+             {&q, &k, &v, &seqlens_k, &leftpad_k, &offsets, &o_in, &l_in, &m_in, &sinks, &o, &l, &m, &lse})
+            t->reset_data();
+    }
+
+    variable_list apply(variable_list &&grads) override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto unpack = [&](const SavedVariable &t) { return t.unpack(shared_from_this()); };
+        const auto maybe = [](const Tensor &t) { return t.defined() ? MaybeTensor(t) : std::nullopt; };
+        const Tensor o_ = unpack(o), l_ = unpack(l), m_ = unpack(m);
+        const Tensor lse_ = l_.defined() ? m_ + l_.log() : unpack(lse);
+        const Tensor do_ = grads[0].defined() ? grads[0] : at::zeros_like(o_);
+        const Tensor second = grads.size() > 1 ? grads[1] : Tensor();
+        const Tensor dlse = second.defined() && l_.defined() ? second * l_ : second;
+
+        variable_list results(7);
+        if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
+            std::tie(results[0], results[1], results[2]) =
+                typed_handle<Backward>("minimal_attn::backward")
+                    .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size,
+                          softmax_scale, maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset,
+                          maybe(unpack(offsets)), backend, std::nullopt);
+        const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
+        if (o_before.defined() || sinks_.defined()) {
+            const auto earlier =
+                gradients_of_earlier(do_, o_, lse_, dlse, o_before, unpack(l_in), unpack(m_in), sinks_);
+            results[3] = earlier.o, results[4] = earlier.l, results[5] = earlier.m, results[6] = earlier.sinks;
+        }
+        for (size_t i = 0; i < results.size(); ++i)
+            if (!should_compute_output(i)) results[i] = Tensor();
+        return results;
+    }
+
+private:
+    bool causal;
+    std::vector<SymInt> window_size;
+    std::optional<double> softmax_scale;
+    std::optional<SymInt> offset;
+    std::string backend;
+    SavedVariable q, k, v, seqlens_k, leftpad_k, offsets, o_in, l_in, m_in, sinks, o, l, m, lse;
+};
+
+template <class Node, class... Args>
+std::shared_ptr<Node> make_node(Args &&...args) {
+    return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+
+// The forward pass, with a node behind o and lse or l.
+inline Results record(const Arguments &a, Returns returns) {
+    const auto node = make_node<AttentionNode>(a);
+    Results results;
+    {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        const auto call = [&](const auto &op) {
+            return op.call(a.q, a.k, a.v, a.causal, a.window_size, a.softmax_scale, a.seqlens_k, a.leftpad_k, a.offset,
+                           a.offsets, a.backend, a.o, a.l, a.m, a.sinks, a.block_table);
+        };
+        if (returns == Returns::state)
+            std::tie(results.o, results.l, results.m) =
+                call(typed_handle<Forward<State>>("minimal_attn::forward", "state"));
+        else
+            std::tie(results.o, results.lse) = call(typed_handle<Forward<Lse>>("minimal_attn::forward", "lse"));
+    }
+    set_history(results.o, node);
+    if (returns == Returns::state) set_history(results.l, node);
+    if (returns == Returns::lse) set_history(results.lse, node);
+    node->save(results);
+    return results;
+}
+
+// The Autograd kernel of minimal_attn::backward, whose results can't be differentiated. Only what asks for that gets the
+// error: create_graph=True and torch.func.grad record it in any case.
+template <class... Args>
+Gradients record_backward(c10::DispatchKeySet keys, Args... args) {
+    const auto compute = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return typed_handle<Backward>("minimal_attn::backward").redispatch(keys & c10::after_autograd_keyset, args...);
+    };
+    if (!at::GradMode::is_enabled() || !(... || wants_grad(args))) return compute();
+    const auto node = make_node<torch::autograd::Error>(
+        "minimal_attn has no second derivatives: the gradients of forward can't be differentiated");
+    [&](const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o, const Tensor &lse,
+        const MaybeTensor &dlse, const auto &...) {
+        node->set_next_edges(torch::autograd::collect_next_edges(do_, q, k, v, o, lse, dlse));
+    }(args...);
+    Gradients results = compute();
+    std::apply([&](auto &...t) { (..., set_history(t, node)); }, results);
+    return results;
+}
+template <class... Args>
+constexpr auto record_backward_of(Gradients (*)(Args...)) {
+    return &record_backward<Args...>;
+}
+
+}  // namespace autograd
+}  // namespace minimal_attn

@@ -1,0 +1,148 @@
+// cpu/backward.cpp: the backward pass on the CPU. A thread takes a tile of Bc keys of a key head, walks the tiles of
+// queries that see it (gradient.h), then takes the next. dKj and dVj are sums of one thread. dQi is a sum over tiles of
+// keys, to which their threads add in turns, in the order of the keys: so the bits don't depend on the threads.
+//
+// A tile waits only for the tile of keys before it, which was taken earlier: so there is always one that needn't wait.
+// The first tiles of all key heads come first, so that threads rarely wait.
+
+#include "flash.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <type_traits>
+
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "cpu/threads.h"
+#include "cpu/tiles.h"
+
+namespace minimal_attn::cpu {
+
+constexpr int gradient_Br = 64;  // rows of Q of a tile
+
+struct KeyTile {
+    int64_t b, h;  // batch, key head
+    int j0;
+};
+
+// A thread's memory, in float32; D is d rounded up to a multiple of 16.
+struct GradientBuffers {
+    float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij, *lse, *Di;
+    float *dQi;  // where there is one tile of keys
+    int64_t size = 0;
+
+    // memory is a multiple of 64 bytes, and so is the beginning of every buffer; null to know the size.
+    GradientBuffers(float *memory, const Attention &a) {
+        const int64_t D = round_up(a.d, 16), Br = gradient_Br;
+        const auto take = [&](float *&buffer, int64_t floats) {
+            buffer = memory ? memory + size : nullptr;
+            size += floats;
+        };
+        for (float **buffer : {&Kj, &dKj, &dVj, &Kj_T, &Vj_T}) take(*buffer, Bc * D);
+        take(Qi, Br * D), take(dOi, Br * D), take(Pij, Br * Bc), take(dSij, Br * Bc), take(lse, Br), take(Di, Br);
+        take(dQi, a.Nk > Bc ? 0 : Br * D);
+    }
+};
+
+// What the threads share.
+struct GradientWorkspace {
+    float *D;   // rowsum(dO o O), (B, Hq, Nq)
+    float *dQ;  // (B, Hkv, rows of the key head, d rounded up to a multiple of 16), for several tiles of keys
+    std::atomic<int> *turns;  // for each tile of queries, how many tiles of keys are in its dQi
+    int64_t size = 0;         // bytes
+
+    GradientWorkspace(void *memory, const Attention &a) {
+        const int64_t rows = rows_of_key_head(a), heads = a.B * a.Hkv;
+        const auto take = [&](int64_t bytes) {
+            char *const taken = (char *)memory + size;
+            size += round_up(bytes, 64);
+            return taken;
+        };
+        D = (float *)take(heads * rows * sizeof(float));
+        dQ = (float *)take(a.Nk > Bc ? heads * rows * round_up(a.d, 16) * sizeof(float) : 0);
+        turns = (std::atomic<int> *)take(heads * (round_up(rows, gradient_Br) / gradient_Br) * sizeof(int));
+    }
+};
+
+struct BackwardFunctions {
+    void (*begin_rows)(const Gradient &, int64_t begin, int64_t end, float *D);
+    void (*backward_tile)(const Gradient &, const KeyTile &, const GradientWorkspace &, const GradientBuffers &);
+};
+
+#if defined(__x86_64__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("avx512f")
+namespace gradient_avx512 {
+constexpr int W = 16, max_R = 4, sums = 16;
+#include "cpu/gradient.h"
+}  // namespace gradient_avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace gradient_avx2 {
+constexpr int W = 8, max_R = 2, sums = 12;
+#include "cpu/gradient.h"
+}  // namespace gradient_avx2
+#pragma GCC pop_options
+#endif
+
+namespace gradient_portable {
+constexpr int W = 4, max_R = 4, sums = 8;
+#include "cpu/gradient.h"
+}  // namespace gradient_portable
+
+namespace {
+
+BackwardFunctions functions_for(const char *instructions, Dtype dtype) {
+#if defined(__x86_64__) && !defined(__clang__)
+    if (!std::strcmp(instructions, "AVX-512")) return gradient_avx512::functions_of(dtype);
+    if (!std::strcmp(instructions, "AVX2")) return gradient_avx2::functions_of(dtype);
+#endif
+    return gradient_portable::functions_of(dtype);
+}
+
+}  // namespace
+}  // namespace minimal_attn::cpu
+
+namespace minimal_attn {
+
+Plan plan_cpu_backward(const Gradient &g, const Device &) {
+    const Attention &a = g.a;
+    Plan plan{};
+    plan.kernel = cpu::vector_instructions();
+    plan.threads = at::get_num_threads();
+    plan.Br = cpu::gradient_Br, plan.Bc = cpu::Bc, plan.D = cpu::round_up(a.d, 16);
+    plan.grid = a.B * a.Hkv * (cpu::round_up(a.Nk, cpu::Bc) / cpu::Bc);
+    plan.workspace = cpu::GradientWorkspace(nullptr, a).size;
+    return plan;
+}
+
+const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memory, CUstream_st *) {
+    const Attention &a = g.a;
+    const cpu::BackwardFunctions functions = cpu::functions_for(plan.kernel, a.dtype);
+    const cpu::GradientWorkspace workspace(memory, a);
+    const int64_t rows = a.B * a.Hq * a.Nq, rows_at_once = 64, heads = a.B * a.Hkv;
+    std::atomic<int64_t> next_rows{0}, next_tile{0};
+    cpu::in_threads(std::min<int64_t>(cpu::round_up(rows, rows_at_once) / rows_at_once, plan.threads), [&] {
+        for (int64_t begin; (begin = next_rows.fetch_add(rows_at_once)) < rows;)
+            functions.begin_rows(g, begin, std::min(begin + rows_at_once, rows), workspace.D);
+    });
+    std::memset((void *)workspace.turns, 0, (char *)memory + workspace.size - (char *)workspace.turns);
+    cpu::in_threads(std::min<int64_t>(plan.grid, plan.threads), [&] {
+        const auto own = c10::GetCPUAllocator()->allocate(cpu::GradientBuffers(nullptr, a).size * sizeof(float));
+        const cpu::GradientBuffers buffers((float *)own.get(), a);
+        for (int64_t tile; (tile = next_tile++) < plan.grid;) {
+            const int64_t head = tile % heads, j = tile / heads;
+            functions.backward_tile(g, {head / a.Hkv, head % a.Hkv, (int)(j * cpu::Bc)}, workspace, buffers);
+        }
+    });
+    return nullptr;
+}
+
+}  // namespace minimal_attn

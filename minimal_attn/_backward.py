@@ -1,0 +1,86 @@
+"""backward: the gradients in q, k and v, from what forward has returned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minimal_attn._errors import unknown_keyword, wrong_type
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    l: Tensor,
+    m: Tensor | None,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    **unknown: Never,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
+
+    Autograd calls this where minimal_attn.forward's inputs require grad. By hand it serves keys in chunks:
+    (o, l, m) may cover more keys than k and v. Then dk and dv are those of these keys, and dq is this chunk's
+    part of a sum over all chunks.
+
+    Args:
+        do: the gradient in o, (B, Hq, Nq, d), in q's dtype or float32.
+        q, k, v: the queries, keys and values of forward.
+        o: its result over all keys, in q's shape, in q's dtype or float32.
+        l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
+        dlse: the gradient in the log-sum-exp, likewise. None: 0.
+        causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset: those of the forward call with these
+            keys. Sinks are in l and m.
+        backend: "auto", or a name as in forward. "portable" and "hopper" have no backward pass yet: "paper"
+            computes it for them.
+        out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
+
+    Returns:
+        (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
+        head are summed in dk and dv. What is hidden has gradients of exactly 0, whatever it holds. The same
+        inputs give the same bits, on a CPU with any number of threads.
+
+    Raises:
+        TypeError, ValueError: as forward raises them. The results can't be differentiated: a RuntimeError.
+    """
+    if unknown:
+        raise unknown_keyword("backward", unknown)
+    position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
+    if not torch.compiler.is_compiling() and (error := wrong_type(locals())):
+        raise error
+    if m is not None and m.shape != l.shape:
+        raise ValueError(f"m must have l's shape {tuple(l.shape)}, but has shape {tuple(m.shape)}")
+    return torch.ops.minimal_attn.backward(
+        do,
+        q,
+        k,
+        v,
+        o,
+        l if m is None else m + l.log(),
+        dlse,
+        causal,
+        window_size,
+        softmax_scale,
+        seqlens_k,
+        leftpad_k,
+        position,
+        offsets,
+        backend,
+        out_dtype,
+    )

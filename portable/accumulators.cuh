@@ -1,0 +1,102 @@
+// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh), as the kernels on tensor cores have
+// them: what a thread keeps of its warp's rows, the mask, and the row maximum.
+#pragma once
+#include "portable/common.cuh"
+
+namespace minimal_attn {
+namespace {
+
+// What a thread has of its warp's rows: row r is lane / 4 + 8 * r. Of Sij and Oi elements [m][.][2 * h + 0, 1] belong
+// to row r = 2 * m + h.
+template <class Tile>
+struct Rows {
+    static constexpr int R = 2 * Tile::M;
+    float Oi[Tile::M][Tile::X][4] = {};
+    float li[R] = {};  // of this thread's keys: the four lanes of a row add theirs up after the last tile
+    float mi[R];       // of scores before the scaling
+
+    __device__ Rows() {
+#pragma unroll
+        for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
+    }
+};
+
+// 9. Everything that changes a score, or hides it by -inf, stands here. Rows i0 + 8 r and keys j0 + 8 n + 0, 1 are this
+// thread's.
+template <class Tile>
+__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,
+                              int j0, bool masked) {
+    if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
+#pragma unroll
+        for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
+            float &s = Sij[x / 4 / Tile::N][x / 4 % Tile::N][x % 4];
+            s = -s;
+        }
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2 * Tile::M; ++r) {
+        const Keys keys = keys_of_row(band, i0 + 8 * r);
+        const int begin = keys.begin - j0, end = keys.end - j0;
+#pragma unroll
+        for (int n = 0; n < Tile::N; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                if (8 * n + c < begin || 8 * n + c >= end) Sij[r / 2][n][r % 2 * 2 + c] = -INFINITY;
+    }
+}
+
+// 10. - 11. mi, alpha and li = alpha li. After this Pij = exp2(c Sij - subtract), by row.
+// exp(softmax_scale (s - m)) is one FMA and one ex2: exp2(c s - c m), with c = |softmax_scale| log2(e) and c m rounded:
+// one factor for the whole row, which Oi / li cancels. Where |c m| > 1024 the rounding would count, and c s could
+// overflow: there, and where m = -inf, m is subtracted before the scaling.
+template <class Tile>
+__device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows, float (&subtract)[Rows<Tile>::R],
+                            float (&alpha)[Rows<Tile>::R], float c) {
+    constexpr int R = Rows<Tile>::R, N = Tile::N;
+    float m_old[R];
+    bool large = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        m_old[r] = rows.mi[r];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            rows.mi[r] = fmaxf(rows.mi[r], fmaxf(Sij[r / 2][n][r % 2 * 2], Sij[r / 2][n][r % 2 * 2 + 1]));
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        rows.mi[r] = row_max<4>(rows.mi[r]);
+        subtract[r] = __fmul_rn(rows.mi[r], c);
+        alpha[r] = exp2_fast(__fmul_rn(m_old[r], c) - subtract[r]);
+        large |= !(fabsf(subtract[r]) <= 1024.f);
+    }
+    if (__any_sync(~0u, large)) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            if (fabsf(subtract[r]) <= 1024.f) continue;
+            const float m_safe = rows.mi[r] == -INFINITY ? 0.f : rows.mi[r];
+            alpha[r] = exp2_fast((m_old[r] - m_safe) * c);
+            subtract[r] = 0.f;
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int x = 0; x < 2; ++x) Sij[r / 2][n][r % 2 * 2 + x] -= m_safe;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) rows.li[r] *= alpha[r];
+}
+
+// 12. Oi = diag(alpha) Oi
+template <class Tile>
+__device__ void scale_Oi(Rows<Tile> &rows, const float (&alpha)[Rows<Tile>::R]) {
+#pragma unroll
+    for (int m = 0; m < Tile::M; ++m)
+#pragma unroll
+        for (int x = 0; x < Tile::X; ++x)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows.Oi[m][x][e] *= alpha[2 * m + e / 2];
+}
+
+}  // namespace
+}  // namespace minimal_attn

@@ -1,0 +1,338 @@
+// tf32.cu: attention in float32 on the tensor cores, by mma.sync. They multiply TF32s, which have 11 bits, so a float32
+// is a sum hi + lo of two, and a product is hi hi + hi lo + lo hi. docs/portable.md has the budget and what was tried.
+//
+//     role        | warps              | registers             | does
+//     every warp  | Tile::Threads / 32 | Oi, Sij or Pij, and   | loads a part of each tile; computes WarpRows rows of
+//                 |                    | operands: up to 255   | Sij, Pij and Oi
+//
+//     shared memory | size    | written                    | read
+//     Qi            | Br x D  | once                       | step 9, by the warp of its rows
+//     Kj            | Bc x D  | while Pij and Oi computed  | step 9, by all
+//     Vj            | Bc x D  | while Sij is computed      | step 12, by all
+//     block         | 1       | once                       | for each tile: registers are scarce
+//
+// The barriers are float32.cu's (common.cuh). Operands are split in registers: shared memory is read half as often as
+// if it held hi and lo. A block whose result has an inf or NaN is computed again on the FMA units.
+#include "portable/accumulators.cuh"
+#include "portable/float32_block.cuh"
+#include "portable/mma.cuh"
+
+namespace minimal_attn {
+namespace {
+
+// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used.
+template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_>
+struct Tf32Tile {
+    static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
+    static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_;
+    static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators, 16 x 8 each
+    static constexpr int XAtOnce = 4 / M;                           // of Oi, summed side by side
+    static constexpr int SharedBytes = (Br + 2 * Bc) * D * 4 + sizeof(Block<float>);
+    static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
+    static constexpr int Sums = 1 + D / 4;                                         // of a row of a thread: li and Oi
+    static constexpr int SumFloats = Threads * 2 * M * (1 + 2 * Sums);  // of a block in the workspace (flush_sums)
+    // What computes the block if a number isn't finite: a quarter of a row a thread
+    using Fallback = FloatTile<D, Threads / 4, D <= 128 ? 32 : 16, 16, Threads / 16, 1>;
+    static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
+    static_assert(Fallback::SharedBytes <= SharedBytes && Fallback::SumFloats <= SumFloats);
+};
+
+// Two operands that add up to x: hi is x rounded to 11 bits. lo is exact, and tensor cores ignore its last bit or none.
+__device__ void split(float x, unsigned &hi, unsigned &lo) {
+    hi = __float_as_uint(x) + 0x1000;  // tensor cores ignore the last 13 bits
+    lo = __float_as_uint(x - __uint_as_float(hi & 0xffffe000));
+}
+
+// 9. Sij = Qi Kj^T. Tensor cores truncate each sum, so those have 16 channels, and in each eight the small products
+// come first; float32 additions, which round, join the sums. Channels past d are zeros; whole 32 of them are skipped.
+template <class Tile>
+__device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], unsigned Qi, unsigned Kj, int d) {
+    constexpr int D = Tile::D, M = Tile::M, N = Tile::N;
+#pragma unroll 1
+    for (int x0 = 0; x0 < min(d, D); x0 += 32)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum[M][N][4] = {};
+#pragma unroll
+            for (int x = 2 * half; x < 2 * half + 2; ++x) {
+                unsigned q_hi[M][4], q_lo[M][4];
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    unsigned q[4];
+                    load_matrices(q, (Qi ^ 32 * x) + 4 * (x0 + 16 * m * D));
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) split(__uint_as_float(q[e]), q_hi[m][e], q_lo[m][e]);
+                }
+#pragma unroll
+                for (int n = 0; n < N; n += 2) {
+                    unsigned k[4], k_hi[2][2], k_lo[2][2];
+                    load_matrices(k, (Kj ^ 32 * x) + 4 * (x0 + 8 * n * D));
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) split(__uint_as_float(k[e]), k_hi[e / 2][e % 2], k_lo[e / 2][e % 2]);
+#pragma unroll
+                    for (int y = 0; y < 2 * M; ++y) mma_tf32(sum[y % M][n + y / M], q_lo[y % M], k_hi[y / M]);
+#pragma unroll
+                    for (int y = 0; y < 2 * M; ++y) mma_tf32(sum[y % M][n + y / M], q_hi[y % M], k_lo[y / M]);
+#pragma unroll
+                    for (int y = 0; y < 2 * M; ++y) mma_tf32(sum[y % M][n + y / M], q_hi[y % M], k_hi[y / M]);
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) Sij[m][n][e] += sum[m][n][e];
+        }
+}
+
+// 10. - 11. Pij and li += rowsum(Pij). Pij is cut to 22 bits, which hi and lo have exactly; li sums the same numbers.
+template <class Tile>
+__device__ void exponentials(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4], unsigned (&lo)[Tile::M][Tile::N][4],
+                             const float (&subtract)[Rows<Tile>::R], float c) {
+    float l[Rows<Tile>::R] = {};  // of this tile: one sum over all keys would lose small terms
+#pragma unroll
+    for (int m = 0; m < Tile::M; ++m)
+#pragma unroll
+        for (int n = 0; n < Tile::N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int r = 2 * m + e / 2;
+                const unsigned p = __float_as_uint(exp2_fast(fmaf(Sij[m][n][e], c, -subtract[r]))) & ~3u;
+                Sij[m][n][e] = __uint_as_float(p);
+                lo[m][n][e] = __float_as_uint(Sij[m][n][e] - __uint_as_float(p & 0xffffe000));
+                l[r] += Sij[m][n][e];
+            }
+#pragma unroll
+    for (int r = 0; r < Rows<Tile>::R; ++r) rows.li[r] += l[r];
+}
+
+__device__ void load_floats(float (&x)[4], unsigned address) {
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address));
+}
+
+__device__ void load_floats(float (&x)[2], unsigned address) {
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
+}
+
+// Where this lane reads Vj: row 2 (lane % 4) + y, and the lane's columns of the first group.
+template <class Tile>
+__device__ unsigned lane_address_V(const float *tile, int lane, int y) {
+    const int row = lane % 4 * 2 + y, column = lane / 4 * Tile::XAtOnce;
+    return lane_address<Tile::D>(tile, row, column / 4) + column % 4 * 4;
+}
+
+// 12. Oi = diag(alpha) Oi + Pij Vj. An accumulator of Sij is an operand if its keys are taken in another order: the
+// columns of A are keys 0, 2, 4, 6, 1, 3, 5, 7 of eight. A group of columns of Vj is dealt to the lanes, XAtOnce
+// neighbours each, one for each accumulator, so that one load reads them all.
+template <class Tile>
+__device__ void multiply_PV(Rows<Tile> &rows, const float (&Pij)[Tile::M][Tile::N][4],
+                            const unsigned (&P_lo)[Tile::M][Tile::N][4], const float (&alpha)[Rows<Tile>::R],
+                            const unsigned (&Vj)[2], int d) {
+    constexpr int D = Tile::D, M = Tile::M, XAtOnce = Tile::XAtOnce;
+#pragma unroll
+    for (int x0 = 0; x0 < Tile::X; x0 += XAtOnce) {
+        if (8 * x0 >= d) break;
+        float large[M][XAtOnce][4] = {}, small[M][XAtOnce][4] = {};  // the sums of hi hi, and of the other products
+#pragma unroll
+        for (int n = 0; n < Tile::N; ++n) {
+            float v[2][XAtOnce];
+#pragma unroll
+            for (int y = 0; y < 2; ++y)
+                load_floats(v[y], (Vj[y] ^ 32 * x0 % 128) + 8 * n * D * 4 + 32 * x0 / 128 * 128);
+            unsigned p_hi[M][4], p_lo[M][4];
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    p_hi[m][e] = __float_as_uint(Pij[m][n][e % 2 * 2 + e / 2]);
+                    p_lo[m][e] = P_lo[m][n][e % 2 * 2 + e / 2];
+                }
+            unsigned v_hi[XAtOnce][2], v_lo[XAtOnce][2];
+#pragma unroll
+            for (int x = 0; x < XAtOnce; ++x)
+#pragma unroll
+                for (int y = 0; y < 2; ++y) split(v[y][x], v_hi[x][y], v_lo[x][y]);
+#pragma unroll
+            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][y / M], p_lo[y % M], v_hi[y / M]);
+#pragma unroll
+            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(large[y % M][y / M], p_hi[y % M], v_hi[y / M]);
+#pragma unroll
+            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][y / M], p_hi[y % M], v_lo[y / M]);
+        }
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int x = 0; x < XAtOnce; ++x)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float &o = rows.Oi[m][x0 + x][e];
+                    o = fmaf(o, alpha[2 * m + e / 2], large[m][x][e] + small[m][x][e]);
+                }
+    }
+}
+
+// Whether all numbers of this thread are finite
+template <class Tile>
+__device__ bool all_finite(const Rows<Tile> &rows) {
+    float zero = 0.f;
+#pragma unroll
+    for (int r = 0; r < Rows<Tile>::R; ++r) zero = fmaf(rows.li[r], 0.f, zero);
+#pragma unroll
+    for (int m = 0; m < Tile::M; ++m)
+#pragma unroll
+        for (int x = 0; x < Tile::X; ++x)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) zero = fmaf(rows.Oi[m][x][e], 0.f, zero);
+    return zero == 0.f;
+}
+
+// 12. - 13. O = Oi / li, l and m to HBM: 2 XAtOnce neighbouring columns of a row for each group of accumulators
+template <class Tile>
+__device__ void store_rows(const Attention &a, const Block<float> &block, const Rows<Tile> &rows, int row0,
+                           bool aligned) {
+    constexpr int XAtOnce = Tile::XAtOnce;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < Rows<Tile>::R; ++r) {
+        const int i = block.i0 + row0 + 8 * r;
+        const float li = row_sum<4>(rows.li[r]);
+        const float mi = rows.mi[r] == -INFINITY ? -INFINITY : rows.mi[r] * fabsf(a.softmax_scale);
+        if (i >= a.Nq) continue;
+        const RowEnd end = end_row(a, block, i, li, mi);
+        if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+#pragma unroll
+        for (int x = 0; x < Tile::X; x += XAtOnce) {
+            float o[2 * XAtOnce];
+#pragma unroll
+            for (int y = 0; y < 2 * XAtOnce; ++y) o[y] = rows.Oi[r / 2][x + y % XAtOnce][r % 2 * 2 + y / XAtOnce];
+#pragma unroll
+            for (int y = 0; y < 2 * XAtOnce; y += 4)
+                store_o<4>(a, block, i, 8 * x + lane % 4 * 2 * XAtOnce + y, end, &o[y], aligned);
+        }
+    }
+}
+
+// The threads of the block, whose sums in the workspace are the only ones
+struct OneBlock : WholeBlock {
+    __device__ unsigned block() const { return 0; }
+};
+
+// The end of a block. If a number isn't finite, an inf met a part that is 0 or of the other sign, or a sum overflowed:
+// the FMA units compute all rows again.
+template <class Tile>
+__device__ void end_block(const Attention &a, const Block<float> block, const Rows<Tile> &rows, int row0, bool aligned,
+                          float *shared, float *sums) {
+    using Fallback = typename Tile::Fallback;
+    if (!__syncthreads_or(!all_finite(rows))) return store_rows<Tile>(a, block, rows, row0, aligned);
+#pragma unroll 1
+    for (int row = 0; row < block.rows; row += Fallback::Br) {
+        const int count = min(Fallback::Br, block.rows - row);
+        float_block<Fallback>(a, block_at<float>(a, block.b, block.h, block.i0 + row, count), aligned, shared,
+                              sums ? sums + (int64_t)blockIdx.x * Tile::SumFloats : nullptr, OneBlock());
+        __syncthreads();  // shared memory has been read
+    }
+}
+
+template <class Tile>
+__device__ void tf32_block(const Attention &a, int64_t index, bool aligned, float *sums) {
+    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M, N = Tile::N;
+    extern __shared__ __align__(128) float shared[];
+    float *const Q_tile = shared, *const K_tile = Q_tile + Br * D, *const V_tile = K_tile + Bc * D;
+    Block<float> &block = *(Block<float> *)(V_tile + Bc * D);
+    if (threadIdx.x == 0) block = block_of<float>(a, index, Br);
+    __syncthreads();
+    const int warp_row = __shfl_sync(~0u, threadIdx.x / 32, 0) * Tile::WarpRows, lane = threadIdx.x % 32;
+    const auto load = [&](float *tile, const float *source, int64_t stride, int j0) {
+        load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.band.keys.end - j0, a.d, aligned);
+    };
+    // A: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
+    const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
+    const unsigned Kj = lane_address<D>(K_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const unsigned Vj[2] = {lane_address_V<Tile>(V_tile, lane, 0), lane_address_V<Tile>(V_tile, lane, 1)};
+    // Kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN
+    const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
+
+    // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi, li, mi begin empty
+    Rows<Tile> rows;
+    if (!empty(block.seen)) {
+        load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
+        load(K_tile, block.K, a.k_stride.row, block.seen.begin);
+    }
+    const auto flush = [&](bool is_first, bool is_last) {
+        float *const of_thread = sums + (int64_t)blockIdx.x * Tile::SumFloats + threadIdx.x;
+        flush_sums<Tile::Sums, Threads>(of_thread, rows.mi, c, is_first, is_last, [&](int r, int n) -> float & {
+            return n == 0 ? rows.li[r] : rows.Oi[r / 2][(n - 1) / 2][r % 2 * 2 + (n - 1) % 2];
+        });
+    };
+
+    // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
+    // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
+    int tile = 0;
+    for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc, ++tile) {
+        if (sums && tile > 0 && tile % kTilesOfSum == 0) flush(tile == kTilesOfSum, false);
+        // 6. Kj, Vj from HBM
+        wait_for_tiles();
+        load(V_tile, block.V, a.v_stride.row, j0);
+        // Which keys the warp's rows see
+        const int i_warp = block.i0 + warp_row;
+        const Keys seen = keys_of_any(narrow(block.band), i_warp, i_warp + Tile::WarpRows);
+        const bool is_seen = warp_row < block.rows && j0 < seen.end && j0 + Bc > seen.begin;
+        // 9.
+        float Sij[M][N][4] = {};
+        if (is_seen) multiply_QK<Tile>(Sij, Qi, Kj, a.d);
+        wait_for_tiles();
+        if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
+        if (!is_seen) continue;
+        const BandOf<int> band = narrow(block.band);
+        const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+        const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
+        change_scores<Tile>(Sij, a, band, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
+        // 10. - 12.
+        float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
+        update_rows<Tile>(Sij, rows, subtract, alpha, c);
+        unsigned P_lo[M][N][4];
+        exponentials<Tile>(rows, Sij, P_lo, subtract, c);
+        multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d);
+    }
+    if (sums && tile > kTilesOfSum) flush(false, true);
+    end_block<Tile>(a, block, rows, warp_row + lane / 4, aligned, shared, sums);
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
+    tf32_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    tf32_block<Tile>(a, first_block + blockIdx.x, aligned, sums);
+#endif
+}
+
+// Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory,
+// TFLOP/s on an H100 at 16k tokens and N 2048, and why it is in the list. An A100 has 163 KB.
+struct Tf32Kernels {
+    static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
+    template <class T, class Tile>
+    static auto kernel() {
+        return tf32_kernel<Tile>;
+    }
+    using D64 = TileList<Tf32Tile<64, 128, 32, 32, 2>,    // 48 KB: 60
+                         Tf32Tile<64, 64, 64, 16, 2>>;    // 48 KB; few queries
+    using D128 = TileList<Tf32Tile<128, 64, 32, 16, 2>>;  // 64 KB: 57
+    using D256 = TileList<Tf32Tile<256, 128, 32, 16, 1>,  // 192 KB: 57
+                          Tf32Tile<256, 64, 32, 16, 1>>;  // 128 KB: 37; fits an A100; few queries
+};
+
+}  // namespace
+
+namespace portable {
+
+Plan plan_tf32(const Attention &a, const Device &device) { return plan_kernel<Tf32Kernels>(a, device, kTf32); }
+
+const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return launch_kernel<Tf32Kernels, float>(a, plan, workspace, stream);
+}
+
+}  // namespace portable
+}  // namespace minimal_attn

@@ -1,0 +1,256 @@
+"""dq, dk and dv of minimal_attn.backward and of autograd, against float64 autograd and PyTorch's own."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import cuda_backends
+from reference import gradients, relative_error, visible_keys
+from torch.nn import functional as F
+
+import minimal_attn
+
+# Of dq, dk and dv on ordinary inputs, relative Frobenius error.
+ERROR_BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+
+
+def grads(backend, do, q, k, v, dlse=None, **options):
+    """By autograd, and by hand from the log-sum-exp: the same bits."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    o, lse = backend.forward(*inputs, return_lse=True, **options)
+    outputs, wanted = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
+    results = torch.autograd.grad(outputs, inputs, wanted)
+    options.pop("sinks", None)
+    with torch.no_grad():
+        by_hand = minimal_attn.backward(
+            do, q, k, v, o.detach(), lse.detach(), None, dlse=dlse, backend=backend.name, **options
+        )
+    assert all(map(torch.equal, results, by_hand))
+    return results
+
+
+def check(backend, do, q, k, v, **options):
+    expected = gradients(do, q, k, v, **options)
+    band = {x: y for x, y in options.items() if x not in ("softmax_scale", "sinks", "dlse")}
+    seen = visible_keys(q.shape[0], q.shape[2], k.shape[2], **band).to(q.device)
+    blind = {"q": ~seen.any(-1), "k": ~seen.any(-2), "v": ~seen.any(-2)}
+    for name, actual, exact in zip("qkv", grads(backend, do, q, k, v, **options), expected, strict=True):
+        assert actual.dtype == q.dtype and actual.shape == exact.shape
+        assert not actual[blind[name].expand(actual.shape[:-1])].any(), f"d{name} of what is hidden isn't 0"
+        error = relative_error(actual.double(), exact) if exact.any() else 0
+        assert error < ERROR_BOUND[q.dtype], f"d{name} is wrong by {error:.1e}"
+
+
+OPTIONS = {
+    "full": lambda b: {},
+    "causal": lambda b: dict(causal=True),
+    "causal, empty rows": lambda b: dict(causal=True, offset=-40),
+    "window": lambda b: dict(window_size=(20, 3)),
+    "window to the right": lambda b: dict(window_size=(-5 + 5, 30), offset=-10),
+    "scale": lambda b: dict(softmax_scale=-0.3),
+    "scale 0": lambda b: dict(softmax_scale=0.0),
+    "lengths": lambda b: dict(seqlens_k=b.ints(33, 0), causal=True),
+    "left padding": lambda b: dict(leftpad_k=b.ints(70, 12), seqlens_k=b.ints(80, 90)),
+    "offsets": lambda b: dict(offset=b.ints(-60, 50), causal=True),
+    "sinks": lambda b: dict(sinks=b.randn(4), causal=True),
+    "dlse": lambda b: dict(dlse=b.randn(2, 4, 70)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(backend, dtype, name):
+    q, k, v = backend.qkv(dtype=dtype)
+    check(backend, torch.randn_like(q), q, k, v, **OPTIONS[name](backend))
+
+
+@pytest.mark.parametrize(
+    "B, Hq, Hkv, Nq, Nk, d",
+    [
+        (1, 1, 1, 1, 1, 1),
+        (2, 3, 3, 65, 1, 33),
+        (1, 6, 1, 3, 130, 80),
+        (1, 2, 2, 200, 129, 128),
+        (1, 2, 1, 100, 90, 200),
+        (1, 1, 1, 70, 70, 256),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes(backend, dtype, B, Hq, Hkv, Nq, Nk, d, causal):
+    q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype)
+    check(backend, torch.randn_like(q), q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 5, 7), (2, 0, 0, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0)])
+def test_nothing_to_differentiate(backend, shape):
+    q, k, v = backend.qkv(*shape, 16)
+    for actual, t in zip(grads(backend, torch.ones_like(q), q, k, v), (q, k, v), strict=True):
+        assert actual.shape == t.shape and not actual.any()
+
+
+def test_strides(backend, dtype):
+    """Any strides, also of do, and the results in the order of their tensors."""
+    B, H, N, d = 2, 4, 70, 40
+    x = backend.randn(B, N, 3, H, d, dtype=dtype)
+    q, k, v = x.unbind(2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k = k[:, :1].expand(B, 2, N, d)
+    v = v[:, :2].mT.contiguous().mT
+    do = backend.randn(d, dtype=dtype).expand(B, H, N, d)
+    actual = grads(backend, do, q, k, v)
+    assert actual[0].transpose(1, 2).is_contiguous() and all(t.stride(-1) == 1 for t in actual)
+    check(backend, do, q, k, v)
+    check(backend, do.mT.contiguous().mT, q, k, v, causal=True)
+
+
+def sdpa_gradients(do, q, k, v, **options):
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    o = F.scaled_dot_product_attention(*inputs, is_causal=options.get("causal", False))
+    return torch.autograd.grad(o, inputs, do)
+
+
+def hard_inputs(backend, name, dtype, d):
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=300, Nk=300, d=d)
+    do = torch.randn_like(q)
+    rows = 10 ** torch.linspace(-8, 2, 300, device=q.device)[:, None]
+    one_hot = torch.zeros_like(do)
+    one_hot[:, :, ::10, 5] = 1
+    q, k, v, do = {
+        "ordinary": (q, k, v, do),
+        "V with a mean": (q, k, v + 5, do),
+        "tiny dO": (q, k, v, 1e-6 * do),
+        "rows of dO": (q, k, v, rows * do),
+        "dO of zeros": (q, k, v, 0 * do),
+        "few numbers of dO": (q, k, v, one_hot),
+        "scores of 30": (30 * q, k, v, do),
+        "larger channels": (q, k * torch.where(torch.arange(d, device=q.device) % 7 == 0, 50, 1), v, do),
+        "equal keys": (q, k[:, :, :1].expand_as(k), v, do),
+    }[name]
+    return [t.to(dtype) for t in (do, q, k, v)]
+
+
+def worst_error(x, expected, dim):
+    """The relative error, or the largest one of a row or channel."""
+    error, size = (torch.linalg.vector_norm(t, dim=dim) for t in (x.double() - expected, expected))
+    return (error / size.clamp(min=1e-300)).max().item()
+
+
+HARD = ["dO of zeros", "few numbers of dO", "scores of 30", "larger channels", "equal keys"]
+MILD = ["ordinary", "V with a mean", "tiny dO", "rows of dO"]
+
+
+@pytest.mark.parametrize("name", [*MILD, *HARD])
+@pytest.mark.parametrize("d", [64, 256])
+def test_as_exact_as_sdpa(backend, dtype, name, d):
+    """The whole; where no row consists of what cancels, the worst row and the worst channel, too."""
+    do, q, k, v = hard_inputs(backend, name, dtype, d)
+    for options in {}, {"causal": True, "offset": 0}:
+        exact = gradients(do, q, k, v, **options)
+        ours, peers = grads(backend, do, q, k, v, **options), sdpa_gradients(do, q, k, v, **options)
+        for which, x, peer, expected in zip("qkv", ours, peers, exact, strict=True):
+            for dim in (None, -1, -2) if name in MILD and not options else (None,):
+                error, bound = (worst_error(t, expected, dim) for t in (x, peer))
+                bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
+                factor = 1.5 if dim else 1.2  # some row is unlucky
+                assert error <= factor * bound, f"d{which}, dim {dim}: {error:.1e}, SDPA {bound:.1e}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_may_be_nan(backend, dtype, causal):
+    """Keys outside leftpad_k..seqlens_k, and queries that see no key, reach nothing."""
+    q, k, v = backend.qkv(dtype=dtype)
+    do = torch.randn_like(q)
+    options = dict(leftpad_k=backend.ints(5, 0), seqlens_k=backend.ints(60, 33), causal=causal)
+    expected = grads(backend, do, q, k, v, **options)
+    for t in k, v:
+        t[0, :, :5] = t[0, :, 60:] = t[1, :, 33:] = torch.nan
+    if causal:
+        for t in q, do:
+            t[0, :, :15] = t[1, :, :37] = torch.nan  # positions -10 + i and -37 + i
+    assert all(map(torch.equal, grads(backend, do, q, k, v, **options), expected))
+
+
+@pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window_size=(40, 30))], ids=str)
+def test_chunks(backend, dtype, band):
+    """(o, l, m) of all keys with a part of them: dk and dv of the part, and dq as a sum."""
+    q, k, v = backend.qkv(Nq=100, Nk=200, dtype=dtype)
+    do = torch.randn_like(q)
+    state = backend.forward(q, k, v, return_state=True, **band)
+    exact = gradients(do, q, k, v, **band)
+    dq, keys = torch.zeros_like(q, dtype=torch.float32), []
+    for begin, end in itertools.pairwise([0, 1, 64, 130, 137, 200]):
+        part = (t[:, :, begin:end] for t in (k, v))
+        options = dict(band, offset=100 - begin, backend=backend.name, out_dtype=torch.float32)
+        more, *dk_dv = minimal_attn.backward(do, q, *part, *state, **options)
+        assert {t.dtype for t in (more, *dk_dv)} == {torch.float32}
+        dq += more
+        keys.append(dk_dv)
+    dk, dv = (torch.cat(parts, dim=2) for parts in zip(*keys, strict=True))
+    for actual, expected in zip((dq, dk, dv), exact, strict=True):
+        assert relative_error(actual.double(), expected) < ERROR_BOUND[dtype]
+
+
+def test_the_same_bits(backend, dtype):
+    q, k, v = backend.qkv(Hq=6, Hkv=3, Nq=150, Nk=333, d=72, dtype=dtype)
+    do = torch.randn_like(q)
+    options = [{}, dict(causal=True), dict(window_size=(50, 7))]
+    threads = torch.get_num_threads()
+    expected = [grads(backend, do, q, k, v, **x) for x in options]
+    try:
+        for n in 1, 2, 3, 8:
+            if backend.name == "cpu":
+                torch.set_num_threads(n)
+            for x, y in zip(options, expected, strict=True):
+                assert all(map(torch.equal, grads(backend, do, q, k, v, **x), y))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", minimal_attn._C.cpu_instructions())
+def test_every_instruction_set(seed, name):
+    from conftest import Backend
+
+    backend = Backend("cpu", seed)
+    before = minimal_attn._C.limit_cpu_instructions(name)
+    try:
+        q, k, v = backend.qkv(d=100)
+        check(backend, torch.randn_like(q), q, k, v, causal=True)
+    finally:
+        minimal_attn._C.limit_cpu_instructions(before)
+
+
+@pytest.mark.skipif(not cuda_backends(), reason="there is no GPU")
+def test_small_shared_memory(shared_memory_limit, cuda_backend):
+    for limit in 48 << 10, 64 << 10, 99 << 10:
+        shared_memory_limit(limit)
+        for d in 64, 256:
+            q, k, v = cuda_backend.qkv(d=d)
+            check(cuda_backend, torch.randn_like(q), q, k, v, causal=True)
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        (dict(do=1), TypeError, "^do must be a dense tensor, but was 1"),
+        (dict(l=None), TypeError, "^l must be a dense tensor"),
+        (dict(out_dtype="float"), TypeError, "^out_dtype must be a dtype or None"),
+        (dict(do=torch.zeros(1, 2, 5, 9)), ValueError, r"^do must have q's shape \[1, 2, 5, 8\]"),
+        (dict(o=torch.zeros(1, 2, 5, 8).double()), ValueError, "^o must be float32, but is float64"),
+        (dict(m=None, l=torch.zeros(1, 2, 5, 1)), ValueError, r"^lse must have shape \(B, Hq, Nq\)"),
+        (dict(m=torch.zeros(1, 2, 1)), ValueError, "^m must have l's shape .1, 2, 5., but has shape"),
+        (dict(m=None, l=torch.zeros(1, 2, 5).half()), ValueError, "^lse must be float32, but is float16"),
+        (dict(dlse=torch.zeros(2, 5, 1)), ValueError, "^dlse must have shape"),
+        (dict(out_dtype=torch.float16), ValueError, "^out_dtype must be float32 or q's float32"),
+        (dict(k=torch.zeros(1, 3, 5, 8)), ValueError, "^v must have k's shape|^q must have a multiple"),
+        (dict(causal=1), TypeError, "^causal must be True or False"),
+        (dict(backend="gpu"), ValueError, "^backend must be"),
+        (dict(dropout_p=0.1), TypeError, "unexpected keyword argument 'dropout_p'; there is no dropout"),
+    ],
+    ids=str,
+)
+def test_errors(change, error, text):
+    q = torch.zeros(1, 2, 5, 8)
+    rows = torch.ones(1, 2, 5)
+    arguments = dict(do=q, q=q, k=q, v=q, o=q, l=rows, m=rows) | change
+    with pytest.raises(error, match=text) as found:
+        minimal_attn.backward(**arguments)
+    assert "\n" not in str(found.value)
