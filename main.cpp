@@ -27,6 +27,7 @@
 #include "checks.h"
 #include "flash.h"
 #include "overload.h"
+#include "portable/portable.h"
 #include "sdpa.h"
 
 #ifdef WITH_CUDA
@@ -110,7 +111,7 @@ struct Backend {
     at::DeviceType device;
     std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
     bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
-    bool (*reads_pages)(const Attention &);   // whether it reads the pages of this call where they are, likewise
+    bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     // The backward pass. Where there is none yet, the next backend of the device computes it.
@@ -121,19 +122,24 @@ struct Backend {
 // The fastest of each device first: "auto" takes the first that serves q.
 const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
-    static const auto always = [](const Attention &) { return true; };
-    [[maybe_unused]] static const auto never = [](const Attention &) { return false; };
+    static const auto always = [](const Attention &, const Device &) { return true; };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, never,
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows,
          [](const Attention &a, const Device &device) {
+             return portable::takes_decode(a, device, a.dtype != Dtype::float32);
+         },
+         [](const Attention &a, const Device &device) {
+             if (portable::takes_decode(a, device, a.dtype != Dtype::float32))
+                 return portable::plan_decode(a, device, a.dtype != Dtype::float32);
              return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
          },
          [](const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+             if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, never, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward},
 #endif
@@ -335,7 +341,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 // Whether the backend reads k and v page by page. Else gather() comes first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
     return backend.reads(a.k) && backend.reads(a.v) &&
-           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table));
+           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
 }
 
 }  // namespace

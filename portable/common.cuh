@@ -23,7 +23,7 @@
 //
 // Every warp has the same role: it loads a part of each tile and computes some rows of Sij and Oi.
 //
-// In float32.cu and tf32.cu (half.cu has two stages of Kj and Vj, and its own table):
+// In float32.cu and tf32.cu (the other kernels have tables of their own):
 //
 //     barrier                         | arrives and waits     | then
 //     wait_for_tiles, before step 9   | the block             | Kj (and the first time Qi) has arrived; all warps have

@@ -1,6 +1,7 @@
-// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has three kernels:
+// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has four kernels:
 //
 //     dtype       GPUs                                       kernel
+//     all         all                                        decode.cu, for few queries and many keys; other calls:
 //     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32.cu, tensor cores
 //     float32     7.5, 8.6, 8.9, 12.x                        float32.cu, FMA units
 //     float16     any                                        half.cu, tensor cores
@@ -19,9 +20,7 @@ namespace {
 // 20 and 30 (the second).
 constexpr int kSharedMemoryOfFastTf32 = 163 << 10;
 
-}  // namespace
-
-Plan plan_portable(const Attention &a, const Device &device) {
+Plan plan_many_queries(const Attention &a, const Device &device) {
     if (a.dtype == Dtype::float16) return portable::plan_half(a, device);
     if (a.dtype == Dtype::float32 && device.shared_memory < kSharedMemoryOfFastTf32)
         return portable::plan_float32(a, device);
@@ -34,8 +33,29 @@ Plan plan_portable(const Attention &a, const Device &device) {
     return plan;
 }
 
+// Whether decode.cu takes the call, and on tensor cores.
+bool takes_decode(const Attention &a, const Device &device, bool &on_tensor_cores) {
+    on_tensor_cores = a.dtype != Dtype::float32;
+    if (a.dtype == Dtype::bfloat16 && portable::is_code_since_ampere(on_tensor_cores)) return false;  // an error
+    return portable::takes_decode(a, device, on_tensor_cores);
+}
+
+}  // namespace
+
+bool portable::reads_pages(const Attention &a, const Device &device) {
+    bool on_tensor_cores;
+    return minimal_attn::takes_decode(a, device, on_tensor_cores);
+}
+
+Plan plan_portable(const Attention &a, const Device &device) {
+    bool on_tensor_cores;
+    return takes_decode(a, device, on_tensor_cores) ? portable::plan_decode(a, device, on_tensor_cores)
+                                                    : plan_many_queries(a, device);
+}
+
 const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return plan.kernel == portable::kHalf   ? portable::launch_half(a, plan, workspace, stream)
+    return plan.kernel == portable::kDecode ? portable::launch_decode(a, plan, workspace, stream)
+           : plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
            : plan.kernel == portable::kTf32 ? portable::launch_tf32(a, plan, workspace, stream)
                                             : portable::launch_float32(a, plan, workspace, stream);
 }

@@ -1,4 +1,4 @@
-// portable.h: the backend's three kernels, as forward.cu chooses between them. Each plans a call on the host and
+// portable.h: the backend's kernels, as forward.cu chooses between them. Each plans a call on the host and
 // launches it; each takes the dtypes that its plan function names.
 #pragma once
 
@@ -8,7 +8,7 @@ namespace minimal_attn::portable {
 
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
-                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units";
+                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode";
 
 // float32.cu: float32, and bfloat16 where no tensor core multiplies it, on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);
@@ -21,6 +21,14 @@ const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, C
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
+bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);
+Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
+const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// Whether the kernel that takes the call reads k and v page by page: only decode.cu does.
+bool reads_pages(const Attention &a, const Device &device);
 
 // half.cu: whether the code that this device loaded is for compute capability 8.0 or newer, whose tensor cores multiply
 // bfloat16 and TF32. Returns null or an error.

@@ -1,0 +1,341 @@
+// decode.cu: attention of few queries over many keys, as in decoding. K and V are read once; that is what takes the
+// time. docs/decode.md has the budget, a drawing and what was tried.
+//
+// The queries of the Hq / Hkv heads that share a key head are the rows of one tile. The keys are cut into chunks. A
+// chunk's size depends on the number of keys and of key heads alone: a row's bits are the same in every batch and on
+// every GPU. decode_kernel computes each chunk's Oi, li, mi, join_kernel joins those of a row and ends it.
+//
+//     role        | warps | registers            | does
+//     every warp  | 4     | Oi, li, mi, operands:| loads steps of Bc keys through stages of its own in shared memory and
+//                 |       | up to 255            | adds them to its Oi, li, mi: every fourth step of the chunk
+//
+//     barrier                   | arrives and waits | then
+//     wait_for_step, __syncwarp | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
+//     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
+//     __syncthreads             | the block         | around a change of Qi: all have read the old one; the new one is there
+//     __syncthreads             | the block         | around the join of a chunk: the warps' Oi, li, mi are in shared
+//                               |                   | memory; they are read and may be overwritten
+//     griddepcontrol            | the kernels       | join_kernel has begun, and waits for all of decode_kernel
+//
+// The loads run ahead of the products, into the next chunks: memory is busy while a chunk ends.
+#include "portable/decode_rows.cuh"
+
+namespace minimal_attn {
+namespace {
+
+constexpr int kMostStages = 4, kJoinThreads = 256;
+
+// ------------------------------------------------------------------------------ step 6: a warp's steps
+
+// The step of a warp that begins at key j, whole rows, 512 bytes an instruction: Kj or Vj. Rows that no query may see
+// become zeros, as columns past d.
+template <class Tile, class T>
+__device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride,
+                          const WorkItem &item, int j) {
+    constexpr int Element = 16 / sizeof(T), PerRow = Tile::D / Element;
+    const T *const from = KeyRows<T>(a, tensor, stride, item.b, item.h_kv)[j];  // a page has all rows of a step
+    const Keys seen = item.chunks.seen;
+#pragma unroll
+    for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
+        const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
+        const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
+        copy16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
+    }
+}
+
+// Waits until all but the last stages - 1 loads of this warp have arrived.
+__device__ void wait_for_step(int stages) {
+    if (stages == 4)
+        __pipeline_wait_prior(3);
+    else if (stages == 3)
+        __pipeline_wait_prior(2);
+    else if (stages == 2)
+        __pipeline_wait_prior(1);
+    else
+        __pipeline_wait_prior(0);
+    __syncwarp();
+}
+
+// A warp's loads, `stages` steps ahead of its products.
+template <class T, class Tile>
+struct Loader {
+    static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
+    WorkItem item;
+    unsigned end;  // the position where the block's work ends
+    int warp, j, j_end;
+
+    __device__ Loader(const WorkItem &first, unsigned end, int warp) : item(first), end(end), warp(warp) { begin(); }
+    __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.position < end ? item.end() : 0; }
+
+    // Begins to load the next step, if there is one.
+    __device__ void load(const Attention &a, const Decode &p, unsigned to) {
+        while (j >= j_end && item.position < end) advance(a, p, item), begin();
+        if (j < j_end) {
+            load_step<Tile, T>(a, to, a.k, a.k_stride, item, j);
+            load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, item, j);
+            j += Step;
+        }
+        __pipeline_commit();
+    }
+};
+
+// ------------------------------------------------------------------------------ joining
+
+// Of one row: l, m, and 4 columns of the undivided O.
+struct Part {
+    float l, m;
+    float o[4];
+};
+
+struct Sum {
+    float sum = 0.f, lost = 0.f;
+    __device__ void add(float x) {  // Kahan: a row may have thousands of chunks
+        const float y = x - lost, next = sum + y;
+        lost = fabsf(next) < INFINITY ? (next - sum) - y : 0.f;
+        sum = next;
+    }
+    __device__ void scale(float x) { sum *= x, lost *= x; }
+};
+
+// Steps 11. and 12. for parts first, first + step, ... before count, four at a time, so that their loads are under way
+// together. lm(n) and o(n) read a part's (l, m) and o.
+template <class LM, class O>
+__device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
+    constexpr int Batch = 4;
+    float m = -INFINITY;
+    Sum l, x[4];
+#pragma unroll 1
+    for (int n0 = first; n0 < count; n0 += Batch * step) {
+        float2 part[Batch];
+        float4 four[Batch];
+        float m_new = m, m_safe;
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) {
+            const int n = n0 + k * step;
+            part[k] = n < count ? lm(n) : float2{0.f, -INFINITY};
+            four[k] = n < count ? o(n) : float4{};
+        }
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) m_new = fmaxf(m_new, part[k].y);
+        const float alpha = update_row_max(m, m_new, m_safe);
+        l.scale(alpha), x[0].scale(alpha), x[1].scale(alpha), x[2].scale(alpha), x[3].scale(alpha);
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) {
+            const float weight = exp_fast(part[k].y - m_safe);
+            l.add(weight * part[k].x);
+            x[0].add(weight * four[k].x), x[1].add(weight * four[k].y);
+            x[2].add(weight * four[k].z), x[3].add(weight * four[k].w);
+        }
+    }
+    return {l.sum, m, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}};
+}
+
+// ------------------------------------------------------------------------------ the kernels
+
+// Programmatic dependent launch: a kernel's blocks come to the multiprocessors while the one before ends, and wait here
+// for all it wrote. Then the next kernel may come.
+__device__ void begin_beside_the_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+template <class T, class Tile>
+__device__ void decode_block(const Attention &a, const Decode &p) {
+    constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
+    using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ float2 lm[kWarps][Tile::Rows];
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
+    unsigned char *const stages = shared + warp * p.stages * StageBytes;
+    T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
+    float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
+    const unsigned stages_at = (unsigned)__cvta_generic_to_shared(stages);
+
+    unsigned end;
+    WorkItem item = first_item(a, p, end);
+    Loader<T, Tile> loader(item, end, warp);
+    for (int stage = 0; stage < p.stages; ++stage) loader.load(a, p, stages_at + stage * StageBytes);
+    Rows rows;
+    int64_t tile = -1;
+    for (int stage = 0; item.position < end; advance(a, p, item)) {
+        if (tile != item.output_tile(a, p)) {
+            tile = item.output_tile(a, p);
+            __syncthreads();
+            rows.load_queries(a, p, item, Q_tile);
+            __syncthreads();
+        }
+        rows.clear();
+        for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
+            wait_for_step(p.stages);
+            const T *const Kj = (const T *)(stages + stage * StageBytes), *const Vj = Kj + StageBytes / 2 / sizeof(T);
+            rows.add_step(a, Kj, Vj, j);
+            __syncwarp();
+            loader.load(a, p, stages_at + stage * StageBytes);
+            stage = stage + 1 == p.stages ? 0 : stage + 1;
+        }
+        const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+        rows.store(O + warp * rows_of_O * D, lm[warp], count);
+        __syncthreads();
+        const int64_t first = (tile * p.most_chunks + item.chunk) * Tile::Rows;
+        for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+            const int r = n / (D / 4), x = n % (D / 4) * 4;
+            const Part part = join(
+                0, 1, kWarps, [&](int n) { return lm[n][r]; },
+                [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
+            if (x == 0) p.lm[first + r] = {part.l, part.m};
+            *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
+        }
+        __syncthreads();
+    }
+}
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(kThreads, 2)
+    decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    begin_beside_the_last_kernel();
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
+}
+
+// 12. - 13. A block joins the chunks of one row: each D / 4 threads every so many, 4 columns a thread, then all of them.
+template <class T, class Tile>
+__global__ void __launch_bounds__(kJoinThreads)
+    join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
+    __shared__ float2 lm[Parts];
+    __shared__ float4 O[Parts][D / 4];
+    const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
+    const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
+    const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
+    const Row row = row_of(p, head - b * (int)a.Hkv, r);
+    Block<T> block;
+    block.b = b, block.h = row.h, block.band = band_of(a, b);
+    begin_beside_the_last_kernel();
+    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
+    Part sum = join(
+        part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
+        [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
+    if (x == 0) lm[part] = {sum.l, sum.m};
+    O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
+    __syncthreads();
+    if (part > 0) return;
+    sum = join(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
+    const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
+    if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
+    store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
+}
+
+// ------------------------------------------------------------------------------ on the host: plan and launch
+
+template <bool OnTensorCores, class Use>
+auto with_tile_for(int d, const Use &use) {
+    if (d <= 64) return use(DecodeTile<64, OnTensorCores>());
+    if (d <= 128) return use(DecodeTile<128, OnTensorCores>());
+    return use(DecodeTile<256, OnTensorCores>());
+}
+
+// use(Tile(), T()) for the dtype.
+template <class Use>
+auto with_kernel(const Attention &a, bool on_tensor_cores, const Use &use) {
+    if (a.dtype == Dtype::float32) return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, 0.f); });
+    if (a.dtype == Dtype::float16) return with_tile_for<true>(a.d, [&](auto tile) { return use(tile, __half()); });
+    if (on_tensor_cores) return with_tile_for<true>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
+    return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
+}
+
+// The parameters, with addresses that count from `workspace`. The numbers of output tiles and of work items, or more.
+struct Size {
+    int64_t tiles, items, bytes;
+};
+
+template <class Tile>
+Size describe(const Attention &a, char *workspace, Decode &p) {
+    p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
+    p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
+    if (p.same_chunks) {
+        p.chunks = chunks_of(a, 0), p.most_chunks = p.chunks.count;
+    } else {
+        const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
+        p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
+    }
+    const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
+    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
+    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+}
+
+// Two blocks on a multiprocessor if they have two stages or more; else as many stages as fit.
+template <class Tile, class T>
+int stages_for(const Device &device, int rows) {
+    const auto fits = [&](int stages, int bytes) { return Tile::template shared_bytes<T>(stages, rows) <= bytes; };
+    const int half = (device.shared_memory + 1024) / 2 - 1024;
+    for (int least = 2; least > 0; --least)
+        for (int stages = kMostStages; stages >= least; --stages)
+            if (fits(stages, least == 2 && fits(2, half) ? half : device.shared_memory)) return stages;
+    return 0;
+}
+
+}  // namespace
+
+namespace portable {
+
+// Measured on an H100 with 32 query and 8 key heads, 4096 keys, times the speed of Hopper's other kernels: 16 rows 2.6 (B
+// 1) and 1.1 (B 8), 32 rows 2.4 and 0.7; float32, 16 rows 5 and 1.9. At 128 keys 1.0 (B 1) and 2.0 (B 64). The batch
+// must not count, or bits would depend on it.
+bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
+    const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
+    if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
+        !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
+        return false;
+    if (a.block_table && a.page_size % 16 != 0) return false;
+    return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
+        using Tile = decltype(tile);
+        Decode p;
+        return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
+               describe<Tile>(a, nullptr, p).items <= int64_t(1) << 26;  // weights are summed as unsigned
+    });
+}
+
+Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
+    return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
+        using Tile = decltype(tile);
+        Decode p;
+        const Size size = describe<Tile>(a, nullptr, p);
+        const int stages = stages_for<Tile, decltype(element)>(device, p.rows);
+        const int shared = Tile::template shared_bytes<decltype(element)>(stages, p.rows);
+        const int64_t blocks = std::min((device.shared_memory + 1024) / (shared + 1024), 2) * device.multiprocessors;
+        return Plan{kDecode,  stages, Tile::Rows, Tile::Bc, Tile::D, std::min(size.items, blocks),
+                    kThreads, shared, size.bytes};
+    });
+}
+
+const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return why_not(with_kernel(a, plan.Br == 16, [&](auto tile, auto element) {
+        using Tile = decltype(tile);
+        using T = decltype(element);
+        Decode p;
+        const int64_t items = describe<Tile>(a, (char *)workspace, p).items;
+        p.share = items / plan.grid, p.rest = items % plan.grid;
+        p.stages = plan.tile;
+        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+        int device = 0, major = 0;
+        cudaError_t error = cudaGetDevice(&device);
+        if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        const auto kernel = decode_kernel<T, Tile>;
+        if (error == cudaSuccess)
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+        if (error != cudaSuccess) return error;
+        cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+        const auto launch = [&](auto kernel, int64_t grid, int threads, int shared_memory) {
+            const cudaLaunchConfig_t config{dim3((int)grid), dim3(threads), (size_t)shared_memory,
+                                            stream,          &overlap,      major >= 9};
+            return cudaLaunchKernelEx(&config, kernel, a, p);
+        };
+        error = launch(kernel, plan.grid, kThreads, plan.shared_memory);
+        return error == cudaSuccess ? launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0) : error;
+    }));
+}
+
+}  // namespace portable
+}  // namespace minimal_attn
