@@ -1,9 +1,9 @@
 """Tiny cases for compute-sanitizer (`pytest -m sanitizer`).
 
-They reach every code path of the kernels, except that hopper flushes l and O only after thousands of keys. A
-block of hopper's half.cu computes one work tile here: racecheck reports what orders a second (docs/ptxas.md).
-test_explain.py says which shape reaches which tile. The reference runs on the
-CPU, so that a GPU sees little but the kernels themselves.
+They reach every code path of the kernels, except that hopper flushes l and O only after thousands of keys.
+test_explain.py says which shape reaches which tile. A block of half.cu (hopper) has one work tile here, since
+racecheck reports what orders a second one (docs/ptxas.md). The reference runs on the CPU, so that a GPU sees
+little but the kernels themselves.
 """
 
 import pytest
