@@ -382,8 +382,9 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend_name,
                    std::optional<at::ScalarType> out_dtype) {
     const MaybeTensor none;
-    const Arguments a{q,       k,            v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset,
-                      offsets, backend_name, none, none,   none,        none,          none};
+    const Arguments a{q,         k,         v,      causal,  window_size,  softmax_scale,
+                      seqlens_k, leftpad_k, offset, offsets, backend_name, none,
+                      none,      none,      none,   none};
     check_q_k_v(a);
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);
