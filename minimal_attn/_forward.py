@@ -155,8 +155,8 @@ def forward(
         TypeError: an argument of another type.
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
-        RuntimeError: an input requires grad together with `out` while grad mode is on, or is a dual tensor,
-            or this build has no code for the GPU. In each case nothing has been launched.
+        RuntimeError: an input requires grad together with `out` or `block_table` while grad mode is on, or is
+            a dual tensor, or this build has no code for the GPU. In each case nothing has been launched.
 
     Gradients: autograd differentiates o, lse and the state in q, k, v, sinks and `state`. It keeps q, k, v, o
     and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),

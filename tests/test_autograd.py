@@ -39,14 +39,15 @@ def test_one_of_them(backend, name):
 
 
 def test_grad_mode(backend):
-    """What records nothing gives the same values, and nothing that requires grad."""
+    """What records nothing gives the same values, which don't require grad."""
     q, k, v = leaves(*backend.qkv())
     expected = backend.forward(q, k, v)
     assert expected.requires_grad and not backend.forward(q.detach(), k.detach(), v.detach()).requires_grad
     for mode in torch.no_grad, torch.inference_mode:
         with mode():
             actual = backend.forward(q, k, v)
-        assert not actual.requires_grad and torch.equal(actual, expected)
+        assert not actual.requires_grad
+        close([actual], [expected.detach()])  # hopper's bits may differ where it stores lse, too
 
 
 @pytest.mark.parametrize("which", ["o", "lse", "both"])
