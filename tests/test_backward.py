@@ -152,7 +152,7 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
                 bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
                 factor = 1.2 if dim is None and name in MILD else 1.6  # small samples vary
                 if dtype == torch.float32 and name in ("scores of 30", "larger channels"):
-                    factor = 2.5  # rounding of large scores: a sum over d in one chain here, in several in PyTorch
+                    factor = 2.5  # rounding of large scores: one chain over d here, several in PyTorch
                 assert error <= factor * bound, f"d{which}, dim {dim}: {error:.1e}, SDPA {bound:.1e}"
 
 
@@ -169,7 +169,7 @@ def test_padding_may_be_nan(backend, dtype, causal):
         for t in q, do:
             t[0, :, :15] = t[1, :, :37] = torch.nan  # positions -10 + i and -37 + i
     found = grads(backend, do, q, k, v, **options)
-    if backend.name == "hopper" and dtype == torch.float32:  # a NaN in a tile of Qi: its other rows by the fallback
+    if backend.name == "hopper" and dtype == torch.float32:  # NaN in Qi: the tile is the fallback's
         torch.testing.assert_close(found, expected)
     else:
         assert all(map(torch.equal, found, expected))
