@@ -166,16 +166,16 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const int warp_row = __shfl_sync(~0u, threadIdx.x / 32, 0) * Tile::WarpRows, lane = threadIdx.x % 32;
 
     const Block<T> block = block_of<T>(a, index, Br);
-    const T *K = part_of_thread<D>(block.K + block.seen.begin * a.k_stride.row, a.k_stride.row);
-    const T *V = part_of_thread<D>(block.V + block.seen.begin * a.v_stride.row, a.v_stride.row);
+    const T *K = block.K + block.seen.begin * a.k_stride.row;
+    const T *V = block.V + block.seen.begin * a.v_stride.row;
     const auto load_K = [&](int j0, int stage) {
         const int rows = block.band.keys.end - j0;
-        load_part<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, rows, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, rows, a.d, aligned);
         K += Bc * a.k_stride.row;
     };
     const auto load_V = [&](int j0, int stage) {
         const int rows = block.band.keys.end - j0;
-        load_part<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, rows, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, rows, a.d, aligned);
         V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.

@@ -106,16 +106,17 @@ __device__ inline void copy16(unsigned to, const void *from, bool exists) {
 }
 
 // Loads a tile of Rows x D into shared memory, swizzled, with zeros where row >= rows or column >= d. Rows of Vj past
-// seqlens_k must be zeros, since Pij = 0 times NaN is NaN. `from` is where this thread's part of the source begins.
+// seqlens_k must be zeros, since Pij = 0 times NaN is NaN.
 template <int Rows, int D, int Threads, class T>
-__device__ void load_part(T *tile, const T *from, int64_t stride, int rows, int d, bool aligned) {
+__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
     constexpr int Chunk = 16 / sizeof(T), Chunks = D / Chunk, RowsAtOnce = Threads / Chunks;
     static_assert(Rows % RowsAtOnce == 0 && (RowsAtOnce & (RowsAtOnce - 1)) == 0);
     unsigned thread = threadIdx.x;
-    // What follows is computed for each tile: kept, it would take registers that the kernel for d 128 hasn't.
+    // What follows is computed for each tile: kept, it would take the registers into which d 128 loads operands ahead.
     if (D == 128) asm volatile("" : "+r"(thread));
     const int row0 = thread / Chunks, chunk = thread % Chunks;
     const unsigned to = lane_address<D>(tile, row0, chunk);
+    const T *const from = source + row0 * stride + Chunk * chunk;
     const int count = Chunk * chunk < d ? rows - row0 : 0;
     if (aligned) {
 #pragma unroll
@@ -130,18 +131,6 @@ __device__ void load_part(T *tile, const T *from, int64_t stride, int rows, int 
                 tile[swizzle<D, T>(row0 + row, chunk) + x] = exists ? from[row * stride + x] : T(0.f);
             }
     }
-}
-
-// For load_part: where this thread's part of a tile begins, whose first row is `source`.
-template <int D, class T>
-__device__ const T *part_of_thread(const T *source, int64_t stride) {
-    constexpr int Chunk = 16 / sizeof(T), Chunks = D / Chunk;
-    return source + threadIdx.x / Chunks * stride + threadIdx.x % Chunks * Chunk;
-}
-
-template <int Rows, int D, int Threads, class T>
-__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
-    load_part<Rows, D, Threads>(tile, part_of_thread<D>(source, stride), stride, rows, d, aligned);
 }
 
 }  // namespace
