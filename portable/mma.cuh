@@ -97,7 +97,8 @@ __device__ unsigned lane_address(const T *tile, int row, int chunk) {
 // 16 bytes to shared memory, or zeros. From sm_80 on the copy is asynchronous: wait_for_tiles waits for it.
 __device__ inline void copy16(unsigned to, const void *from, bool exists) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
 #else
     const uint4 x = exists ? *(const uint4 *)from : uint4{};
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
