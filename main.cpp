@@ -280,12 +280,14 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
 }
 
 // As int32, with neighbours in the last dimension. Larger values are clamped. Only an offset with a window of that size
-// could differ.
+// could differ. A block_table's row that all batches share (stride 0) stays one.
 Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
-    const Tensor ints = t->scalar_type() == at::kInt ? *t : t->to(at::kLong).clamp(-most, most).to(at::kInt);
-    return ints.stride(-1) == 1 ? ints : ints.contiguous();
+    const bool repeats = t->dim() == 2 && t->size(0) > 1 && t->stride(0) == 0;
+    const Tensor once = repeats ? t->narrow(0, 0, 1) : *t;
+    const Tensor ints = once.scalar_type() == at::kInt ? once : once.to(at::kLong).clamp(-most, most).to(at::kInt);
+    return (ints.stride(-1) == 1 ? ints : ints.contiguous()).expand(t->sizes());
 }
 
 // The keys (B, Hkv, Nk, d) of all pages (pages, Hkv, page_size, d) in the block_table, for a backend that can't read

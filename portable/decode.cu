@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(kJoinThreads)
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
     begin_beside_the_last_kernel();
+    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
     Part sum = join(
         part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
@@ -277,6 +278,13 @@ int stages_for(const Device &device, int rows) {
     return 0;
 }
 
+// Whether all batches have the same keys, and differ in seqlens_k and leftpad_k, as packed sequences do (flash_attn.py).
+// Each could see all of them, so that the workspace would grow with the square of the number of sequences.
+bool share_keys(const Attention &a) {
+    return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);
+}
+constexpr int64_t kLittleWorkspace = 64 << 20;
+
 }  // namespace
 
 namespace portable {
@@ -290,11 +298,14 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
         !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
         return false;
     if (a.block_table && a.page_size % 16 != 0) return false;
+    const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
+        const Size size = describe<Tile>(a, nullptr, p);
         return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
-               describe<Tile>(a, nullptr, p).items <= int64_t(1) << 26;  // weights are summed as unsigned
+               size.items <= int64_t(1) << 26 &&  // weights are summed as unsigned
+               (p.same_chunks || !share_keys(a) || size.bytes <= std::max(kv_bytes / 4, kLittleWorkspace));
     });
 }
 
