@@ -280,12 +280,14 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
 }
 
 // As int32, with neighbours in the last dimension. Larger values are clamped. Only an offset with a window of that size
-// could differ.
+// could differ. A block_table's row that all batches share (stride 0) stays one.
 Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
-    const Tensor ints = t->scalar_type() == at::kInt ? *t : t->to(at::kLong).clamp(-most, most).to(at::kInt);
-    return ints.stride(-1) == 1 ? ints : ints.contiguous();
+    const bool repeats = t->dim() == 2 && t->size(0) > 1 && t->stride(0) == 0;
+    const Tensor once = repeats ? t->narrow(0, 0, 1) : *t;
+    const Tensor ints = once.scalar_type() == at::kInt ? once : once.to(at::kLong).clamp(-most, most).to(at::kInt);
+    return (ints.stride(-1) == 1 ? ints : ints.contiguous()).expand(t->sizes());
 }
 
 // The keys (B, Hkv, Nk, d) of all pages (pages, Hkv, page_size, d) in the block_table, for a backend that can't read
@@ -338,10 +340,18 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     return attention;
 }
 
+// For a plan, which asks only whether these are there: their dtypes and strides may be any.
+void set_lengths(Attention &attention, const Arguments &a) {
+    const auto given = [](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
+    attention.seqlens_k = given(a.seqlens_k), attention.leftpad_k = given(a.leftpad_k);
+    attention.offset = given(a.offsets);
+}
+
 // Whether the backend reads k and v page by page. Else gather() comes first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
-    return backend.reads(a.k) && backend.reads(a.v) &&
-           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
+    Attention attention = describe(a, Returns::o, a.q, a.k, a.v, block_table);
+    set_lengths(attention, a);
+    return backend.reads(a.k) && backend.reads(a.v) && backend.reads_pages(attention, gpu_of(a.q));
 }
 
 }  // namespace
@@ -527,8 +537,7 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
-    const auto given = [&](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
-    attention.seqlens_k = given(seqlens_k), attention.leftpad_k = given(leftpad_k), attention.offset = given(offsets);
+    set_lengths(attention, a);
     const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
     return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,

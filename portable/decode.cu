@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(kJoinThreads)
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
     begin_beside_the_last_kernel();
+    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
     Part sum = join(
         part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
@@ -267,13 +268,22 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
 // Two blocks on a multiprocessor if they have two stages or more; else as many stages as fit.
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
-    const auto fits = [&](int stages, int bytes) { return Tile::template shared_bytes<T>(stages, rows) <= bytes; };
+    const auto fits = [&](int stages, int bytes) {
+        return Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes <= bytes;
+    };
     const int half = (device.shared_memory + 1024) / 2 - 1024;
     for (int least = 2; least > 0; --least)
         for (int stages = kMostStages; stages >= least; --stages)
             if (fits(stages, least == 2 && fits(2, half) ? half : device.shared_memory)) return stages;
     return 0;
 }
+
+// Whether all batches have the same keys, and differ in seqlens_k and leftpad_k, as packed sequences do (flash_attn.py).
+// Each could see all of them, so that the workspace would grow with the square of the number of sequences.
+bool share_keys(const Attention &a) {
+    return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);
+}
+constexpr int64_t kLittleWorkspace = 64 << 20;
 
 }  // namespace
 
@@ -288,11 +298,14 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
         !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
         return false;
     if (a.block_table && a.page_size % 16 != 0) return false;
+    const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
+        const Size size = describe<Tile>(a, nullptr, p);
         return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
-               describe<Tile>(a, nullptr, p).items <= int64_t(1) << 26;  // weights are summed as unsigned
+               size.items <= int64_t(1) << 26 &&  // weights are summed as unsigned
+               (p.same_chunks || !share_keys(a) || size.bytes <= std::max(kv_bytes / 4, kLittleWorkspace));
     });
 }
 
@@ -303,7 +316,8 @@ Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores)
         const Size size = describe<Tile>(a, nullptr, p);
         const int stages = stages_for<Tile, decltype(element)>(device, p.rows);
         const int shared = Tile::template shared_bytes<decltype(element)>(stages, p.rows);
-        const int64_t blocks = std::min((device.shared_memory + 1024) / (shared + 1024), 2) * device.multiprocessors;
+        const int64_t blocks =
+            std::min((device.shared_memory + 1024) / (shared + Tile::StaticBytes + 1024), 2) * device.multiprocessors;
         return Plan{kDecode,  stages, Tile::Rows, Tile::Bc, Tile::D, std::min(size.items, blocks),
                     kThreads, shared, size.bytes};
     });
@@ -318,18 +332,22 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         p.share = items / plan.grid, p.rest = items % plan.grid;
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
-        int device = 0, major = 0;
-        cudaError_t error = cudaGetDevice(&device);
-        if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
         const auto kernel = decode_kernel<T, Tile>;
+        cudaFuncAttributes attributes;
+        int device = 0, most = 0;
+        cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+        if (error == cudaSuccess) error = cudaGetDevice(&device);
         if (error == cudaSuccess)
-            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+            error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        // As much as any call needs, since another thread may launch the same kernel for more rows.
+        if (error == cudaSuccess) error = allow_shared_memory(kernel, most - (int)attributes.sharedSizeBytes);
         if (error != cudaSuccess) return error;
+        const bool waits = attributes.ptxVersion >= 90;  // PTX for an older GPU has no griddepcontrol
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
         overlap.val.programmaticStreamSerializationAllowed = 1;
         const auto launch = [&](auto kernel, int64_t grid, int threads, int shared_memory) {
             const cudaLaunchConfig_t config{dim3((int)grid), dim3(threads), (size_t)shared_memory,
-                                            stream,          &overlap,      major >= 9};
+                                            stream,          &overlap,      waits};
             return cudaLaunchKernelEx(&config, kernel, a, p);
         };
         error = launch(kernel, plan.grid, kThreads, plan.shared_memory);

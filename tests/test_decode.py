@@ -162,6 +162,18 @@ def test_state_of_decode(backend, dtype):
     torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_shared_memory_of_a_t4(cuda_backend, shared_memory_limit, d):
+    """The kernel has 512 bytes besides those of the plan: 14 rows once took the whole 64 KB."""
+    backend = cuda_backend
+    shared_memory_limit(64 << 10)
+    for Nq in range(1, 17):
+        q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=Nq, Nk=300, d=d, dtype=torch.float16)
+        plan = backend.explain(q, k, v)
+        assert plan.kernel != "decode" or plan.shared_memory + 512 <= 64 << 10
+        backend.check(q, k, v)
+
+
 @pytest.mark.sanitizer
 def test_few_chunks(cuda_backend, dtype):
     """For compute-sanitizer."""

@@ -285,11 +285,12 @@ def test_every_operator_of_cuda(randn, device, kind, dtype, is_causal, requires_
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("Nq", [1, 70, 127, 300])
+@pytest.mark.parametrize("Nk", [70, 300])  # one query and 300 keys are for decode.cu
 @pytest.mark.parametrize("scale", [1, 1e25])  # where float16 can't carry a float32, Hopper has another kernel
-def test_padding_of_the_log_sum_exp(randn, device, dtype, Nq, scale):
+def test_padding_of_the_log_sum_exp(randn, device, dtype, Nq, Nk, scale):
     if device == "cpu" or (scale > 1 and dtype == torch.float16):
         pytest.skip("only CUDA's memory-efficient operator pads; float16 ends at 65504")
-    q, k, v = heads(randn, dtype, Nq=Nq)
+    q, k, v = heads(randn, dtype, Nq=Nq, Nk=Nk)
     q, k = q * scale, k / scale
     with minimal_attn.activate():
         _, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
