@@ -1,7 +1,7 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
 // PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
-// which takes our o and log-sum-exp. On a CPU that is replaced, too; on CUDA it is PyTorch's own, which is faster than
+// which takes our o and log-sum-exp. On a CPU ours replaces that, too. On CUDA it stays PyTorch's, which is faster than
 // `paper`. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
 #pragma once
 
