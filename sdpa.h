@@ -84,7 +84,7 @@ inline bool serves(const Call &call, bool return_debug_mask = false) {
 // o has the strides of PyTorch's kernels and of their shapes on Meta: q's, or those of (B, Nq, Hq, d) in memory.
 enum class Layout { of_q, tokens_first };
 
-// Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
+// Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
 enum class Aligned { first, last };
 
 // Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.

@@ -31,7 +31,7 @@
 //     wait_for_tiles, after step 9    | the block             | Vj has arrived; all warps have read Kj, so Kj+1 may
 //                                     |                       | overwrite it
 //     __syncwarp (float32.cu)         | one warp              | a row of Sij or Pij in shared memory is written by some
-//                                     |                       | lanes and read by others of the same warp
+//                                     |                       | lanes, and read by other lanes of the same warp
 //
 // Vj arrives while Sij is computed, and Kj+1 arrives while Pij and Oi are.
 #pragma once
