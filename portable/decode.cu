@@ -9,14 +9,14 @@
 //     every warp  | 4     | Oi, li, mi, operands:| takes every fourth step (Bc keys) of a chunk: loads it into a stage
 //                 |       | up to 255            | of its own in shared memory, adds it to its own Oi, li, mi
 //
-//     barrier                   | arrives and waits | then
+//     barrier                   | arrives           | then
 //     wait_for_step, __syncwarp | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
-//     __syncthreads, before Qi  | the block         | all warps have read the last tile's Qi: it may be overwritten
-//     __syncthreads, after Qi   | the block         | this tile's Qi is in shared memory
-//     __syncthreads, before join| the block         | Oi, li, mi of all warps are in shared memory
-//     __syncthreads, after join | the block         | they have been read and may be overwritten
-//     griddepcontrol.wait       | a kernel's threads| all that the kernel before has written can be read
+//     __syncthreads before Qi   | the block         | all warps have read the last tile's Qi: it may be overwritten
+//     __syncthreads after Qi    | the block         | this tile's Qi is in shared memory
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory
+//     __syncthreads after join  | the block         | they have been read and may be overwritten
+//     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the next chunk: memory is busy while a chunk ends.
 #include "portable/decode_rows.cuh"
