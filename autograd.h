@@ -1,10 +1,10 @@
-// autograd.h: derivatives of the operator minimal_attn::forward. Autograd records a node for each call that needs one; the
-// node calls the operator minimal_attn::backward for q, k and v. What else may require grad are a few values a row: an
-// earlier state and sinks, whose gradients are written as tensor operations here. The nodes are made as PyTorch makes its
-// own: torch::autograd::Function would be shorter, but torch.func refuses it.
+// autograd.h: derivatives of the operator minimal_attn::forward. Autograd records a node for each call that needs one.
+// The node calls the operator minimal_attn::backward for q, k and v. The gradients of an earlier state and of sinks take
+// tensor operations here, since they are few numbers. The nodes are made as PyTorch makes its own:
+// torch::autograd::Function would be shorter, but torch.func refuses it.
 //
 // l and m are not independent results: only the log-sum-exp m + log(l) means something. So m counts as a constant, and
-// the gradient in l is that in lse = log(l) + m, times l.
+// the gradient in lse is the gradient in l times l.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -46,7 +46,7 @@ using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, 
                            std::string_view backend, std::optional<at::ScalarType> out_dtype);
 Backward backward;  // what the operator computes (main.cpp)
 
-// Looked up once, which is faster than torch.ops.
+// An operator for calls from C++, looked up once: faster than torch.ops.
 template <class Signature>
 const auto &typed_handle(const char *name, const char *overload = "") {
     static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
@@ -77,7 +77,7 @@ inline EarlierGradients gradients_of_earlier(const Tensor &do_, const Tensor &o,
     Tensor D = row_dot(do_, o);
     if (dlse.defined()) D = D - dlse;
     const Tensor score = sinks.defined() ? sinks.to(at::kFloat).unsqueeze(-1) : m_in + l_in.log();
-    // Where nothing else was seen P is 1, also if both are -inf: the row of the state was copied.
+    // Where the row sees no key P is 1, even if both scores are -inf: the state's row was copied.
     const Tensor P = at::where(score == lse, 1., (score - lse).exp());
     if (sinks.defined()) {
         const Tensor dS = at::where(score == -INFINITY, 0., -P * D);
@@ -190,8 +190,8 @@ inline Results record(const Arguments &a, Returns returns) {
     return results;
 }
 
-// The Autograd kernel of minimal_attn::backward, whose results can't be differentiated. Only what asks for that gets the
-// error: create_graph=True and torch.func.grad record it in any case.
+// The Autograd kernel of minimal_attn::backward, whose results can't be differentiated. create_graph=True and
+// torch.func.grad always record this node, so it raises the error only when a second derivative is computed.
 template <class... Args>
 Gradients record_backward(c10::DispatchKeySet keys, Args... args) {
     const auto compute = [&] {

@@ -46,8 +46,8 @@ struct Results {
     Tensor o, l, m, lse;
 };
 
-// A call, checked and computed (main.cpp), into `out`, which is checked, too, or what is there of `results`, which isn't;
-// else into new tensors.
+// Checks a call and computes it (main.cpp). It writes into `out`, which is checked, too, or into the tensors that
+// `results` has, which are not checked. What is missing is allocated.
 Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
@@ -160,7 +160,7 @@ inline void check_out(const Arguments &a, const Tensor &out) {
                       out.sym_strides());
 }
 
-// The arguments of backward that forward has not.
+// The arguments that backward has and forward has not.
 inline void check_gradients(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
                             const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype) {
     const Tensor &q = a.q;

@@ -56,8 +56,8 @@ auto with_tile(int index, TileList<Tile, More...>, const Use &use) {
     return use(Tile());
 }
 
-// Lets a block of the kernel have so many bytes, always the same. The system is asked once a thread and device: that
-// takes 0.6 us.
+// Lets a block of the kernel have so many bytes, for each kernel always the same number. Each host thread tells CUDA
+// once a device, since that takes 0.6 us.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel *kernel, int bytes) {
     thread_local std::set<std::pair<Kernel *, int>> allowed;
@@ -72,7 +72,7 @@ cudaError_t allow_shared_memory(Kernel *kernel, int bytes) {
 // Null, or why nothing was launched.
 inline const char *why_not(cudaError_t error) {
     if (error == cudaSuccess) return nullptr;
-    cudaGetLastError();  // take it back, or the next launch of somebody else is blamed for it
+    cudaGetLastError();  // clear it, or the next launch of another library reports it
     return cudaGetErrorString(error);
 }
 

@@ -40,9 +40,9 @@ struct Attention {
     Strides q_stride, k_stride, v_stride;
     float softmax_scale;
 
-    // With a block_table (null without) k and v are (pages, Hkv, page_size, d), and key j of batch b is row
-    // j % page_size of page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. The entries
-    // behind a batch's last key may be anything. KeyRows, below, finds a row.
+    // With a block_table (else null) k and v are (pages, Hkv, page_size, d). Key j of batch b is row j % page_size of
+    // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's
+    // last key may be anything. KeyRows, below, finds a row.
     const int *block_table;  // on the device of q
     int64_t block_table_stride, pages;
     int page_size;

@@ -14,17 +14,18 @@
 //     Kj, Vj, dKj, dVj      Bc x D     likewise
 //     Pij; dPij, then dSij  Br x Bc    likewise
 //     lse_i, Di             Br
-// For d = 64 on an H100 these are 134 KB: Br = Bc = 64.
+// For d = 64 on an H100 these are 131 KB: Br = Bc = 64.
 //
 // Which barrier orders what:
 //     before step 7     step 5 is done, dKj and dVj are written to HBM   -> they are initialised again
-//     before step 10    all reads of the last Qi, dOi, Pij, dSij         -> these are overwritten
+//     before step 10    all reads of the last Qi, dOi, lse_i, Pij, dSij  -> these are overwritten
 //     after step 10     Kj, Vj, Qi, dOi, lse_i are loaded                -> step 11 reads them
 //     after step 13     Pij is complete                                  -> steps 16 and 20 read it
 //     after step 19     dPij and Di are complete                         -> step 20 reads them
 //     after step 20     dSij is complete                                 -> steps 21 and 22 read it
 //     before step 24    dKj and dVj are complete                         -> they are read
-// A number of dQ, dKj or dVj is always read and written by the same thread, between these barriers.
+//     before step 26    dQ is complete                                   -> it is read
+// In steps 16, 21 and 22 the same thread always reads and writes the same numbers of dVj, dQ and dKj.
 //
 // What the contract (flash.h) adds to the paper: one number lse = m + log l for each row, a mask (steps 6, 9, 12), the
 // gradient of lse (step 19), any Nq, Nk and d, and query heads that share a key head. There is no dropout: no steps 1,
@@ -95,8 +96,8 @@ __device__ void for_numbers(int rows, int columns, const Use &use) {
 }
 
 // use(row, column, number) for each number of the product A B, a sum of n terms. A thread computes patches of 4 x 4.
-// Their rows and columns are far apart, so that neighbouring threads read neighbours. Sums of 32 terms are added up, since
-// rounding costs one long sum several times as much.
+// Their rows and columns are far apart, so that neighbouring threads read neighbours. Sums of 32 terms are added up: the
+// error of one long sum would be several times as large.
 template <class Use>
 __device__ void multiply(int rows, int columns, int n, const Matrix &A, const Matrix &B, const Use &use) {
     const int down = (rows + 3) / 4, across = (columns + 3) / 4;
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
                 __syncthreads();
 
-                // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, whatever hidden numbers are
+                // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, even if a hidden number is NaN
                 for_numbers(rows, keys, [&](int row, int key) {
                     const float p = Pij.at(row, key);
                     dSij.at(row, key) = p == 0.f ? 0.f : p * (dSij.at(row, key) - Di[row]);
@@ -263,7 +264,7 @@ template <class T>
 const char *launch(const Gradient &g, const Plan &plan, float *dQ, const Strides &dQ_stride, CUstream_st *stream) {
     const Tiles tiles = {plan.Br, plan.Bc, plan.D};
     const auto kernel = algorithm_4<T>;
-    // Between the two calls below another thread could ask for less shared memory, for its own tiles.
+    // Between the two calls below another host thread could allow less shared memory, for its own tiles.
     static std::mutex one_at_a_time;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);

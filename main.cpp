@@ -1,8 +1,9 @@
 // main.cpp: from Python's arguments to a backend's launch, and the result back.
 //
 // minimal_attn.forward (minimal_attn/_forward.py) -> pybind11 below -> PyTorch's dispatcher, operator
-// minimal_attn::forward -> run(): checks once, allocates o (and l, m), fills flash.h's struct -> a backend.
+// minimal_attn::forward -> run(): checks once, allocates the results, fills flash.h's `Attention` -> a backend.
 // The dispatcher chooses between Autocast (casts q, k, v), Autograd (autograd.h), Meta (shapes only), CPU, CUDA.
+// Gradients go the same way: the operator minimal_attn::backward -> backward(), which fills `Gradient` -> a backend.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -114,7 +115,7 @@ struct Backend {
     bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
-    // The backward pass. Where there is none yet, the next backend of the device computes it.
+    // The backward pass. For a backend without one, the next backend of its device computes it.
     Plan (*plan_backward)(const Gradient &, const Device &) = nullptr;
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *) = nullptr;
 };
@@ -279,8 +280,8 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
     check_launch(launch(call, plan, memory, stream), q);
 }
 
-// As int32, with neighbours in the last dimension. Larger values are clamped. Only an offset with a window of that size
-// could differ. A block_table's row that all batches share (stride 0) stays one.
+// As int32, contiguous in the last dimension. Values beyond int32 are clamped, which changes a result only if an offset
+// and a window both are that large. A block_table's row that all batches share (stride 0) stays one.
 Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
@@ -290,8 +291,8 @@ Tensor int32_of(const MaybeTensor &t) {
     return (ints.stride(-1) == 1 ? ints : ints.contiguous()).expand(t->sizes());
 }
 
-// The keys (B, Hkv, Nk, d) of all pages (pages, Hkv, page_size, d) in the block_table, for a backend that can't read
-// pages. The rows of an expanded table (stride 0) are copied once.
+// The keys (B, Hkv, Nk, d) that the block_table finds in pages (pages, Hkv, page_size, d), for a backend that doesn't
+// read pages. For an expanded table (stride 0) they are copied once.
 Tensor gather(const Tensor &pages, const Tensor &block_table) {
     const int64_t B = block_table.size(0), Nk = block_table.size(1) * pages.size(2);
     const Tensor once = B > 1 && block_table.stride(0) == 0 ? block_table.narrow(0, 0, 1) : block_table;
@@ -347,7 +348,7 @@ void set_lengths(Attention &attention, const Arguments &a) {
     attention.offset = given(a.offsets);
 }
 
-// Whether the backend reads k and v page by page. Else gather() comes first.
+// Whether the backend reads k and v page by page. Else gather() copies them first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
     Attention attention = describe(a, Returns::o, a.q, a.k, a.v, block_table);
     set_lengths(attention, a);
@@ -419,7 +420,7 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     auto &[dq, dk, dv] = results;
     if (!backend) return results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
-    while (!backend->plan_backward) ++backend;  // the last one of each device has it
+    while (!backend->plan_backward) ++backend;  // the last backend of each device has a backward pass
     for_each_tensor(a, check_memory);
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
     if (dlse) check_memory(*dlse, "dlse");

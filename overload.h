@@ -22,12 +22,12 @@ inline constexpr const char *kOptions =
     "bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, Tensor? seqlens_k=None, "
     "Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, str backend=\"auto\", ";
 
-// The arguments in their order, as errors call them: Python's one `offset` is two here.
+// The arguments in their order, as errors name them. Python's `offset` is two here: an int, and a tensor.
 inline constexpr std::array<const char *, 17> kNames = {
     "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
     "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
 
-// Whether autograd has to record something. Refuses what it can't.
+// Whether autograd has to record the call. Refuses what can't be differentiated.
 inline bool check_grad(const Tensor &t, const char *name, const char *refused_with) {
     TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
                 " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");

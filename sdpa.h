@@ -1,7 +1,7 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
 // PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
-// which takes our o and log-sum-exp. On a CPU that is replaced, too; on CUDA it is PyTorch's own, which is faster than
+// which takes our o and log-sum-exp. On a CPU ours replaces that, too. On CUDA it stays PyTorch's, which is faster than
 // `paper`. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
 #pragma once
 
@@ -84,7 +84,7 @@ inline bool serves(const Call &call, bool return_debug_mask = false) {
 // o has the strides of PyTorch's kernels and of their shapes on Meta: q's, or those of (B, Nq, Hq, d) in memory.
 enum class Layout { of_q, tokens_first };
 
-// Which query and key is_causal aligns: FlashAttention's operator on CUDA the last ones, the others the first.
+// Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
 enum class Aligned { first, last };
 
 // Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.

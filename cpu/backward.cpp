@@ -1,9 +1,9 @@
-// cpu/backward.cpp: the backward pass on the CPU. A thread takes a tile of Bc keys of a key head, walks the tiles of
-// queries that see it (gradient.h), then takes the next. dKj and dVj are sums of one thread. dQi is a sum over tiles of
-// keys, to which their threads add in turns, in the order of the keys: so the bits don't depend on the threads.
+// cpu/backward.cpp: the backward pass on the CPU. A thread takes a tile of Bc keys of a key head and walks the tiles
+// of queries that see it (gradient.h), then takes the next. So dKj and dVj are sums of one thread. dQi is a sum over
+// tiles of keys, to which threads add in the order of the keys: the bits don't depend on the threads.
 //
-// A tile waits only for the tile of keys before it, which was taken earlier: so there is always one that needn't wait.
-// The first tiles of all key heads come first, so that threads rarely wait.
+// A tile of keys waits only for tiles that were taken before it. So the earliest unfinished tile never waits, and all
+// tiles end. The first tiles of all key heads are taken first, so that threads rarely wait.
 
 #include "flash.h"
 
@@ -33,10 +33,10 @@ struct KeyTile {
 // A thread's memory, in float32; D is d rounded up to a multiple of 16.
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij, *lse, *Di;
-    float *dQi;  // where there is one tile of keys
+    float *dQi;  // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
-    // memory is a multiple of 64 bytes, and so is the beginning of every buffer; null to know the size.
+    // memory begins at a multiple of 64 bytes, and so does every buffer. With null only the size is computed.
     GradientBuffers(float *memory, const Attention &a) {
         const int64_t D = round_up(a.d, 16), Br = gradient_Br;
         const auto take = [&](float *&buffer, int64_t floats) {
@@ -51,9 +51,9 @@ struct GradientBuffers {
 
 // What the threads share.
 struct GradientWorkspace {
-    float *D;   // rowsum(dO o O), (B, Hq, Nq)
-    float *dQ;  // (B, Hkv, rows of the key head, d rounded up to a multiple of 16), for several tiles of keys
-    std::atomic<int> *turns;  // for each tile of queries, how many tiles of keys are in its dQi
+    float *D;   // rowsum(dO o O) - dlse, (B, Hq, Nq)
+    float *dQ;  // (B, Hkv, rows of the key head, d rounded up to a multiple of 16), unless all keys are one tile
+    std::atomic<int> *turns;  // for each tile of queries, how many tiles of keys its dQi has
     int64_t size = 0;         // bytes
 
     GradientWorkspace(void *memory, const Attention &a) {

@@ -87,8 +87,8 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     };
     if (buffers.Oi_held) start_held_sums(C * W, C * D, buffers);
 
-    // Where rows that are neighbours in memory are read in place, the next tile of keys begins its way from there row by
-    // row, beside the products. Other rows come faster if all are asked for at once.
+    // Rows that are read in place and are neighbours in memory are prefetched for the next tile of keys one by one,
+    // beside the products. Other rows arrive faster if all are prefetched at once.
     const bool in_place = std::is_same_v<T, float> && a.d == D;
     const bool row_by_row = in_place && !a.block_table && a.k_stride.row == a.d && a.v_stride.row == a.d;
     // 5. for j

@@ -1,8 +1,7 @@
 // cpu/forward.cpp: attention on the CPU: which instruction set, which tiles, which threads.
 //
-// A thread takes a tile of Br rows of Q, walks its keys in tiles of Bc, then takes the next; kernel.h has what it does
-// with one. GCC compiles a function for the instructions that it is told of, so kernel.h is compiled once for each
-// instruction set, in a namespace of its own, and the plan chooses between them at run time.
+// A thread takes a tile of Br rows of Q, walks its keys in tiles of Bc (kernel.h), then takes the next. kernel.h is
+// compiled once for each instruction set, in a namespace of its own. The plan chooses between these at run time.
 
 #include "flash.h"
 

@@ -1,8 +1,8 @@
 // cpu/gradient.h: Algorithm 4 for one tile of keys. backward.cpp includes it once for each instruction set, in a namespace
 // that gives W, max_R and sums as kernel.h has them.
 //
-// A key is a lane: scores are (query, key). The log-sum-exp is known, so that no sum over a row is needed, and lse and D
-// are one number a row. All products then read their operands by rows; only Kj and Vj are transposed, once a tile:
+// Each lane has a key: scores are (query, key). Since lse and D are known, no maximum or sum over a row is needed. All
+// products read their right operand by rows. Only Kj and Vj are transposed, once a tile:
 //
 //     Pij(i, j)   = exp(scale sum over c of Qi(i, c) Kj^T(c, j) - lse(i))
 //     dSij(i, j)  = scale Pij(i, j) (sum over c of dOi(i, c) Vj^T(c, j) - D(i))
@@ -28,8 +28,8 @@ template <int R, class Use>
                                     [&](int x, int column, Vec sum) { use(x, first + column, sum); });
 }
 
-// scores(x, column) = use(x, column, sum over channels c of A(x, c) B_T(c, column)), Bc a row. Sums of 64 products are added
-// up, as in kernel.h: one long sum would round more.
+// scores(x, column) = use(x, column, sum over channels c of A(x, c) B_T(c, column)), with Bc scores a row. Sums of 64
+// products are added up, as in kernel.h: one long sum would round more.
 template <class Use>
 [[gnu::always_inline]] inline void multiply_channels(int rows, int columns, int d, const float *A, const float *B_T,
                                                      float *scores, const Use &use) {
@@ -109,7 +109,7 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
         }
     multiply_columns<max_R>(keys, D, t.rows, P, 1, Bc, buffers.dOi, D,
                             [&](int x, int column, Vec PdO) { vec(buffers.dVj + x * D + column) += PdO; });
-    // Where Pij = 0 dSij is 0, whatever hidden numbers are.
+    // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS, [&](int x, int column, Vec dP) {
         const Vec p = vec(P + x * Bc + column);
         return p == 0.f ? Vec{} : a.softmax_scale * p * (dP - buffers.Di[x]);
@@ -118,8 +118,8 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
                             [&](int x, int column, Vec dSQ) { vec(buffers.dKj + x * D + column) += dSQ; });
 }
 
-// Step 21: dQi = dQi + dSij Kj, where it is this tile's turn: sums over keys have one order. The first tile of keys
-// begins the sum, the last one writes the result.
+// Step 21: dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits. The first of
+// key_tiles begins the sum, the last one writes the result.
 template <class T>
 void add_dQ(const Gradient &g, const QueryTile &t, Keys key_tiles, int key_tile, int keys, float *dQi,
             std::atomic<int> &turn, const GradientBuffers &buffers) {

@@ -1,8 +1,8 @@
 // cpu/rows.h: a tile's rows of Q, K, V and O between the tensors and a thread's buffers. kernel.h includes it once for
 // each instruction set.
 
-// A row travels from memory while others are computed: into the L2 cache, as the L1 holds what they need. Inline, since
-// GCC drops calls of a function that does nothing but prefetch.
+// A row travels from memory to the L2 cache while other rows are computed, which need the L1. Inline, since GCC drops
+// calls of a function that does nothing but prefetch.
 template <class T>
 [[gnu::always_inline]] inline void prefetch(const T *row, int d) {
     for (int c = 0; c < d; c += 64 / sizeof(T)) __builtin_prefetch(row + c, 0, 2);

@@ -11,14 +11,14 @@
 
 namespace minimal_attn::cpu {
 
-// After fork() the child's one thread would wait forever for the OpenMP threads of its parent, which the child has not.
-// With one thread OpenMP waits for none, neither here nor in PyTorch's operators.
+// After fork() the child has one thread, which would wait forever for the OpenMP threads of its parent. With the number
+// of threads 1 OpenMP waits for none, neither here nor in PyTorch's operators.
 inline std::atomic<bool> has_used_threads{false};
 [[maybe_unused]] inline const int registered = pthread_atfork(nullptr, nullptr, [] {
     if (has_used_threads) omp_set_num_threads(1);
 });
 
-// Rounding and the treatment of subnormal numbers are modes of a thread. While this lives, the thread has others.
+// Rounding and the treatment of subnormal numbers are modes of a thread. While this lives, the thread has those given.
 class Modes {
 public:
     explicit Modes(const std::fenv_t &modes) { std::fegetenv(&own), std::fesetenv(&modes); }

@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
 
-// D, Br, Bc, stages of Q, stages of K and V, way of O, blocks on a multiprocessor. docs/hopper.md has what others gave.
+// D, Br, Bc, stages of Q, stages of K and V, way of O, blocks on a multiprocessor. docs/hopper.md has other tiles.
 using Tiles = TileList<
     // few_queries: so small that three blocks share a multiprocessor and hide each other's latencies
     Tile<64, 64, 64, 2, 2, StoreO::direct, 3>,

@@ -44,7 +44,7 @@ def backward(
         q, k, v: the queries, keys and values of forward.
         o: its result over all keys, in q's shape, in q's dtype or float32.
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
-        dlse: the gradient in the log-sum-exp, likewise. None: 0.
+        dlse: the gradient in the log-sum-exp, float32 (B, Hq, Nq). None: 0.
         causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset: those of the forward call with these
             keys. Sinks are in l and m.
         backend: "auto", or a name as in forward. "portable" and "hopper" have no backward pass yet: "paper"
@@ -57,7 +57,8 @@ def backward(
         inputs give the same bits, on a CPU with any number of threads.
 
     Raises:
-        TypeError, ValueError: as forward raises them. The results can't be differentiated: a RuntimeError.
+        TypeError, ValueError: as forward raises them.
+        RuntimeError: a result is differentiated.
     """
     if unknown:
         raise unknown_keyword("backward", unknown)

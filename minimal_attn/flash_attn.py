@@ -368,7 +368,7 @@ def _refuse(**missing):
 def _refuse_grad(**tensors):
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            todo = f"there is no backward pass yet; call it under torch.no_grad(), or with a detached {name}"
+            todo = f"only flash_attn_func has gradients yet; use torch.no_grad(), or a detached {name}"
             raise RuntimeError(f"{name} must not require grad, but does: {todo}")
 
 

@@ -1,13 +1,13 @@
-// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh), as the kernels on tensor cores have
-// them: what a thread keeps of its warp's rows, the mask, and the row maximum.
+// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh). half.cu and tf32.cu share it: what a
+// thread keeps of its warp's rows, the mask, and the row maximum.
 #pragma once
 #include "portable/common.cuh"
 
 namespace minimal_attn {
 namespace {
 
-// What a thread has of its warp's rows: row r is lane / 4 + 8 * r. Of Sij and Oi elements [m][.][2 * h + 0, 1] belong
-// to row r = 2 * m + h.
+// What a thread has of its warp's rows: its row r is row lane / 4 + 8 * r of the warp. Elements [m][.][2 * h + 0, 1] of
+// Sij and Oi belong to r = 2 * m + h.
 template <class Tile>
 struct Rows {
     static constexpr int R = 2 * Tile::M;
@@ -21,8 +21,8 @@ struct Rows {
     }
 };
 
-// 9. Everything that changes a score, or hides it by -inf, stands here. Rows i0 + 8 r and keys j0 + 8 n + 0, 1 are this
-// thread's.
+// 9. Everything that changes a score, or hides it by -inf, stands here. This thread has rows i0 + 8 r and keys
+// j0 + 8 n + 0, 1.
 template <class Tile>
 __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,
                               int j0, bool masked) {
@@ -46,10 +46,9 @@ __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention
     }
 }
 
-// 10. - 11. mi, alpha and li = alpha li. After this Pij = exp2(c Sij - subtract), by row.
-// exp(softmax_scale (s - m)) is one FMA and one ex2: exp2(c s - c m), with c = |softmax_scale| log2(e) and c m rounded:
-// one factor for the whole row, which Oi / li cancels. Where |c m| > 1024 the rounding would count, and c s could
-// overflow: there, and where m = -inf, m is subtracted before the scaling.
+// 10. - 11. mi, alpha and li = alpha li. Then Pij = exp2(c Sij - subtract), row by row, with c = |softmax_scale| log2 e:
+// one FMA and one ex2. subtract is c m, rounded, which is one factor for the row: Oi / li cancels it. Where |c m| > 1024
+// or m = -inf, m is subtracted before the scaling (docs/numerics.md).
 template <class Tile>
 __device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows, float (&subtract)[Rows<Tile>::R],
                             float (&alpha)[Rows<Tile>::R], float c) {

@@ -31,7 +31,7 @@
 //     wait_for_tiles, after step 9    | the block             | Vj has arrived; all warps have read Kj, so Kj+1 may
 //                                     |                       | overwrite it
 //     __syncwarp (float32.cu)         | one warp              | a row of Sij or Pij in shared memory is written by some
-//                                     |                       | lanes and read by others of the same warp
+//                                     |                       | lanes, and read by other lanes of the same warp
 //
 // Vj arrives while Sij is computed, and Kj+1 arrives while Pij and Oi are.
 #pragma once
@@ -57,8 +57,8 @@ __device__ void convert(float x, float &y) { y = x; }
 __device__ void convert(float x, __half &y) { y = __float2half(x); }
 __device__ void convert(float x, __nv_bfloat16 &y) { y = __float2bfloat16(x); }
 
-// Whether half.cu computes T, and not float32.cu. The other one's code is empty, so that each file has one list of
-// instantiations for all GPUs.
+// Whether half.cu computes T, and not float32.cu. Where a file doesn't compute T its kernel is empty, so that each file
+// has one list of instantiations for all GPUs.
 template <class T>
 __device__ constexpr bool on_tensor_cores() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -203,8 +203,7 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
         store<Count>((T *)a.o + at, o, aligned, count);
 }
 
-// ------------------------------------------------------------------------------ step 1, on the host: tiles, plan,
-// launch
+// ------------------------------------------------------------------------------ step 1, plan and launch, on the host
 
 // A call whose keys are more than two sums of kTilesOfSum tiles has sums in the workspace (flush_sums), at most so many
 // floats: 512 MB. That is thousands of blocks, which keep a GPU busy; the next ones take another launch.

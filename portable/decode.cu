@@ -1,23 +1,24 @@
-// decode.cu: attention of few queries over many keys, as in decoding. K and V are read once; that is what takes the
-// time. docs/decode.md has the budget, a drawing and what was tried.
+// decode.cu: attention of few queries over many keys, as in decoding. Reading K and V is what takes the time, so each
+// tile of queries reads them once. docs/decode.md has the budget, a drawing and what was tried.
 //
-// The queries of the Hq / Hkv heads that share a key head are the rows of one tile. The keys are cut into chunks. A
-// chunk's size depends on the number of keys and of key heads alone: a row's bits are the same in every batch and on
-// every GPU. decode_kernel computes each chunk's Oi, li, mi, join_kernel joins those of a row and ends it.
+// The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks, whose
+// size depends on the numbers of keys and of key heads alone: a row's bits are the same in each batch and on each GPU.
+// decode_kernel computes Oi, li, mi of each chunk. join_kernel joins the chunks of a row and writes O, l, m.
 //
 //     role        | warps | registers            | does
-//     every warp  | 4     | Oi, li, mi, operands:| loads steps of Bc keys through stages of its own in shared memory and
-//                 |       | up to 255            | adds them to its Oi, li, mi: every fourth step of the chunk
+//     every warp  | 4     | Oi, li, mi, operands:| takes every fourth step (Bc keys) of a chunk: loads it into a stage
+//                 |       | up to 255            | of its own in shared memory, adds it to its own Oi, li, mi
 //
-//     barrier                   | arrives and waits | then
+//     barrier                   | arrives           | then
 //     wait_for_step, __syncwarp | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
-//     __syncthreads             | the block         | around a change of Qi: all have read the old one; the new one is there
-//     __syncthreads             | the block         | around the join of a chunk: the warps' Oi, li, mi are in shared
-//                               |                   | memory; they are read and may be overwritten
-//     griddepcontrol            | the kernels       | join_kernel has begun, and waits for all of decode_kernel
+//     __syncthreads before Qi   | the block         | all warps have read the last tile's Qi: it may be overwritten
+//     __syncthreads after Qi    | the block         | this tile's Qi is in shared memory
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory
+//     __syncthreads after join  | the block         | they have been read and may be overwritten
+//     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
-// The loads run ahead of the products, into the next chunks: memory is busy while a chunk ends.
+// Loads run ahead of the products, into the next chunk: memory is busy while a chunk ends.
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
@@ -27,8 +28,8 @@ constexpr int kMostStages = 4, kJoinThreads = 256;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
-// The step of a warp that begins at key j, whole rows, 512 bytes an instruction: Kj or Vj. Rows that no query may see
-// become zeros, as columns past d.
+// Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
+// and columns past d become zeros.
 template <class Tile, class T>
 __device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride,
                           const WorkItem &item, int j) {
@@ -43,7 +44,7 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     }
 }
 
-// Waits until all but the last stages - 1 loads of this warp have arrived.
+// Waits until the oldest of this warp's loads has arrived: all but the last stages - 1.
 __device__ void wait_for_step(int stages) {
     if (stages == 4)
         __pipeline_wait_prior(3);
@@ -61,7 +62,7 @@ template <class T, class Tile>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
     WorkItem item;
-    unsigned end;  // the position where the block's work ends
+    unsigned end;  // the position where the block's share ends
     int warp, j, j_end;
 
     __device__ Loader(const WorkItem &first, unsigned end, int warp) : item(first), end(end), warp(warp) { begin(); }
@@ -97,7 +98,7 @@ struct Sum {
     __device__ void scale(float x) { sum *= x, lost *= x; }
 };
 
-// Steps 11. and 12. for parts first, first + step, ... before count, four at a time, so that their loads are under way
+// Steps 11 and 12 over the parts first, first + step, ... below count. Four at a time: their loads are under way
 // together. lm(n) and o(n) read a part's (l, m) and o.
 template <class LM, class O>
 __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
@@ -132,8 +133,8 @@ __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
 
 // ------------------------------------------------------------------------------ the kernels
 
-// Programmatic dependent launch: a kernel's blocks come to the multiprocessors while the one before ends, and wait here
-// for all it wrote. Then the next kernel may come.
+// Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
+// can be read. Then the next kernel's blocks may start.
 __device__ void begin_beside_the_last_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -198,7 +199,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
 }
 
-// 12. - 13. A block joins the chunks of one row: each D / 4 threads every so many, 4 columns a thread, then all of them.
+// 12. - 13. A block joins the chunks of one row. A group of D / 4 threads, 4 columns each, joins every Parts-th chunk.
+// Then the first group joins the groups' sums.
 template <class T, class Tile>
 __global__ void __launch_bounds__(kJoinThreads)
     join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
@@ -245,11 +247,13 @@ auto with_kernel(const Attention &a, bool on_tensor_cores, const Use &use) {
     return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
 }
 
-// The parameters, with addresses that count from `workspace`. The numbers of output tiles and of work items, or more.
+// The numbers of output tiles and of work items, and the workspace. Where only the device knows the lengths, the items
+// are an upper bound.
 struct Size {
     int64_t tiles, items, bytes;
 };
 
+// Fills p, whose addresses begin at `workspace`.
 template <class Tile>
 Size describe(const Attention &a, char *workspace, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
@@ -265,7 +269,7 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
     return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
-// Two blocks on a multiprocessor if they have two stages or more; else as many stages as fit.
+// Two blocks on a multiprocessor if each then has two stages or more; else one, with as many stages as fit.
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
     const auto fits = [&](int stages, int bytes) {
@@ -289,9 +293,9 @@ constexpr int64_t kLittleWorkspace = 64 << 20;
 
 namespace portable {
 
-// Measured on an H100 with 32 query and 8 key heads, 4096 keys, times the speed of Hopper's other kernels: 16 rows 2.6 (B
-// 1) and 1.1 (B 8), 32 rows 2.4 and 0.7; float32, 16 rows 5 and 1.9. At 128 keys 1.0 (B 1) and 2.0 (B 64). The batch
-// must not count, or bits would depend on it.
+// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, 4096 keys, B 1 and B 8:
+// 16 rows 2.6 and 1.1, 32 rows 2.4 and 0.7, float32 with 16 rows 5 and 1.9. At 128 keys B 1 1.0, B 64 2.0.
+// The choice must not depend on B, or a row's bits would.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||

@@ -1,4 +1,4 @@
-// decode_chunks.cuh: how decode.cu cuts the keys into chunks, and which of them a block takes.
+// decode_chunks.cuh: how decode.cu cuts the keys into chunks, and which chunks a block takes.
 #pragma once
 #include "portable/common.cuh"
 
@@ -7,12 +7,12 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
-// Keys of a chunk. At least kLeastChunk, so that each warp has a step of 16 keys. At most kMostChunk, so that blocks end
-// together; there the partial results are 1 % of K and V. Between these, kChunks chunks of all key heads of a batch
-// keep a GPU busy.
+// Keys of a chunk. The key heads of a batch have about kChunks chunks together, which keep a GPU busy. At least
+// kLeastChunk: a step of 16 keys for each warp. At most kMostChunk: blocks end together, and the partial results of 4
+// rows are only 0.4 % of K and V (bfloat16, d 128).
 constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
 
-// How the keys are cut that the queries of one batch see.
+// The chunks of the keys that a batch's queries see.
 struct Chunks {
     Keys seen;
     int begin, size, count;  // the first chunk's first key, a multiple of 16; keys of a chunk; chunks
@@ -25,7 +25,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Chunks chunks_of(const Attention &a, int64_t b) 
     const int n = empty(chunks.seen) ? 0 : chunks.seen.end - chunks.begin;
     const int64_t size = (n * a.Hkv + kChunks * kLeastChunk - 1) / (kChunks * kLeastChunk) * kLeastChunk;
     chunks.size = (int)clamp(size, (int64_t)kLeastChunk, (int64_t)kMostChunk);
-    chunks.count = n > 0 ? (n + chunks.size - 1) / chunks.size : 1;  // without a key the rows end all the same
+    chunks.count = n > 0 ? (n + chunks.size - 1) / chunks.size : 1;  // without a key: an empty one, since O is written
     return chunks;
 }
 
@@ -34,9 +34,9 @@ struct Decode {
     int group;         // Hq / Hkv
     int rows, tiles;   // queries of a key head, group * Nq; tiles of them
     int most_chunks;   // of any batch
-    bool same_chunks;  // all batches have those of batch 0, and the host knows what each block takes:
+    bool same_chunks;  // whether each batch has the chunks of batch 0; then the host fills the next three:
     Chunks chunks;
-    unsigned share, rest;  // items of a block; so many blocks have one more
+    unsigned share, rest;  // items of a block; the first `rest` blocks take one more
     int stages;            // of a warp
     bool aligned_o;
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
@@ -53,8 +53,8 @@ __device__ unsigned weight_of(const Decode &p, const Chunks &chunks) {
     return p.same_chunks ? 1 : 2 * chunks.size / kLeastChunk + 1;
 }
 
-// One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile; position is the weight of
-// those before.
+// One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile. position is the weight of
+// all items before this one.
 struct WorkItem {
     int b, h_kv, chunk, tile;
     Chunks chunks;
@@ -78,8 +78,8 @@ __device__ void advance(const Attention &a, const Decode &p, WorkItem &item) {
     if (++item.b < a.B) item.chunks = chunks_of(a, p, item.b);
 }
 
-// This block's first item and the position where its share of the work ends. Every warp finds them, 32 batches at a
-// time: the lengths are known on the device alone.
+// This block's first item, and the position where its share of the work ends. Only the device knows the lengths, so
+// every warp adds up the batches' weights, 32 batches at a time.
 __device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &end) {
     const int lane = threadIdx.x % 32, B = (int)a.B;
     const unsigned repeats = (unsigned)a.Hkv * p.tiles;

@@ -1,5 +1,5 @@
-// decode_rows.cuh: what a warp of decode.cu computes: Oi, li and mi of all rows of the tile, over its steps of keys.
-// MmaRows does it on tensor cores, FmaRows on the FMA units.
+// decode_rows.cuh: what a warp of decode.cu computes: Oi, li and mi of all rows of the tile, over the warp's steps.
+// MmaRows computes on tensor cores, FmaRows on FMA units.
 #pragma once
 #include "portable/decode_chunks.cuh"
 #include "portable/mma.cuh"
@@ -24,7 +24,7 @@ struct DecodeTile {
     }
 };
 
-// Where a warp leaves a column of Oi in shared memory: eight rows lie in different banks.
+// Where a number of Oi is in shared memory: the same columns of eight rows lie in different banks.
 template <int D>
 __device__ int place_of(int row, int column) {
     return row * D + (column ^ row % 8 * 8);
@@ -71,7 +71,7 @@ struct MmaRows {
         const unsigned K = lane_address<D>(Kj, lane / 16 * 8 + lane % 8, lane / 8 % 2);
         const unsigned V = lane_address<D>(Vj, lane % 16, lane / 16);
         float Sij[2][4] = {},
-              odd[2][4] = {};  // two sums each, where registers allow: a product waits for the one before
+              odd[2][4] = {};  // up to D 128 two sums a score: each mma waits for the one before in its sum
 #pragma unroll
         for (int x = 0; x < D / 16; ++x) {
             unsigned q[4], k[4];
@@ -119,7 +119,7 @@ struct MmaRows {
         }
     }
 
-    // Leaves `rows` rows of Oi, Rows x D, and of (li, mi) in shared memory.
+    // The first `rows` rows of Oi and of (li, mi) to shared memory
     __device__ void store(float *O, float2 *lm, int rows) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -135,7 +135,8 @@ struct MmaRows {
     }
 };
 
-// x[n], summed over Lanes neighbours, in the lanes n * Lanes / N and next: each exchange halves what a lane has.
+// Sums each x[n] over Lanes neighbours. Lanes / N of them, from the n * Lanes / N-th on, return the sum of x[n]. Each
+// exchange halves the numbers that a lane holds.
 template <int Lanes, int N>
 __device__ float sum_and_spread(float (&x)[N]) {
     int offset = Lanes / 2;
@@ -151,8 +152,8 @@ __device__ float sum_and_spread(float (&x)[N]) {
     return row_sum<Lanes / N>(x[0]);
 }
 
-// float32, and bfloat16 without tensor cores. A lane has columns 4 * (lane + Lanes * c) + 0..3 of all rows; for D = 64
-// the halves of the warp have every other key.
+// float32, and bfloat16 without tensor cores. A lane has columns 4 * (lane + Lanes * c) + 0..3 of all rows. For D = 64
+// each half of the warp takes every other key.
 template <class T, class Tile>
 struct FmaRows {
     static constexpr int D = Tile::D, Rows = Tile::Rows, Lanes = D / 4 < 32 ? D / 4 : 32, C = D / 4 / Lanes;
@@ -175,7 +176,7 @@ struct FmaRows {
         }
     }
 
-    // Of a row of a step in shared memory
+    // This lane's four columns of a row of Kj or Vj in shared memory
     __device__ static void load_column(float (&x)[4], const T *tile, int row, int c) {
         constexpr int Element = 16 / sizeof(T);
         load4(x, tile + swizzle<D, T>(row, column(c) / Element) + column(c) % Element);
@@ -208,7 +209,7 @@ struct FmaRows {
 
     // 9. - 12. of the step that begins at key j
     __device__ void add_step(const Attention &a, const T *Kj, const T *Vj, int j) {
-        const int key = threadIdx.x % Lanes / (Lanes / N) * Groups + group();  // whose scores this lane gets
+        const int key = threadIdx.x % Lanes / (Lanes / N) * Groups + group();  // this lane's, in Pij
 #pragma unroll
         for (int r0 = 0; r0 < Rows; r0 += R) {
             if (r0 > 0 && r0 >= rows) break;
@@ -255,12 +256,12 @@ struct FmaRows {
         }
     }
 
-    // Leaves `rows` rows of Oi, Rows x D, and of (li, mi) in shared memory.
+    // The first `rows` rows of Oi and of (li, mi) to shared memory
     __device__ void store(float *O, float2 *lm, int) {
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
             if (r >= rows) break;
-            const float l = row_sum<32>(li[r]) / (Lanes / N);  // so many lanes have the same key
+            const float l = row_sum<32>(li[r]) / (Lanes / N);  // Lanes / N lanes have the same key
             if (threadIdx.x % 32 == 0) lm[r] = {l, mi[r]};
 #pragma unroll
             for (int c = 0; c < C; ++c) {

@@ -2,9 +2,9 @@
 // (forward.cu). bfloat16 comes here, too, where no tensor core multiplies it.
 // float32_block.cuh computes a block. docs/portable.md has the budget and what was tried.
 //
-//     role        | warps             | registers                   | does
+//     role        | warps              | registers                   | does
 //     every warp  | Tile::Threads / 32 | Oi, Sij, li, mi and two     | loads a part of each tile, computes its rows of
-//                 |                   | sets of operands: up to 255 | Sij, Pij and Oi
+//                 |                    | sets of operands: up to 255 | Sij, Pij and Oi
 #include "portable/float32_block.cuh"
 
 namespace minimal_attn {

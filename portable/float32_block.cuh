@@ -121,10 +121,9 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
     }
 }
 
-// Adds li and Oi to the Kahan sums of the workspace and sets them to 0; the last time the sums go to li and Oi. One sum
-// over 2^20 equal keys is off by up to 4e-4, these by up to 2.6e-6 (emulated). Each thread has its own floats there:
-// the mi of the last flush, to which the sums are relative, then each sum and what it lost. at(r, n) is li of row r for
-// n = 0, then its Oi; exp(mi) is exp2(c mi).
+// Adds li and Oi to Kahan sums in the workspace and sets them to 0; the last time the sums go to li and Oi
+// (docs/numerics.md). A thread's floats there: the mi of the last flush, to which the sums are relative, then each sum
+// and what it lost. at(r, 0) is li of row r, at(r, n) a number of its Oi; exp(mi) is exp2(c mi).
 template <int Count, int Stride, int R, class At>
 __device__ void flush_sums(float *sums, const float (&mi)[R], float c, bool is_first, bool is_last, const At &at) {
     constexpr int Batch = Count < 17 ? Count : 17;

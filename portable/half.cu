@@ -23,8 +23,8 @@
 namespace minimal_attn {
 namespace {
 
-// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used. Stages is how
-// many Kj and Vj are in shared memory.
+// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used. Stages is the
+// number of tiles of K in shared memory, and of tiles of V.
 template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_, int Stages_>
 struct HalfTile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
@@ -33,7 +33,7 @@ struct HalfTile {
     static constexpr int SharedBytes = (Br + 2 * Stages * Bc) * D * 2;
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr bool QInRegisters = D == 64;
-    static constexpr int SumFloats = 0;  // no flush_sums as in float32.cu
+    static constexpr int SumFloats = 0;  // no sums in the workspace (flush_sums in float32_block.cuh)
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
 };
 
@@ -110,7 +110,7 @@ __device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
 }
 
 // 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without a state. Each warp stages its rows of O in
-// the place of its rows of Qi, so that HBM gets 16 bytes of a thread, neighbouring threads side by side.
+// the place of its rows of Qi: then a thread writes 16 bytes at once, and neighbouring threads write side by side.
 template <class Tile, class T>
 __device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, T *tile, int warp_row,
                            int lane) {

@@ -7,12 +7,12 @@
 //
 //     shared memory | size    | written                    | read
 //     Qi            | Br x D  | once                       | step 9, by the warp of its rows
-//     Kj            | Bc x D  | while Pij and Oi computed  | step 9, by all
-//     Vj            | Bc x D  | while Sij is computed      | step 12, by all
-//     block         | 1       | once                       | for each tile: registers are scarce
+//     Kj            | Bc x D  | in steps 10 to 12          | step 9, by all
+//     Vj            | Bc x D  | in step 9                  | step 12, by all
+//     block         | 1       | once                       | for each tile of keys, since registers are scarce
 //
-// The barriers are float32.cu's (common.cuh). Operands are split in registers: shared memory is read half as often as
-// if it held hi and lo. A block whose result has an inf or NaN is computed again on the FMA units.
+// The barriers are float32.cu's (common.cuh). Operands are split in registers: hi and lo in shared memory would take
+// twice the reads. A block whose result has an inf or NaN is computed again on the FMA units.
 #include "portable/accumulators.cuh"
 #include "portable/float32_block.cuh"
 #include "portable/mma.cuh"
@@ -31,7 +31,7 @@ struct Tf32Tile {
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr int Sums = 1 + D / 4;                                         // of a row of a thread: li and Oi
     static constexpr int SumFloats = Threads * 2 * M * (1 + 2 * Sums);  // of a block in the workspace (flush_sums)
-    // What computes the block if a number isn't finite: a quarter of a row a thread
+    // The tile on FMA units that computes the block again if a number isn't finite, Threads / 4 rows at a time
     using Fallback = FloatTile<D, Threads / 4, D <= 128 ? 32 : 16, 16, Threads / 16, 1>;
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
     static_assert(Fallback::SharedBytes <= SharedBytes && Fallback::SumFloats <= SumFloats);
@@ -43,8 +43,8 @@ __device__ void split(float x, unsigned &hi, unsigned &lo) {
     lo = __float_as_uint(x - __uint_as_float(hi & 0xffffe000));
 }
 
-// 9. Sij = Qi Kj^T. Tensor cores truncate each sum, so those have 16 channels, and in each eight the small products
-// come first; float32 additions, which round, join the sums. Channels past d are zeros; whole 32 of them are skipped.
+// 9. Sij = Qi Kj^T. Tensor cores truncate sums, so a sum has 16 channels, and in each eight the small products come
+// first. Float32 additions, which round, join the sums. Channels past d are zeros; 32 that all are zeros are skipped.
 template <class Tile>
 __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], unsigned Qi, unsigned Kj, int d) {
     constexpr int D = Tile::D, M = Tile::M, N = Tile::N;
@@ -86,7 +86,7 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], unsigned Qi, unsi
         }
 }
 
-// 10. - 11. Pij and li += rowsum(Pij). Pij is cut to 22 bits, which hi and lo have exactly; li sums the same numbers.
+// 10. - 11. Pij and li += rowsum(Pij). Pij is cut to 22 bits, so that hi + lo is Pij exactly; li sums the same numbers.
 template <class Tile>
 __device__ void exponentials(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4], unsigned (&lo)[Tile::M][Tile::N][4],
                              const float (&subtract)[Rows<Tile>::R], float c) {
@@ -124,9 +124,9 @@ __device__ unsigned lane_address_V(const float *tile, int lane, int y) {
     return lane_address<Tile::D>(tile, row, column / 4) + column % 4 * 4;
 }
 
-// 12. Oi = diag(alpha) Oi + Pij Vj. An accumulator of Sij is an operand if its keys are taken in another order: the
-// columns of A are keys 0, 2, 4, 6, 1, 3, 5, 7 of eight. A group of columns of Vj is dealt to the lanes, XAtOnce
-// neighbours each, one for each accumulator, so that one load reads them all.
+// 12. Oi = diag(alpha) Oi + Pij Vj. An accumulator of Sij is operand A if the keys change their order: A's columns are
+// keys 0, 2, 4, 6, 1, 3, 5, 7 of eight. A lane has XAtOnce neighbouring columns of a group of Vj, one for each
+// accumulator: one load reads them.
 template <class Tile>
 __device__ void multiply_PV(Rows<Tile> &rows, const float (&Pij)[Tile::M][Tile::N][4],
                             const unsigned (&P_lo)[Tile::M][Tile::N][4], const float (&alpha)[Rows<Tile>::R],
@@ -215,19 +215,21 @@ __device__ void store_rows(const Attention &a, const Block<float> &block, const 
     }
 }
 
-// The threads of the block, whose sums in the workspace are the only ones
+// The block's threads, as the fallback sees them. Its `sums` point to this block's place in the workspace: block 0.
 struct OneBlock : WholeBlock {
     __device__ unsigned block() const { return 0; }
 };
 
-// The end of a block. If a number isn't finite, an inf met a part that is 0 or of the other sign, or a sum overflowed:
-// the FMA units compute all rows again.
+// The end of a block. An inf becomes a NaN where it meets a hi or lo that is 0 or of the other sign. So if a number
+// isn't finite, the FMA units compute all rows again.
 template <class Tile>
 __device__ void end_block(const Attention &a, const Block<float> block, const Rows<Tile> &rows, int row0, bool aligned,
                           float *shared, float *sums) {
     using Fallback = typename Tile::Fallback;
-    pad_lse(a, block.b, block.h, block.i0 + block.rows, threadIdx.x);
-    if (!__syncthreads_or(!all_finite(rows))) return store_rows<Tile>(a, block, rows, row0, aligned);
+    if (!__syncthreads_or(!all_finite(rows))) {
+        store_rows<Tile>(a, block, rows, row0, aligned);
+        return pad_lse(a, block.b, block.h, block.i0 + block.rows, threadIdx.x);
+    }
 #pragma unroll 1
     for (int row = 0; row < block.rows; row += Fallback::Br) {
         const int count = min(Fallback::Br, block.rows - row);

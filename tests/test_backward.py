@@ -141,7 +141,7 @@ MILD = ["ordinary", "V with a mean", "tiny dO", "rows of dO"]
 @pytest.mark.parametrize("name", [*MILD, *HARD])
 @pytest.mark.parametrize("d", [64, 256])
 def test_as_exact_as_sdpa(backend, dtype, name, d):
-    """The whole; where no row consists of what cancels, the worst row and the worst channel, too."""
+    """The whole; of mild inputs without a mask the worst row and the worst channel, too."""
     do, q, k, v = hard_inputs(backend, name, dtype, d)
     for options in {}, {"causal": True, "offset": 0}:
         exact = gradients(do, q, k, v, **options)

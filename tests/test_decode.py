@@ -112,7 +112,7 @@ def test_bits_do_not_depend_on_the_batch(cuda_backend, dtype, d):
 
 
 def test_graph(cuda_backend, dtype):
-    """Replayed with other lengths, each replay finds clean counters."""
+    """Replayed with other lengths: each replay divides the keys among the blocks anew."""
     backend = cuda_backend
     q, k, v = backend.qkv(B=5, Hq=8, Hkv=2, Nq=1, Nk=4000, dtype=dtype)
     lengths = backend.ints(1, 1, 1, 1, 1)
@@ -132,7 +132,7 @@ def test_graph(cuda_backend, dtype):
 
 
 def test_streams(cuda_backend, dtype):
-    """Calls of several streams run at once and don't share counters."""
+    """Calls of several streams run at once, each with a workspace of its own."""
     backend = cuda_backend
     inputs = [backend.qkv(B=2, Hq=8, Hkv=2, Nq=1, Nk=5000 + 500 * n, dtype=dtype) for n in range(4)]
     expected = [backend.forward(*tensors) for tensors in inputs]

@@ -1,4 +1,4 @@
-// splitters.h: who splits K and V for the workspace: the producer's last warps all the time, and each consumer
+// splitters.h: K and V are split for the workspace. The producer's last warps do it all the time, and each consumer
 // warpgroup while it waits for its next work tile.
 #pragma once
 #include "hopper/float32/workspace.h"
@@ -36,10 +36,9 @@ __device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile
     return true;
 }
 
-// A splitter group of the producer. It has one float32 tile: the next one is loaded when all have read this one. The
-// first thread takes jobs and loads; the last warp's first thread publishes, which waits for all stores. A
-// one-warp splitter publishes before it waits for `tiles_taken`: a producer warp may need that tile before it can take
-// its next work tile.
+// A splitter group of the producer, with one float32 tile. Its first thread takes jobs and loads; the last warp's first
+// thread publishes, which waits for all stores. A one-warp splitter publishes before it waits for `tiles_taken`: a
+// producer warp may need that tile before it can take its next work tile.
 template <class Tile>
 __device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;
@@ -65,7 +64,7 @@ __device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &sha
         if (is_publisher() && last.head >= 0) publish(p.workspace, last, inverse_scale);
         if (is_leader()) {
             while (!is_loaded && !load_next()) __nanosleep(100);
-            job = next;  // nobody reads the old one any more: all threads have met since
+            job = next;  // all threads have met since the last one was read
             if (job.head >= 0 && ++next.n >= next.end) next = take_split_job<Tile>(p);
         }
         __syncwarp();
