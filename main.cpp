@@ -285,8 +285,7 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
 Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
-    const bool repeats = t->dim() == 2 && t->size(0) > 1 && t->stride(0) == 0;
-    const Tensor once = repeats ? t->narrow(0, 0, 1) : *t;
+    const Tensor once = t->dim() == 2 && t->size(0) > 1 && t->stride(0) == 0 ? t->narrow(0, 0, 1) : *t;
     const Tensor ints = once.scalar_type() == at::kInt ? once : once.to(at::kLong).clamp(-most, most).to(at::kInt);
     return (ints.stride(-1) == 1 ? ints : ints.contiguous()).expand(t->sizes());
 }
@@ -296,14 +295,14 @@ Tensor int32_of(const MaybeTensor &t) {
 Tensor gather(const Tensor &pages, const Tensor &block_table) {
     const int64_t B = block_table.size(0), Nk = block_table.size(1) * pages.size(2);
     const Tensor once = B > 1 && block_table.stride(0) == 0 ? block_table.narrow(0, 0, 1) : block_table;
-    const Tensor used = once.clamp(0, pages.size(0) - 1).flatten();
     // index_select moves one number a thread: a complex one has 16 bytes.
     const int64_t chunk = 16 / pages.element_size();
     bool fits = (uintptr_t)pages.const_data_ptr() % 16 == 0 && pages.storage_offset() % chunk == 0 &&
                 pages.size(3) % chunk == 0 && pages.stride(3) == 1;
     for (int i = 0; i < 3; ++i) fits &= pages.stride(i) % chunk == 0;
     const Tensor tokens = (fits ? pages.view(at::kComplexDouble) : pages).transpose(1, 2);
-    const Tensor copy = tokens.index_select(0, used).view(pages.scalar_type());  // (.., page_size, Hkv, d)
+    // (.., page_size, Hkv, d)
+    const Tensor copy = tokens.index_select(0, once.clamp(0, pages.size(0) - 1).flatten()).view(pages.scalar_type());
     return copy.view({once.size(0), Nk, pages.size(1), pages.size(3)}).transpose(1, 2).expand({B, -1, -1, -1});
 }
 
@@ -338,21 +337,17 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     }
     attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
     set_mask(attention, a);
-    return attention;
-}
-
-// For a plan, which asks only whether these are there: their dtypes and strides may be any.
-void set_lengths(Attention &attention, const Arguments &a) {
+    // Of any integer dtype: plans ask only whether these are there, and run() and backward() set them anew.
     const auto given = [](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
     attention.seqlens_k = given(a.seqlens_k), attention.leftpad_k = given(a.leftpad_k);
     attention.offset = given(a.offsets);
+    return attention;
 }
 
 // Whether the backend reads k and v page by page. Else gather() copies them first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
-    Attention attention = describe(a, Returns::o, a.q, a.k, a.v, block_table);
-    set_lengths(attention, a);
-    return backend.reads(a.k) && backend.reads(a.v) && backend.reads_pages(attention, gpu_of(a.q));
+    return backend.reads(a.k) && backend.reads(a.v) &&
+           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
 }
 
 }  // namespace
@@ -538,7 +533,6 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
-    set_lengths(attention, a);
     const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
     return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
