@@ -169,7 +169,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
     // The backward pass reads rows in groups of 32.
     const int64_t N = q.size(2), padded = compute_log_sumexp ? (N + 31) / 32 * 32 : 0;
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), padded});
-    // The backward kernels of half types take the strides of o for granted, whatever they are.
+    // PyTorch's backward kernels of half types assume these strides of o and don't check them.
     const Tensor o = compute(call, compute_log_sumexp ? lse : Tensor(), Layout::tokens_first);
     // As PyTorch has them without dropout
     const bool in_graph = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;

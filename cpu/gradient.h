@@ -169,7 +169,8 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
     }
 }
 
-// Step 19 for some rows, numbered as lse is: D = rowsum(dO o O), less the gradient of lse. dQ is 0 in rows without a key.
+// Step 19 for some rows, numbered as in lse: D = rowsum(dO o O), less the gradient of lse. Rows without a key get their
+// dQ here, which is 0.
 template <class T>
 void begin_rows(const Gradient &g, int64_t begin, int64_t end, float *D_of_rows) {
     const Attention &a = g.a;

@@ -11,8 +11,8 @@
 
 namespace minimal_attn::cpu {
 
-// After fork() the child has one thread, which would wait forever for the OpenMP threads of its parent. With the number
-// of threads 1 OpenMP waits for none, neither here nor in PyTorch's operators.
+// After fork() the child has one thread, which would wait forever for the OpenMP threads of its parent. Told to use one
+// thread, OpenMP waits for none, neither here nor in PyTorch's operators.
 inline std::atomic<bool> has_used_threads{false};
 [[maybe_unused]] inline const int registered = pthread_atfork(nullptr, nullptr, [] {
     if (has_used_threads) omp_set_num_threads(1);
@@ -28,7 +28,7 @@ private:
     std::fenv_t own;
 };
 
-// compute() in so many threads. OpenMP may run several of these one after the other.
+// Calls compute() `threads` times, in as many threads. OpenMP may run several of these calls one after the other.
 template <class Compute>
 void in_threads(int64_t threads, const Compute &compute) {
     std::fenv_t modes;  // of the calling thread, in which all threads compute

@@ -9,8 +9,8 @@ from itertools import combinations
 
 import torch
 
-# The operators' tensors that have a row for each batch and head, and all that have a row for each batch. Sinks
-# have one for each head alone.
+# The operators' tensors that have a row for each batch and head, and all that have a row for each batch.
+# Sinks have one for each head alone.
 _BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
 _BY_BATCH = (*_BY_HEAD, "seqlens_k", "leftpad_k", "offsets", "block_table")
 
