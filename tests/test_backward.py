@@ -143,6 +143,7 @@ MILD = ["ordinary", "V with a mean", "tiny dO", "rows of dO"]
 def test_as_exact_as_sdpa(backend, dtype, name, d):
     """The whole; of mild inputs without a mask the worst row and the worst channel, too."""
     do, q, k, v = hard_inputs(backend, name, dtype, d)
+    largest_score = (q.double() @ k.double().mT).abs().max().item() / d**0.5
     for options in {}, {"causal": True, "offset": 0}:
         exact = gradients(do, q, k, v, **options)
         ours, peers = grads(backend, do, q, k, v, **options), sdpa_gradients(do, q, k, v, **options)
@@ -151,9 +152,10 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
                 error, bound = (worst_error(t, expected, dim) for t in (x, peer))
                 bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
                 factor = 1.2 if dim is None and name in MILD else 1.6  # small samples vary
-                if dtype == torch.float32 and name in ("scores of 30", "larger channels"):
-                    factor = 2.5  # rounding of large scores: one chain over d here, several in PyTorch
-                assert error <= factor * bound, f"d{which}, dim {dim}: {error:.1e}, SDPA {bound:.1e}"
+                bound *= factor
+                if name in HARD:  # P has the rounding of a score, which PyTorch may sum in more chains
+                    bound = max(bound, torch.finfo(torch.float32).eps * largest_score)
+                assert error <= bound, f"d{which}, dim {dim}: {error:.1e}, SDPA {bound / factor:.1e}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
