@@ -155,3 +155,27 @@ def check_states(states):
                 )
         if not shape:
             raise ValueError(f"{name}'s o must have a last dimension d, but has shape ()")
+
+
+def known_max(x):
+    """The largest number, or 0 where that would cost a synchronisation or isn't there."""
+    return int(x.max()) if is_known(x) and x.numel() else 0
+
+
+def is_known(x):
+    return type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_range(name, x, end):
+    """Refuses numbers outside 0 to end - 1, as far as the host knows them."""
+    low, high = -known_max(-x), known_max(x)
+    if low < 0 or high >= end:
+        raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
+
+
+def refuse_grad(only, **tensors):
+    """For a function that has no gradients; `only` is the one that has."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            todo = f"only {only} has gradients yet; use torch.no_grad(), or a detached {name}"
+            raise RuntimeError(f"{name} must not require grad, but does: {todo}")

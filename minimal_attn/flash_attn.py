@@ -29,6 +29,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from minimal_attn._errors import check_range, is_known, known_max, refuse_grad
 from minimal_attn._forward import forward
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -140,7 +141,7 @@ def flash_attn_varlen_func(
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
-    _refuse_grad(q=q, k=k, v=v, s_aux=s_aux)
+    refuse_grad("flash_attn_func", q=q, k=k, v=v, s_aux=s_aux)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = len(cu_seqlens_q) - 1
     if B < 1:
@@ -152,7 +153,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
         lengths, room = end - begin, block_table.shape[1] * k.shape[1]
-        if (longest := _known_max(lengths)) > room:
+        if (longest := known_max(lengths)) > room:
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
         # One row has the pages of all sequences, so that a backend that copies pages copies each once.
@@ -233,7 +234,7 @@ def flash_attn_with_kvcache(
     options = _options(softmax_scale, causal, window_size)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
-    _refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
+    refuse_grad("flash_attn_func", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = len(q), k_cache.shape
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
@@ -241,7 +242,7 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_batch_idx must be None with a block_table, but was a tensor")
     elif cache_batch_idx is not None:
         _check("cache_batch_idx", cache_batch_idx, q, (B,), _INTS)
-        _check_range("cache_batch_idx", cache_batch_idx, C)
+        check_range("cache_batch_idx", cache_batch_idx, C)
         block_table = cache_batch_idx[:, None]  # a sequence is a page of N keys
     elif C < B:
         raise ValueError(f"k_cache must have at least q's {B} sequences, but has {C}")
@@ -337,10 +338,10 @@ def _check_pages(block_table, lengths, name, cache):
     """Pages behind a sequence's last key may have any number."""
     if 0 in cache.shape[:2]:
         raise ValueError(f"{name} must have pages, of at least 1 key, but has shape {tuple(cache.shape)}")
-    if lengths is not None and _is_known(block_table):
+    if lengths is not None and is_known(block_table):
         first_key = torch.arange(block_table.shape[1]) * cache.shape[1]
         block_table = torch.where(first_key < lengths[:, None], block_table, 0)
-    _check_range("block_table", block_table, len(cache))
+    check_range("block_table", block_table, len(cache))
 
 
 def _divide_up(x, y):
@@ -363,13 +364,6 @@ def _refuse(**missing):
         was = "a tensor" if isinstance(x, Tensor) else x or 0
         if not (isinstance(was, (int, float)) and was <= 0):  # NaN is neither
             raise NotImplementedError(f"{name} must be 0 or None, but was {was}: minimal_attn has none yet")
-
-
-def _refuse_grad(**tensors):
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            todo = f"only flash_attn_func has gradients yet; use torch.no_grad(), or a detached {name}"
-            raise RuntimeError(f"{name} must not require grad, but does: {todo}")
 
 
 def _check(name, x, q, shape, dtypes):
@@ -396,24 +390,8 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
         _check("s_aux", s_aux, q, (q.shape[-2],), _FLOATS)
 
 
-def _known_max(x):
-    """The largest number, or 0 where that would cost a synchronisation or isn't there."""
-    return int(x.max()) if _is_known(x) and x.numel() else 0
-
-
-def _is_known(x):
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _check_range(name, x, end):
-    """Refuses numbers outside 0 to end - 1, as far as the host knows them."""
-    low, high = -_known_max(-x), _known_max(x)
-    if low < 0 or high >= end:
-        raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
-
-
 def _check_packed(name, cu_seqlens, max_seqlen, total):
-    longest, end = _known_max(cu_seqlens.diff()), _known_max(cu_seqlens)
+    longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
     if longest > max_seqlen:
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
     if end > total:
@@ -425,8 +403,8 @@ def _lengths(cache_seqlens, N_new, N, q):
     if cache_seqlens is None:
         return None
     if isinstance(cache_seqlens, int):
-        _check_range("cache_seqlens", torch.tensor([cache_seqlens]), N - N_new + 1)
+        check_range("cache_seqlens", torch.tensor([cache_seqlens]), N - N_new + 1)
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
     _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)
-    _check_range("cache_seqlens", cache_seqlens, N - N_new + 1)
+    check_range("cache_seqlens", cache_seqlens, N - N_new + 1)
     return cache_seqlens + N_new
