@@ -263,7 +263,7 @@ def bad_table(call, name):
         lambda: no_tensor(call),
         lambda: t.to(call.choice(torch.float32, torch.bool, torch.complex64, torch.uint64)),
         lambda: t.to("meta"),
-        lambda: call.zeros(B + 1, 2, dtype=torch.int32),
+        lambda: call.zeros(B + 1000, 2, dtype=torch.int32),  # further than another wrong q gets
         lambda: t[..., 0],
         lambda: t[None],
         lambda: t.to_sparse(),
