@@ -10,21 +10,23 @@
 //                 |       | up to 255            | of its own in shared memory, adds it to its own Oi, li, mi
 //
 //     barrier                   | arrives           | then
-//     wait_for_step, __syncwarp | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
+//     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
-//     __syncthreads before Qi   | the block         | all warps have read the last tile's Qi: it may be overwritten
-//     __syncthreads after Qi    | the block         | this tile's Qi is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory
-//     __syncthreads after join  | the block         | they have been read and may be overwritten
+//     __syncthreads, first      | the block         | Qi of the first item is in shared memory
+//     __syncthreads before join | the block         | Oi, li, mi of all warps and the ticket are in shared memory; Qi
+//                               |                   | has been read: the next item's may overwrite it
+//     __syncthreads after join  | the block         | the same the other way round
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
-// Loads run ahead of the products, into the next chunk: memory is busy while a chunk ends.
+// Loads run ahead of the products, into the block's next item: memory is busy while an item ends. The first two items of
+// a block follow from its number. For each further one it takes a ticket, since multiprocessors get unequal shares of
+// the bandwidth.
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
 namespace {
 
-constexpr int kMostStages = 4, kJoinThreads = 256;
+constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
@@ -44,39 +46,42 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     }
 }
 
-// Waits until the oldest of this warp's loads has arrived: all but the last stages - 1.
-__device__ void wait_for_step(int stages) {
-    if (stages == 4)
-        __pipeline_wait_prior(3);
-    else if (stages == 3)
-        __pipeline_wait_prior(2);
-    else if (stages == 2)
-        __pipeline_wait_prior(1);
-    else
-        __pipeline_wait_prior(0);
-    __syncwarp();
-}
-
-// A warp's loads, `stages` steps ahead of its products.
+// A warp's loads. They run ahead of its products, into the block's next item.
 template <class T, class Tile>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
+    unsigned stages;  // this warp's, in shared memory
+    int warp, loaded = 0, used = 0;  // steps
     WorkItem item;
-    unsigned end;  // the position where the block's share ends
-    int warp, j, j_end;
+    bool is_ahead = false;  // whether `item` is the block's next one
+    int j, j_end;
 
-    __device__ Loader(const WorkItem &first, unsigned end, int warp) : item(first), end(end), warp(warp) { begin(); }
-    __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.position < end ? item.end() : 0; }
+    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp) { begin(first); }
+    __device__ void begin(const WorkItem &next) {
+        item = next, j = item.begin() + warp * Tile::Bc, j_end = item.exists ? item.end() : 0;
+    }
+    __device__ int stage(const Decode &p, int step) const { return p.stages == 2 ? step % 2 : 0; }
 
-    // Begins to load the next step, if there is one.
-    __device__ void load(const Attention &a, const Decode &p, unsigned to) {
-        while (j >= j_end && item.position < end) advance(a, p, item), begin();
-        if (j < j_end) {
+    // Begins to load the next steps, until each stage has one.
+    __device__ void fill(const Attention &a, const Decode &p, const WorkItem &next) {
+        while (loaded - used < p.stages) {
+            if (j >= j_end && !is_ahead) begin(next), is_ahead = true;
+            if (j >= j_end) break;
+            const unsigned to = stages + stage(p, loaded++) * StageBytes;
             load_step<Tile, T>(a, to, a.k, a.k_stride, item, j);
             load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, item, j);
+            __pipeline_commit();
             j += Step;
         }
-        __pipeline_commit();
+    }
+
+    // Waits until the oldest step that is in use has arrived.
+    __device__ void wait() {
+        if (loaded - used == 2)
+            __pipeline_wait_prior(1);
+        else
+            __pipeline_wait_prior(0);
+        __syncwarp();
     }
 };
 
@@ -98,11 +103,10 @@ struct Sum {
     __device__ void scale(float x) { sum *= x, lost *= x; }
 };
 
-// Steps 11 and 12 over the parts first, first + step, ... below count. Four at a time: their loads are under way
+// Steps 11 and 12 over the parts first, first + step, ... below count. Batch at a time: their loads are under way
 // together. lm(n) and o(n) read a part's (l, m) and o.
-template <class LM, class O>
+template <int Batch, class LM, class O>
 __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
-    constexpr int Batch = 4;
     float m = -INFINITY;
     Sum l, x[4];
 #pragma unroll 1
@@ -134,11 +138,11 @@ __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
 // ------------------------------------------------------------------------------ the kernels
 
 // Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
-// can be read. Then the next kernel's blocks may start.
-__device__ void begin_beside_the_last_kernel() {
+// can be read. The next kernel's blocks may start as soon as all blocks are here.
+__device__ void wait_for_the_last_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
@@ -148,54 +152,61 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[kWarps][Tile::Rows];
+    __shared__ unsigned ticket;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
     unsigned char *const stages = shared + warp * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    const unsigned stages_at = (unsigned)__cvta_generic_to_shared(stages);
+    WorkItem item{}, next;
+    unsigned index = blockIdx.x;
+    if (!p.same_chunks) wait_for_the_last_kernel();  // which may write the lengths
+    item.advance_to(a, p, index);
+    next = item;
+    next.advance_to(a, p, index += gridDim.x);
+    if (p.same_chunks) wait_for_the_last_kernel();
 
-    unsigned end;
-    WorkItem item = first_item(a, p, end);
-    Loader<T, Tile> loader(item, end, warp);
-    for (int stage = 0; stage < p.stages; ++stage) loader.load(a, p, stages_at + stage * StageBytes);
+    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
+    loader.fill(a, p, next);
     Rows rows;
-    int64_t tile = -1;
-    for (int stage = 0; item.position < end; advance(a, p, item)) {
-        if (tile != item.output_tile(a, p)) {
-            tile = item.output_tile(a, p);
-            __syncthreads();
-            rows.load_queries(a, p, item, Q_tile);
-            __syncthreads();
-        }
+    if (item.exists) rows.load_queries(a, p, item, Q_tile);
+    __syncthreads();
+    while (item.exists) {
+        unsigned taken = 0;
+        if (p.tickets && threadIdx.x == 0 && next.exists) taken = atomicAdd(p.tickets, 1);
         rows.clear();
         for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
-            wait_for_step(p.stages);
-            const T *const Kj = (const T *)(stages + stage * StageBytes), *const Vj = Kj + StageBytes / 2 / sizeof(T);
-            rows.add_step(a, Kj, Vj, j);
+            loader.wait();
+            const T *const Kj = (const T *)(stages + loader.stage(p, loader.used) * StageBytes);
+            rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
             __syncwarp();
-            loader.load(a, p, stages_at + stage * StageBytes);
-            stage = stage + 1 == p.stages ? 0 : stage + 1;
+            ++loader.used;
+            loader.fill(a, p, next);
         }
         const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+        const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
         rows.store(O + warp * rows_of_O * D, lm[warp], count);
+        if (threadIdx.x == 0) ticket = taken;
         __syncthreads();
-        const int64_t first = (tile * p.most_chunks + item.chunk) * Tile::Rows;
+        item = next;
+        if (item.exists) rows.load_queries(a, p, item, Q_tile);
         for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
             const int r = n / (D / 4), x = n % (D / 4) * 4;
-            const Part part = join(
+            const Part part = join<kWarps>(
                 0, 1, kWarps, [&](int n) { return lm[n][r]; },
                 [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
             if (x == 0) p.lm[first + r] = {part.l, part.m};
             *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
         }
+        if (next.exists) next.advance_to(a, p, index = p.tickets ? 2 * gridDim.x + ticket : index + gridDim.x);
         __syncthreads();
+        loader.is_ahead = false;
+        loader.fill(a, p, next);
     }
 }
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    begin_beside_the_last_kernel();
     if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
 }
 
@@ -207,23 +218,24 @@ __global__ void __launch_bounds__(kJoinThreads)
     constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
     __shared__ float2 lm[Parts];
     __shared__ float4 O[Parts][D / 4];
+    if (!p.same_chunks) wait_for_the_last_kernel();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
     const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
     const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
-    begin_beside_the_last_kernel();
+    if (p.same_chunks) wait_for_the_last_kernel();
     pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
-    Part sum = join(
+    Part sum = join<4>(
         part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
         [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
     if (x == 0) lm[part] = {sum.l, sum.m};
     O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
     __syncthreads();
     if (part > 0) return;
-    sum = join(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
+    sum = join<Parts>(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
     const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
     if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
     store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
@@ -265,21 +277,15 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
     const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
-    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
-    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D), p.tickets = (unsigned *)(p.lm + rows);
+    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float) + (int64_t)sizeof(unsigned)};
 }
 
-// Two blocks on a multiprocessor if each then has two stages or more; else one, with as many stages as fit.
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
-    const auto fits = [&](int stages, int bytes) {
-        return Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes <= bytes;
-    };
-    const int half = (device.shared_memory + 1024) / 2 - 1024;
-    for (int least = 2; least > 0; --least)
-        for (int stages = kMostStages; stages >= least; --stages)
-            if (fits(stages, least == 2 && fits(2, half) ? half : device.shared_memory)) return stages;
-    return 0;
+    int stages = kMostStages;
+    while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory) --stages;
+    return stages;
 }
 
 // Whether all batches have the same keys, and differ in seqlens_k and leftpad_k, as packed sequences do (flash_attn.py).
@@ -333,7 +339,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using T = decltype(element);
         Decode p;
         const int64_t items = describe<Tile>(a, (char *)workspace, p).items;
-        p.share = items / plan.grid, p.rest = items % plan.grid;
+        if (items <= 2 * plan.grid) p.tickets = nullptr;
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
         const auto kernel = decode_kernel<T, Tile>;
@@ -345,6 +351,8 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
         // As much as any call needs, since another thread may launch the same kernel for more rows.
         if (error == cudaSuccess) error = allow_shared_memory(kernel, most - (int)attributes.sharedSizeBytes);
+        if (error != cudaSuccess) return error;
+        if (p.tickets) error = cudaMemsetAsync(p.tickets, 0, sizeof(unsigned), stream);
         if (error != cudaSuccess) return error;
         const bool waits = attributes.ptxVersion >= 90;  // PTX for an older GPU has no griddepcontrol
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};

@@ -1,5 +1,6 @@
 """Few queries over many keys: the kernel that splits the keys of a row."""
 
+import minimal_attn
 import pytest
 import torch
 from conftest import check_l_m, check_o
@@ -11,26 +12,45 @@ def is_decode(backend, *tensors, **options):
     return backend.name in ("cpu", "paper") or backend.explain(*tensors, **options).kernel == "decode"
 
 
+def should_be_decode(backend, q, k):
+    """Whether a block has the shared memory that decode.cu needs, and the rows are few enough for it."""
+    if backend.name in ("cpu", "paper"):
+        return True
+    rows, d = q.shape[1] // k.shape[1] * q.shape[2], q.shape[3]
+    many = backend.explain(*backend.qkv(d=64, Nq=200, dtype=q.dtype)).kernel
+    on_fma_units = q.dtype == torch.float32 or many == "bfloat16 on FMA units"  # of a GPU as old as a T4
+    D = 64 if d <= 64 else 128 if d <= 128 else 256
+    keys, tile = (8, 8 if D <= 128 else 4) if on_fma_units else (16, 16)
+    # Four warps have Kj and Vj of a step, and Oi; half types have Qi; all have li, mi and a ticket.
+    needed = 4 * (2 * keys * D * q.element_size() + min(rows, tile) * (4 * D)) + 32 * tile + 128
+    needed += 0 if on_fma_units else 16 * D * 2
+    set_limit = minimal_attn._C.shared_memory_limit
+    limit = set_limit(0)
+    set_limit(limit)
+    limit = min(limit, torch.cuda.get_device_properties(0).shared_memory_per_block_optin)
+    return needed <= limit and rows <= (16 if on_fma_units else 32)
+
+
 @pytest.mark.parametrize("d", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("group, Nq", [(1, 1), (4, 1), (8, 2), (1, 5), (3, 3), (16, 1)])
 def test_rows(backend, dtype, d, group, Nq):
     """The queries of the heads that share a key head are the rows of a tile."""
     q, k, v = backend.qkv(B=2, Hq=2 * group, Hkv=2, Nq=Nq, Nk=777, d=d, dtype=dtype)
-    assert is_decode(backend, q, k, v)
+    assert is_decode(backend, q, k, v) == should_be_decode(backend, q, k)
     backend.check(q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("group, Nq", [(4, 8), (1, 8), (16, 2), (1, 16)])
 def test_several_tiles_of_rows(backend, dtype, group, Nq):
     q, k, v = backend.qkv(B=1, Hq=2 * group, Hkv=2, Nq=Nq, Nk=300, dtype=dtype)
-    assert dtype == torch.float32 or is_decode(backend, q, k, v)
+    assert is_decode(backend, q, k, v) == should_be_decode(backend, q, k)
     backend.check(q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("Nk", [128, 129, 143, 511, 512, 513, 2047, 2049, 9001])
 def test_ends_of_chunks(backend, dtype, Nk):
     q, k, v = backend.qkv(B=1, Hq=8, Hkv=2, Nq=1, Nk=Nk, d=128, dtype=dtype)
-    assert is_decode(backend, q, k, v)
+    assert is_decode(backend, q, k, v) == should_be_decode(backend, q, k)
     backend.check(q, k, v)
 
 
@@ -47,7 +67,7 @@ MASKS = {
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
 def test_masks(backend, dtype, options):
     q, k, v = backend.qkv(B=2, Hq=8, Hkv=2, Nq=4, Nk=700, dtype=dtype)
-    assert dtype == torch.float32 or is_decode(backend, q, k, v, **options)
+    assert is_decode(backend, q, k, v, **options)
     backend.check(q, k, v, **options)
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     state = backend.forward(q[:, :, :], k[:, :, :40], v[:, :, :40], return_state=True)
@@ -164,13 +184,13 @@ def test_state_of_decode(backend, dtype):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_shared_memory_of_a_t4(cuda_backend, shared_memory_limit, d):
-    """The kernel has 512 bytes besides those of the plan: 14 rows once took the whole 64 KB."""
+    """The kernel has 640 bytes besides those of the plan: 14 rows once took the whole 64 KB."""
     backend = cuda_backend
     shared_memory_limit(64 << 10)
     for Nq in range(1, 17):
         q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=Nq, Nk=300, d=d, dtype=torch.float16)
         plan = backend.explain(q, k, v)
-        assert plan.kernel != "decode" or plan.shared_memory + 512 <= 64 << 10
+        assert plan.kernel != "decode" or plan.shared_memory + 640 <= 64 << 10
         backend.check(q, k, v)
 
 
