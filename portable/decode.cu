@@ -13,14 +13,12 @@
 //     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
 //     __syncthreads, first      | the block         | Qi of the first item is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps and the ticket are in shared memory; Qi
-//                               |                   | has been read: the next item's may overwrite it
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; Qi has been read:
+//                               |                   | the next item's may overwrite it
 //     __syncthreads after join  | the block         | the same the other way round
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
-// Loads run ahead of the products, into the block's next item: memory is busy while an item ends. The first two items of
-// a block follow from its number. For each further one it takes a ticket, since multiprocessors get unequal shares of
-// the bandwidth.
+// Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
@@ -46,27 +44,26 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     }
 }
 
-// A warp's loads. They run ahead of its products, into the block's next item.
+// A warp's loads. They run ahead of its products, into the block's next items.
 template <class T, class Tile>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
-    unsigned stages;  // this warp's, in shared memory
-    int warp, loaded = 0, used = 0;  // steps
+    const unsigned stages;  // this warp's, in shared memory
+    const int warp;
     WorkItem item;
-    bool is_ahead = false;  // whether `item` is the block's next one
-    int j, j_end;
+    int j = 0, j_end = 0, loaded = 0, used = 0;  // the next step's first key; the item's end; steps
 
-    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp) { begin(first); }
-    __device__ void begin(const WorkItem &next) {
-        item = next, j = item.begin() + warp * Tile::Bc, j_end = item.exists ? item.end() : 0;
+    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp), item(first) {
+        begin();
     }
+    __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.end(); }
     __device__ int stage(const Decode &p, int step) const { return p.stages == 2 ? step % 2 : 0; }
 
     // Begins to load the next steps, until each stage has one.
-    __device__ void fill(const Attention &a, const Decode &p, const WorkItem &next) {
+    __device__ void fill(const Attention &a, const Decode &p) {
         while (loaded - used < p.stages) {
-            if (j >= j_end && !is_ahead) begin(next), is_ahead = true;
-            if (j >= j_end) break;
+            while (j >= j_end && item.exists) item.advance(a, p), begin();
+            if (!item.exists) return;
             const unsigned to = stages + stage(p, loaded++) * StageBytes;
             load_step<Tile, T>(a, to, a.k, a.k_stride, item, j);
             load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, item, j);
@@ -75,13 +72,14 @@ struct Loader {
         }
     }
 
-    // Waits until the oldest step that is in use has arrived.
-    __device__ void wait() {
+    // Waits until the oldest step has arrived, and returns its stage.
+    __device__ int wait(const Decode &p) const {
         if (loaded - used == 2)
             __pipeline_wait_prior(1);
         else
             __pipeline_wait_prior(0);
         __syncwarp();
+        return stage(p, used);
     }
 };
 
@@ -152,42 +150,32 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[kWarps][Tile::Rows];
-    __shared__ unsigned ticket;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
     unsigned char *const stages = shared + warp * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    WorkItem item{}, next;
-    unsigned index = blockIdx.x;
     if (!p.same_chunks) wait_for_the_last_kernel();  // which may write the lengths
-    item.advance_to(a, p, index);
-    next = item;
-    next.advance_to(a, p, index += gridDim.x);
+    WorkItem item(a, p);
     if (p.same_chunks) wait_for_the_last_kernel();
-
     Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
-    loader.fill(a, p, next);
+    loader.fill(a, p);
     Rows rows;
     if (item.exists) rows.load_queries(a, p, item, Q_tile);
     __syncthreads();
     while (item.exists) {
-        unsigned taken = 0;
-        if (p.tickets && threadIdx.x == 0 && next.exists) taken = atomicAdd(p.tickets, 1);
         rows.clear();
         for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
-            loader.wait();
-            const T *const Kj = (const T *)(stages + loader.stage(p, loader.used) * StageBytes);
+            const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
             rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
             __syncwarp();
             ++loader.used;
-            loader.fill(a, p, next);
+            loader.fill(a, p);
         }
         const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
         const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
         rows.store(O + warp * rows_of_O * D, lm[warp], count);
-        if (threadIdx.x == 0) ticket = taken;
+        item.advance(a, p);
         __syncthreads();
-        item = next;
         if (item.exists) rows.load_queries(a, p, item, Q_tile);
         for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
             const int r = n / (D / 4), x = n % (D / 4) * 4;
@@ -197,10 +185,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
             if (x == 0) p.lm[first + r] = {part.l, part.m};
             *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
         }
-        if (next.exists) next.advance_to(a, p, index = p.tickets ? 2 * gridDim.x + ticket : index + gridDim.x);
         __syncthreads();
-        loader.is_ahead = false;
-        loader.fill(a, p, next);
     }
 }
 
@@ -277,8 +262,8 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
     const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
-    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D), p.tickets = (unsigned *)(p.lm + rows);
-    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float) + (int64_t)sizeof(unsigned)};
+    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
+    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
 template <class Tile, class T>
@@ -338,8 +323,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        const int64_t items = describe<Tile>(a, (char *)workspace, p).items;
-        if (items <= 2 * plan.grid) p.tickets = nullptr;
+        describe<Tile>(a, (char *)workspace, p);
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
         const auto kernel = decode_kernel<T, Tile>;
@@ -351,8 +335,6 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
         // As much as any call needs, since another thread may launch the same kernel for more rows.
         if (error == cudaSuccess) error = allow_shared_memory(kernel, most - (int)attributes.sharedSizeBytes);
-        if (error != cudaSuccess) return error;
-        if (p.tickets) error = cudaMemsetAsync(p.tickets, 0, sizeof(unsigned), stream);
         if (error != cudaSuccess) return error;
         const bool waits = attributes.ptxVersion >= 90;  // PTX for an older GPU has no griddepcontrol
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};

@@ -38,34 +38,34 @@ struct Decode {
     Chunks chunks;
     int stages;  // of a warp
     bool aligned_o;
-    // In the workspace. Partial results by (b, key head, tile), chunk, row of the tile. And the number of tickets taken,
-    // or null where each block has two items at most.
-    float *Oi;
+    // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
-    unsigned *tickets;
+    float *Oi;
 };
 
 __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
     return p.same_chunks ? p.chunks : chunks_of(a, b);
 }
 
-// One chunk of keys for one tile of queries. Items are numbered by b, key head, chunk, tile: blocks that run at the same
-// time read neighbouring keys, and tiles of the same chunk share them in L2.
+// One chunk of keys for one tile of queries. Items are numbered by b, key head, chunk, tile. Block x takes item x and
+// each gridDim.x-th after it: blocks that run at the same time read neighbouring keys, and tiles share a chunk in L2.
 struct WorkItem {
-    int b, h_kv, chunk, tile;
+    int b = 0, h_kv, chunk, tile = 0;
     Chunks chunks;
-    unsigned before;  // the items of all batches before b
+    unsigned index, before = 0;  // this item's number; the items of all batches before b
     bool exists;
 
+    __device__ WorkItem(const Attention &a, const Decode &p) : index(blockIdx.x) { find(a, p); }
+    __device__ void advance(const Attention &a, const Decode &p) { index += gridDim.x, find(a, p); }
     __device__ int64_t output_tile(const Attention &a, const Decode &p) const {
         return ((int64_t)b * a.Hkv + h_kv) * p.tiles + tile;
     }
     __device__ int begin() const { return chunks.begin + chunk * chunks.size; }
     __device__ int end() const { return min(begin() + chunks.size, chunks.seen.end); }
 
-    // Becomes the index-th item, which is not before this one. Where only the device knows the lengths, a warp adds up
-    // the batches' numbers of items, 32 batches at a time.
-    __device__ void advance_to(const Attention &a, const Decode &p, unsigned index) {
+    // What item `index` is, which isn't in a batch before b. Where only the device knows the lengths, a warp adds up the
+    // batches' numbers of items, 32 batches at a time.
+    __device__ void find(const Attention &a, const Decode &p) {
         const int lane = threadIdx.x % 32, B = (int)a.B;
         const auto items_of = [&](int b) { return (unsigned)(chunks_of(a, p, b).count * a.Hkv * p.tiles); };
         if (p.same_chunks) {
@@ -93,7 +93,6 @@ struct WorkItem {
         if (!exists) return;
         chunks = chunks_of(a, p, b);
         unsigned n = index - before;
-        tile = 0;
         if (p.tiles > 1) tile = n % p.tiles, n /= p.tiles;
         h_kv = n / chunks.count, chunk = n - h_kv * chunks.count;
     }
