@@ -28,6 +28,19 @@ constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
+// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice.
+__device__ void stream16(unsigned to, const void *from, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0), "l"(policy)
+                 : "memory");
+#else
+    copy16(to, from, exists);
+#endif
+}
+
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
 // and columns past d become zeros.
 template <class Tile, class T>
@@ -40,7 +53,7 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
         const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
-        copy16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
+        stream16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
 
@@ -160,9 +173,13 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
     loader.fill(a, p);
     Rows rows;
-    if (item.exists) rows.load_queries(a, p, item, Q_tile);
+    rows.load_queries(a, p, item);
+    rows.take_queries(a, p, item, Q_tile);
     __syncthreads();
     while (item.exists) {
+        WorkItem next = item;
+        next.advance(a, p);
+        rows.load_queries(a, p, next);
         rows.clear();
         for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
             const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
@@ -174,9 +191,8 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
         const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
         const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
         rows.store(O + warp * rows_of_O * D, lm[warp], count);
-        item.advance(a, p);
         __syncthreads();
-        if (item.exists) rows.load_queries(a, p, item, Q_tile);
+        rows.take_queries(a, p, next, Q_tile);
         for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
             const int r = n / (D / 4), x = n % (D / 4) * 4;
             const Part part = join<kWarps>(
@@ -186,6 +202,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
             *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
         }
         __syncthreads();
+        item = next;
     }
 }
 
@@ -269,7 +286,8 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
     int stages = kMostStages;
-    while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory) --stages;
+    while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory)
+        --stages;
     return stages;
 }
 
@@ -284,13 +302,14 @@ constexpr int64_t kLittleWorkspace = 64 << 20;
 
 namespace portable {
 
-// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, 4096 keys, B 1 and B 8:
-// 16 rows 2.6 and 1.1, 32 rows 2.4 and 0.7, float32 with 16 rows 5 and 1.9. At 128 keys B 1 1.0, B 64 2.0.
-// The choice must not depend on B, or a row's bits would.
+// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, B 1 and B 8. 16 rows: 1024 keys
+// 1.5 and 0.95, 4096 keys 2.6 and 1.1. 32 rows: 1024 keys 1.3 and 0.6, 4096 keys 2.4 and 0.9, 16384 keys 3.7 and 1.15.
+// float32, 16 rows, 4096 keys: 5 and 1.9. The choice must not depend on B, or a row's bits would.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
+    const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
-        !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
+        !is_aligned(a.v, a.v_stride, element, a.d) || rows > most_rows || a.Nk < 128)
         return false;
     if (a.block_table && a.page_size % 16 != 0) return false;
     const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
