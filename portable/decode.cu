@@ -28,7 +28,8 @@ constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
-// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice.
+// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice. `to` must not be
+// known to be the same in all lanes but for an offset: then ptxas of CUDA 13.0 gives the policy an invalid register.
 __device__ void stream16(unsigned to, const void *from, bool exists) {
 #if __CUDA_ARCH__ >= 800
     uint64_t policy;
@@ -61,12 +62,13 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
 template <class T, class Tile>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
+    const int warp = threadIdx.x / 32;
     const unsigned stages;  // this warp's, in shared memory
-    const int warp;
     WorkItem item;
     int j = 0, j_end = 0, loaded = 0, used = 0;  // the next step's first key; the item's end; steps
 
-    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp), item(first) {
+    __device__ Loader(const Decode &p, const unsigned char *shared, const WorkItem &first)
+        : stages((unsigned)__cvta_generic_to_shared(shared) + warp * p.stages * StageBytes), item(first) {
         begin();
     }
     __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.end(); }
@@ -170,7 +172,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     if (!p.same_chunks) wait_for_the_last_kernel();  // which may write the lengths
     WorkItem item(a, p);
     if (p.same_chunks) wait_for_the_last_kernel();
-    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
+    Loader<T, Tile> loader(p, shared, item);
     loader.fill(a, p);
     Rows rows;
     rows.load_queries(a, p, item);

@@ -9,8 +9,8 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
 // Keys of a chunk. The key heads of a batch have about kChunks chunks together, which keep a GPU busy. At least
 // kLeastChunk: a step of 16 keys for each warp. At most kMostChunk: blocks end together, and the partial results of 4
-// rows are only 0.2 % of K and V (bfloat16, d 128).
-constexpr int kLeastChunk = 64, kMostChunk = 2048, kChunks = 128;
+// rows are only 0.4 % of K and V (bfloat16, d 128).
+constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
 
 // The chunks of the keys that a batch's queries see.
 struct Chunks {
