@@ -94,6 +94,13 @@ __device__ KeyTile key_tile_of(const Attention &a, int64_t index) {
     return tile;
 }
 
+// The thread's number in the block. What follows from it is computed anew, and not kept in registers: these are scarce.
+__device__ unsigned thread_anew() {
+    unsigned thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+
 // The 2 XAtOnce neighbouring numbers of a row that a group of accumulators of multiply_columns has.
 template <int XAtOnce>
 __device__ void row_of_group(float (&row)[2 * XAtOnce], const float (*group)[4], int r, float scale) {
@@ -107,7 +114,7 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
                                void *tensor, const Strides &stride, int row0, int column0, float scale, bool adds,
                                bool aligned) {
     constexpr int XAtOnce = Tile::XAtOnce;
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_anew() % 32;
     float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
 #pragma unroll
     for (int r = 0; r < 2 * Tile::M; ++r) {
@@ -169,22 +176,27 @@ __device__ void pass_turn(unsigned *added) {
     if (threadIdx.x % 32 == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(added) : "memory");
 }
 
-// Sij^T and dPij^T become Pij^T and dSij^T; dSij goes to shared memory, too. This thread has keys j and j + 8 of each 16,
-// and queries 8 n + 0, 1 of those that the pointers to lse_i and Di, and i0, begin with.
+// Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared memory,
+// too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
-                             const float *Di, float c, const unsigned (&to)[2], const BandOf<int> &band, int i0, int j,
-                             bool masked) {
+                             const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
+                             int warp_key, bool masked) {
+    const int lane = thread_anew() % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
+    unsigned to[2];
+#pragma unroll
+    for (int y = 0; y < 2; ++y)
+        to[y] = lane_address<Tile::Bc>(dS_tile, row0 + y, warp_key / 4 + lane / 4 % 2) + lane / 8 * 4;
 #pragma unroll
     for (int m = 0; m < Tile::M; ++m)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int key = j + 16 * m + 8 * r;
+            const int key = j0 + lane / 4 + 16 * m + 8 * r;
             const bool exists = band.keys.begin <= key && key < band.keys.end;
-            const int begin = key - band.last - i0, end = exists ? key - band.first + 1 - i0 : INT_MIN;
+            const int begin = key - band.last - i0 - row0, end = exists ? key - band.first + 1 - i0 - row0 : INT_MIN;
 #pragma unroll
             for (int n = 0; n < Tile::N; ++n) {
-                const float2 lse = *(const float2 *)(lse_i + 8 * n), D = *(const float2 *)(Di + 8 * n);
+                const float2 lse = *(const float2 *)(lse_i + row0 + 8 * n), D = *(const float2 *)(Di + row0 + 8 * n);
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
                     float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y];
@@ -202,11 +214,14 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 // dVj += Pij^T dOi, or dKj += dSij^T Qi
 template <class Tile>
 __device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[Tile::M][Tile::N][4],
-                            const unsigned (&B)[2], int d) {
+                            const float *tile, int column0, int d) {
     constexpr int D = Tile::D, XAtOnce = Tile::XAtOnce, K = std::min(kQueriesOfSum / 8, Tile::N);
+    const int lane = thread_anew() % 32;
+    const unsigned B[2] = {lane_address_columns<D, XAtOnce>(tile, lane, 0, column0),
+                           lane_address_columns<D, XAtOnce>(tile, lane, 1, column0)};
 #pragma unroll
     for (int x0 = 0; x0 < Tile::X; x0 += XAtOnce) {
-        if (8 * x0 >= d) break;
+        if (column0 + 8 * x0 >= d) break;
 #pragma unroll
         for (int n0 = 0; n0 < Tile::N; n0 += K) {
             const unsigned rows[2] = {B[0] + 8 * n0 * D * 4, B[1] + 8 * n0 * D * 4};
@@ -221,12 +236,16 @@ __device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[
     }
 }
 
-// dQ += softmax_scale dSij Kj: the warp's queries, which begin at dQ, and its columns, from column0 on
+// dQ += softmax_scale dSij Kj: the warp's part of a tile that begins at dQ and has `rows` rows
 template <class Tile>
-__device__ void add_dQ(const Attention &a, unsigned dS, const unsigned (&Kj)[2], float *dQ, int64_t stride, int rows,
-                       int column0, bool aligned, const unsigned *added, unsigned turn) {
+__device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_tile, float *dQ, int64_t stride,
+                       int rows, int warp, bool aligned, const unsigned *added, unsigned turn) {
     constexpr int D = Tile::D, Bc = Tile::Bc, MQ = Tile::MQ, XAtOnce = Tile::XQAtOnce, K = kQueriesOfSum / 8;
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_anew() % 32, row0 = warp % Tile::QueryWarps * Tile::WarpQueries;
+    const int column0 = warp / Tile::QueryWarps * Tile::WarpColumnsOfdQ;
+    const unsigned dS = lane_address<Bc>(dS_tile, row0 + lane % 16, lane / 16);
+    const unsigned Kj[2] = {lane_address_columns<D, XAtOnce>(K_tile, lane, 0, column0),
+                            lane_address_columns<D, XAtOnce>(K_tile, lane, 1, column0)};
 #pragma unroll
     for (int x0 = 0; x0 < Tile::XQ; x0 += XAtOnce) {
         float sum[MQ][XAtOnce][4] = {};
@@ -247,7 +266,7 @@ __device__ void add_dQ(const Attention &a, unsigned dS, const unsigned (&Kj)[2],
         if (x0 == 0) wait_for_turn(added, turn);
 #pragma unroll
         for (int r = 0; r < 2 * MQ; ++r) {
-            const int i = lane / 4 + 8 * r;
+            const int i = row0 + lane / 4 + 8 * r;
             if (i >= rows) continue;
             float row[2 * XAtOnce];
             row_of_group<XAtOnce>(row, sum[r / 2], r % 2, a.softmax_scale);
@@ -275,10 +294,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     zero_padding<Tile>(a, block, g.dv, g.dv_stride);
     if (block.j0 >= block.j1) return;
 
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int warp_key = warp % Tile::KeyWarps * Tile::WarpKeys, column0 = warp / Tile::KeyWarps * Tile::WarpColumns;
-    const int warp_query = warp % Tile::QueryWarps * Tile::WarpQueries;
-    const int column0_dQ = warp / Tile::QueryWarps * Tile::WarpColumnsOfdQ;
     const float c = a.softmax_scale * kLog2e;
 
     // Step s is tile tiles.end - 1 - s % n of query head h0 + s / n, where n tiles see a key of this tile.
@@ -309,20 +326,6 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     };
     if (steps > 0) load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(0), load_dO(0);
 
-    // A and B as in tf32.cuh: rows of keys, rows of queries, and columns of both
-    const unsigned Kj = lane_address<D>(K_tile, warp_key + lane % 16, lane / 16);
-    const unsigned Vj = lane_address<D>(V_tile, warp_key + lane % 16, lane / 16);
-    const unsigned Qi = lane_address<D>(Q_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    const unsigned dOi = lane_address<D>(dO_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    const auto columns = [&](const float *tile, int y) {
-        return lane_address_columns<D, Tile::XAtOnce>(tile, lane, y, column0);
-    };
-    // dSij has the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7
-    const auto dS_at = [&](int y) {
-        return lane_address<Bc>(dS_tile, lane % 4 * 2 + y, warp_key / 4 + lane / 4 % 2) + lane / 8 * 4;
-    };
-    const unsigned dS_rows = lane_address<Bc>(dS_tile, warp_query + lane % 16, lane / 16);
-
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
     unsigned *last_added = nullptr;
     for (int step = 0; step < steps; ++step) {
@@ -337,31 +340,27 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const bool masked = j0 < by_all.begin || j0 + Tile::WarpKeys > by_all.end;
         float S[M][N][4] = {}, dP[M][N][4] = {};
         if (is_seen) {
-            multiply_rows<D>(S, Kj, Qi, a.d);
-            multiply_rows<D>(dP, Vj, dOi, a.d);
+            // A is rows of Kj or Vj, B rows of Qi or dOi
+            const int lane = thread_anew() % 32, A_row = warp_key + lane % 16, B_row = lane / 16 * 8 + lane % 8;
+            multiply_rows<D>(S, lane_address<D>(K_tile, A_row, lane / 16), lane_address<D>(Q_tile, B_row, lane / 8 % 2),
+                             a.d);
+            multiply_rows<D>(dP, lane_address<D>(V_tile, A_row, lane / 16),
+                             lane_address<D>(dO_tile, B_row, lane / 8 % 2), a.d);
         }
-        const int first_query = lane % 4 * 2;
-        compute_P_dS<Tile>(S, dP, lse_i + first_query, Di + first_query, c, {dS_at(0), dS_at(1)}, block.band,
-                           i0 + first_query, j0 + lane / 4, masked);
-        if (is_seen) add_product<Tile>(dV, S, {columns(dO_tile, 0), columns(dO_tile, 1)}, a.d - column0);
+        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.band, i0, j0, warp_key, masked);
+        if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
         __syncthreads();
         if (step + 1 < steps) load_dO(step + 1);
-        if (is_seen) add_product<Tile>(dK, dP, {columns(Q_tile, 0), columns(Q_tile, 1)}, a.d - column0);
+        if (is_seen) add_product<Tile>(dK, dP, Q_tile, column0, a.d);
         __syncthreads();
         if (step + 1 < steps) load_Q(step + 1);
 
         // dQi. Tiles of keys before this one that see it have their turns first
         const int64_t h = head_of(step), Tr = (a.Nq + Br - 1) / Br;
-        float *const dQ = (float *)g.dq + block.b * g.dq_stride.batch + h * g.dq_stride.head +
-                          (i0 + warp_query) * g.dq_stride.row;
+        float *const dQ = (float *)g.dq + block.b * g.dq_stride.batch + h * g.dq_stride.head + i0 * g.dq_stride.row;
         unsigned *const added = turns.added + ((block.b * a.Hq + h) * Tr + tile_of(step)) * Tile::Warps + warp;
-        const int turn = block.index - (by_any.begin - block.band.keys.begin) / Bc;
-        const unsigned K_columns[2] = {
-            lane_address_columns<D, Tile::XQAtOnce>(K_tile, lane, 0, column0_dQ),
-            lane_address_columns<D, Tile::XQAtOnce>(K_tile, lane, 1, column0_dQ),
-        };
-        add_dQ<Tile>(a, dS_rows, K_columns, dQ, g.dq_stride.row, i1 - i0 - warp_query, column0_dQ, aligned, added,
-                     turn);
+        const unsigned turn = block.index - (by_any.begin - block.band.keys.begin) / Bc;
+        add_dQ<Tile>(a, dS_tile, K_tile, dQ, g.dq_stride.row, i1 - i0, warp, aligned, added, turn);
         last_added = added;
 
         const bool is_last = step + 1 == steps;
