@@ -4,11 +4,8 @@
 //     P = exp(S - lse),  dS = P o (dP - D)        lse and D: gradient_rows.h
 //
 // A block owns a tile of keys, Kj and Vj, and walks the queries that see some of them, the last first, in all query
-// heads that share the key head. It keeps dKj and dVj in registers, and adds each dQi to dQ in HBM.
-//
-// dQi is a sum over blocks. They add in the order of their tiles, so that every run gives the same bits: each warp waits
-// until the same warp of the block before has added its part. A block takes the next tile when it starts, so the blocks
-// that it waits for have started. They came to each dQi earlier, thus blocks hardly wait.
+// heads that share the key head. It keeps dKj and dVj in registers, and adds each dQi to dQ in HBM when it is its turn
+// (key_tiles.cuh).
 //
 //     role        | warps              | registers                | does
 //     every warp  | Tile::Threads / 32 | dKj, dVj, then Sij^T and | loads a part of each tile; computes WarpKeys rows of
@@ -25,8 +22,8 @@
 //     wait_for_tiles, for each tile  | Qi, dOi, lse_i and Di have arrived; all warps have read dSij
 //     after dVj                      | dSij is complete; all have read dOi, lse_i and Di: the next ones overwrite them
 //     after dKj                      | all have read Qi: the next one overwrites it
-#include "portable/common.cuh"
 #include "portable/gradient_rows.h"
+#include "portable/key_tiles.cuh"
 #include "portable/tf32.cuh"
 
 namespace minimal_attn {
@@ -49,50 +46,8 @@ struct BackwardTile {
     static_assert(Br % 16 == 0 && Bc % 32 == 0 && X % XAtOnce == 0 && XQ % XQAtOnce == 0);
 };
 
-constexpr int kQueriesOfSum = 32;       // queries or keys whose products are one sum on tensor cores
+constexpr int kQueriesOfSum = 32;        // queries or keys whose products are one sum on tensor cores
 constexpr int kTilesOfRegisterSum = 64;  // tiles of queries after which dKj and dVj are added to HBM
-
-// Whose turn it is to add to dQ: for each tile of queries and each warp, how many tiles of keys have been added.
-struct Turns {
-    unsigned long long *next_block;
-    unsigned *added;
-    int64_t count;
-};
-
-// Queries that see any of these keys: an interval.
-__device__ Keys queries_of_any(const Band &band, Keys keys, int Nq) {
-    if (empty(keys) || band.first > band.last) return {0, 0};
-    const int begin = (int)clamp(keys.begin - band.last, (int64_t)0, (int64_t)Nq);
-    return {begin, (int)clamp(keys.end - band.first, (int64_t)begin, (int64_t)Nq)};
-}
-
-// What one block computes: dK and dV of the keys j0 <= j < j1 of key head h_kv in batch b. Tiles of keys count from the
-// first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
-struct KeyTile {
-    int64_t b, h_kv;
-    int index, j0, j1;
-    BandOf<int> band;
-    Keys queries, tiles;  // queries of the batch that see a key, and tiles of them that see a key of this tile
-};
-
-template <class Tile>
-__device__ KeyTile key_tile_of(const Attention &a, int64_t index) {
-    const int Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc;
-    KeyTile tile;
-    tile.index = (int)(index % Tc);  // the first keys, which most queries see if causal, start first
-    tile.b = index / Tc / a.Hkv, tile.h_kv = index / Tc % a.Hkv;
-    const Band band = band_of(a, tile.b);
-    tile.band = narrow(band);
-    tile.j0 = min(band.keys.begin + tile.index * Tile::Bc, band.keys.end);
-    tile.j1 = min(tile.j0 + Tile::Bc, band.keys.end);
-    tile.queries = queries_of_any(band, band.keys, a.Nq);
-    const Keys by_tile = queries_of_any(band, {tile.j0, tile.j1}, a.Nq);
-    tile.tiles = {0, 0};
-    if (!empty(by_tile))
-        tile.tiles = {(by_tile.begin - tile.queries.begin) / Tile::Br,
-                      (by_tile.end - tile.queries.begin + Tile::Br - 1) / Tile::Br};
-    return tile;
-}
 
 // The thread's number in the block. What follows from it is computed anew, and not kept in registers: these are scarce.
 __device__ unsigned thread_anew() {
@@ -139,43 +94,6 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
     }
 }
 
-// Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.
-template <class Tile>
-__device__ void zero_padding(const Attention &a, const KeyTile &block, void *tensor, const Strides &stride) {
-    float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
-    const int first = block.index * Tile::Bc, last = min(first + Tile::Bc, a.Nk);
-    for (int j = first; j < last; ++j)
-        if (j < block.band.keys.begin || j >= block.band.keys.end)
-            for (int x = threadIdx.x; x < a.d; x += Tile::Threads) head[j * stride.row + x] = 0.f;
-}
-
-// Four numbers, or the first `count`, to dQ. Only this thread adds to them now.
-__device__ void add_to_dQ(float *to, const float *x, bool aligned, int count) {
-#if __CUDA_ARCH__ >= 900
-    if (aligned) {
-        atomicAdd((float4 *)to, make_float4(x[0], x[1], x[2], x[3]));
-        return;
-    }
-#endif
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-        if (c < count) atomicAdd(to + c, x[c]);
-}
-
-__device__ void wait_for_turn(const unsigned *added, unsigned turn) {
-    if (threadIdx.x % 32 == 0) {
-        unsigned now;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(added) : "memory");
-        while (now != turn);
-    }
-    __syncwarp();
-}
-
-__device__ void pass_turn(unsigned *added) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(added) : "memory");
-}
-
 // Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared memory,
 // too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile>
@@ -213,8 +131,8 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 
 // dVj += Pij^T dOi, or dKj += dSij^T Qi
 template <class Tile>
-__device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[Tile::M][Tile::N][4],
-                            const float *tile, int column0, int d) {
+__device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[Tile::M][Tile::N][4], const float *tile,
+                            int column0, int d) {
     constexpr int D = Tile::D, XAtOnce = Tile::XAtOnce, K = std::min(kQueriesOfSum / 8, Tile::N);
     const int lane = thread_anew() % 32;
     const unsigned B[2] = {lane_address_columns<D, XAtOnce>(tile, lane, 0, column0),
@@ -288,10 +206,10 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     float *const dO_tile = Q_tile + Br * D, *const dS_tile = dO_tile + Br * D;
     float *const lse_i = dS_tile + Br * Bc, *const Di = lse_i + Br;
     KeyTile &block = *(KeyTile *)(Di + Br);
-    if (threadIdx.x == 0) block = key_tile_of<Tile>(a, atomicAdd(turns.next_block, 1));
+    if (threadIdx.x == 0) block = key_tile_of(a, atomicAdd(turns.next_block, 1), Br, Bc);
     __syncthreads();
-    zero_padding<Tile>(a, block, g.dk, g.dk_stride);
-    zero_padding<Tile>(a, block, g.dv, g.dv_stride);
+    zero_padding(a, block, Bc, g.dk, g.dk_stride);
+    zero_padding(a, block, Bc, g.dv, g.dv_stride);
     if (block.j0 >= block.j1) return;
 
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -388,26 +306,13 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 #endif
 }
 
-// dQ = 0, and nothing has been added
-__global__ void __launch_bounds__(256) begin_kernel(const __grid_constant__ Gradient g, const Turns turns) {
-    const int64_t thread = blockIdx.x * (int64_t)256 + threadIdx.x, threads = gridDim.x * (int64_t)256;
-    if (thread == 0) *turns.next_block = 0;
-    for (int64_t at = thread; at < turns.count; at += threads) turns.added[at] = 0;
-    for (int64_t row = thread / 32; row < g.a.B * g.a.Hq * g.a.Nq; row += threads / 32) {
-        const int64_t head = row / g.a.Nq;
-        float *const dQ = (float *)g.dq + head / g.a.Hq * g.dq_stride.batch + head % g.a.Hq * g.dq_stride.head +
-                          row % g.a.Nq * g.dq_stride.row;
-        for (int x = threadIdx.x % 32; x < g.a.d; x += 32) dQ[x] = 0.f;
-    }
-}
-
 // Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor.
 struct BackwardKernels {
-    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>>;        // 81 KB
-    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,      // 104 KB
-                          BackwardTile<128, 16, 128, 16, 128, 16, 1>>;    // 152 KB; fits an A100
-    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,      // 200 KB
-                          BackwardTile<256, 32, 32, 16, 128, 32, 1>>;     // 132 KB; fits an A100
+    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>>;      // 81 KB
+    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,    // 104 KB
+                          BackwardTile<128, 16, 128, 16, 128, 16, 1>>;  // 152 KB; fits an A100
+    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,    // 200 KB
+                          BackwardTile<256, 32, 32, 16, 128, 32, 1>>;   // 132 KB; fits an A100
 };
 
 template <class Tile, class... Smaller>
@@ -419,8 +324,16 @@ Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Small
     const int64_t blocks = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
     const int64_t turns = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
     const int64_t workspace = gradient_rows_bytes(g) + 256 + turns * (int64_t)sizeof(unsigned);
-    return {portable::kTf32Backward, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes,
-            workspace, device.multiprocessors};
+    return {portable::kTf32Backward,
+            index,
+            Tile::Br,
+            Tile::Bc,
+            Tile::D,
+            blocks,
+            Tile::Threads,
+            Tile::SharedBytes,
+            workspace,
+            device.multiprocessors};
 }
 
 template <class Tile>
@@ -456,9 +369,8 @@ const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *work
     const char *error = launch_gradient_rows(g, gradient_rows_in(g, workspace), stream);
     if (error) return error;
     return why_not(with_tiles_for<BackwardKernels>(g.a.d, [&](auto tiles) {
-        return with_tile(plan.tile, tiles, [&](auto tile) {
-            return launch_backward<decltype(tile)>(g, plan, workspace, stream);
-        });
+        return with_tile(plan.tile, tiles,
+                         [&](auto tile) { return launch_backward<decltype(tile)>(g, plan, workspace, stream); });
     }));
 }
 

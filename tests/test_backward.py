@@ -72,6 +72,8 @@ def test_options(backend, dtype, name):
         (1, 2, 2, 200, 129, 128),
         (1, 2, 1, 100, 90, 200),
         (1, 1, 1, 70, 70, 256),
+        (1, 2, 1, 2500, 20, 16),  # dk and dv are set aside after 64 tiles of queries
+        (1, 2, 1, 20, 700, 100),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
