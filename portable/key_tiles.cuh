@@ -3,7 +3,7 @@
 // A block walks the tiles of queries that see some of its keys, and adds its part to dQ of each. The blocks add in the
 // order of their tiles of keys, so that every run gives the same bits: a warp waits until the same warp of the block
 // before has added its part. A block takes the next tile when it starts, so the blocks that it waits for have started.
-// All walk from the last query to the first: the blocks before come to each tile earlier or at once, so waits are short.
+// All walk from the last query to the first: the blocks before come to each tile earlier or at once.
 #pragma once
 #include "portable/common.cuh"
 
@@ -52,12 +52,12 @@ __device__ void zero_padding(const Attention &a, const KeyTile &block, int Bc, v
             for (int x = threadIdx.x; x < a.d; x += blockDim.x) head[j * stride.row + x] = 0.f;
 }
 
-// Which block is next, and whose turn it is to add to dQ: for each tile of queries and each warp, how many tiles of keys
-// have been added.
+// Which block is next, and whose turn it is to add to dQ: for each tile of queries and each warp, how many tiles of
+// keys have been added.
 struct Turns {
     unsigned long long *next_block;
     unsigned *added;
-    int64_t count;
+    int64_t count;  // of `added`
 };
 
 __device__ void wait_for_turn(const unsigned *added, unsigned turn) {
@@ -88,7 +88,8 @@ __device__ void add_to_dQ(float *to, const float *x, bool aligned, int count) {
 }
 
 // dQ = 0, and nothing has been added
-__global__ void __launch_bounds__(256) begin_kernel(const __grid_constant__ Gradient g, const Turns turns) {
+__global__ void __launch_bounds__(256)
+    begin_kernel(const __grid_constant__ Gradient g, const __grid_constant__ Turns turns) {
     const int64_t thread = blockIdx.x * (int64_t)256 + threadIdx.x, threads = gridDim.x * (int64_t)256;
     if (thread == 0) *turns.next_block = 0;
     for (int64_t at = thread; at < turns.count; at += threads) turns.added[at] = 0;

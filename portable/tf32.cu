@@ -65,7 +65,7 @@ __device__ void multiply_PV(Rows<Tile> &rows, const float (&Pij)[Tile::M][Tile::
 #pragma unroll
     for (int x0 = 0; x0 < Tile::X; x0 += Tile::XAtOnce) {
         if (8 * x0 >= d) break;
-        multiply_columns<Tile::D, Tile::M, Tile::N, Tile::XAtOnce>(
+        multiply_columns<Tile::D, Tile::M, Tile::N, Tile::XAtOnce, 1, true>(
             Vj, x0,
             [&](int n, int m, unsigned (&hi)[4], unsigned (&lo)[4]) {
 #pragma unroll

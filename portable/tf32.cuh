@@ -1,5 +1,5 @@
-// tf32.cuh: products of float32 matrices on tensor cores, for tf32.cu and tf32_backward.cu. Tensor cores multiply TF32s,
-// which have 11 bits, so a float32 is a sum hi + lo of two, and a product is hi hi + hi lo + lo hi.
+// tf32.cuh: products of float32 matrices on tensor cores, for tf32.cu and tf32_backward.cu. Tensor cores multiply
+// TF32s, which have 11 bits, so a float32 is a sum hi + lo of two, and a product is hi hi + hi lo + lo hi.
 //
 // Operands are split in registers: hi and lo in shared memory would take twice the reads. Tensor cores truncate sums,
 // so a sum is short, and float32 additions, which round, join the sums.
@@ -76,38 +76,51 @@ __device__ unsigned lane_address_columns(const float *tile, int lane, int y, int
     return lane_address<D>(tile, row, column / 4) + column % 4 * 4;
 }
 
-// A group of XAtOnce accumulators of A B: 16 M rows, columns from 8 x0 on, a sum over K eights of rows of B, a tile of D
-// columns. of_A gives A, whose columns are rows 0, 2, 4, 6, 1, 3, 5, 7 of each eight: in this order an accumulator is an
-// operand. A lane has XAtOnce neighbouring columns of B, one for each accumulator: one load reads them.
-template <int D, int M, int K, int XAtOnce, class OfA, class Add>
+// A B: 16 M rows, Groups x XAtOnce eights of columns from 8 x0 on, a sum over K eights of rows of B, whose rows have D
+// columns. One load reads a lane's XAtOnce neighbouring columns, one for each accumulator. of_A gives A in the order 0,
+// 2, 4, 6, 1, 3, 5, 7 of each eight: so an accumulator is an operand. If Apart, hi hi has a sum of its own.
+template <int D, int M, int K, int XAtOnce, int Groups, bool Apart, class OfA, class Add>
 __device__ void multiply_columns(const unsigned (&B)[2], int x0, const OfA &of_A, const Add &add) {
-    float large[M][XAtOnce][4] = {}, small[M][XAtOnce][4] = {};  // the sums of hi hi, and of the other products
+    float large[M][Groups * XAtOnce][4] = {}, apart[M][Groups * XAtOnce][4] = {};
+    auto &small = Apart ? apart : large;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-        float b[2][XAtOnce];
-#pragma unroll
-        for (int y = 0; y < 2; ++y) load_floats(b[y], (B[y] ^ 32 * x0 % 128) + 8 * k * D * 4 + 32 * x0 / 128 * 128);
         unsigned a_hi[M][4], a_lo[M][4];
+        if (!Apart)
 #pragma unroll
-        for (int m = 0; m < M; ++m) of_A(k, m, a_hi[m], a_lo[m]);
-        unsigned b_hi[XAtOnce][2], b_lo[XAtOnce][2];
+            for (int m = 0; m < M; ++m) of_A(k, m, a_hi[m], a_lo[m]);
 #pragma unroll
-        for (int x = 0; x < XAtOnce; ++x)
+        for (int g = 0; g < Groups * XAtOnce; g += XAtOnce) {
+            float b[2][XAtOnce];
 #pragma unroll
-            for (int y = 0; y < 2; ++y) split(b[y][x], b_hi[x][y], b_lo[x][y]);
+            for (int y = 0; y < 2; ++y)
+                load_floats(b[y], (B[y] ^ 32 * (x0 + g) % 128) + 8 * k * D * 4 + 32 * (x0 + g) / 128 * 128);
+            if (Apart)
 #pragma unroll
-        for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][y / M], a_lo[y % M], b_hi[y / M]);
+                for (int m = 0; m < M; ++m) of_A(k, m, a_hi[m], a_lo[m]);
+            unsigned b_hi[XAtOnce][2], b_lo[XAtOnce][2];
 #pragma unroll
-        for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(large[y % M][y / M], a_hi[y % M], b_hi[y / M]);
+            for (int x = 0; x < XAtOnce; ++x)
 #pragma unroll
-        for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][y / M], a_hi[y % M], b_lo[y / M]);
+                for (int y = 0; y < 2; ++y) split(b[y][x], b_hi[x][y], b_lo[x][y]);
+#pragma unroll
+            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][g + y / M], a_lo[y % M], b_hi[y / M]);
+            if (Apart)
+#pragma unroll
+                for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(large[y % M][g + y / M], a_hi[y % M], b_hi[y / M]);
+#pragma unroll
+            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][g + y / M], a_hi[y % M], b_lo[y / M]);
+            if (!Apart)
+#pragma unroll
+                for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(large[y % M][g + y / M], a_hi[y % M], b_hi[y / M]);
+        }
     }
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int x = 0; x < XAtOnce; ++x)
+        for (int x = 0; x < Groups * XAtOnce; ++x)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) add(m, x, e, large[m][x][e] + small[m][x][e]);
+            for (int e = 0; e < 4; ++e) add(m, x, e, Apart ? large[m][x][e] + small[m][x][e] : large[m][x][e]);
 }
 
 }  // namespace

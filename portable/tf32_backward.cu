@@ -7,9 +7,9 @@
 // heads that share the key head. It keeps dKj and dVj in registers, and adds each dQi to dQ in HBM when it is its turn
 // (key_tiles.cuh).
 //
-//     role        | warps              | registers                | does
-//     every warp  | Tile::Threads / 32 | dKj, dVj, then Sij^T and | loads a part of each tile; computes WarpKeys rows of
-//                 |                    | dPij^T or dQi: up to 255 | Sij^T, dPij^T, dKj, dVj, and a part of each dQi
+//     role        | warps              | registers               | does
+//     every warp  | Tile::Threads / 32 | dKj, dVj; Sij^T, dPij^T | loads a part of each tile; computes WarpKeys rows of
+//                 |                    | or dQi: up to 255       | Sij^T, dPij^T, dKj, dVj, and a part of each dQi
 //
 //     shared memory | size         | written               | read
 //     Kj, Vj        | Bc x D each  | once                  | Kj by all; Vj by the warp of its rows
@@ -39,7 +39,8 @@ struct BackwardTile {
     static constexpr int QueryWarps = Br / WarpQueries, WarpColumnsOfdQ = D / (Warps / QueryWarps);
     static constexpr int M = WarpKeys / 16, N = Br / 8, X = WarpColumns / 8;  // a warp's accumulators, 16 x 8 each
     static constexpr int MQ = WarpQueries / 16, XQ = WarpColumnsOfdQ / 8;     // of dQi
-    static constexpr int XAtOnce = 4 / M, XQAtOnce = std::min(4 / MQ, XQ);    // of these, summed side by side
+    static constexpr int XAtOnce = 4 / M, XQAtOnce = std::min(4 / MQ, XQ);    // of these, read at once
+    static constexpr int Groups = D == 64 ? 2 : 1;  // of which so many are summed side by side
     static constexpr int Floats = 2 * (Bc + Br) * D + Br * Bc + 2 * Br;
     static constexpr int SharedBytes = Floats * 4 + 128;                           // and KeyTile
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
@@ -94,8 +95,8 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
     }
 }
 
-// Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared memory,
-// too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
+// Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
+// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                              const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
@@ -138,12 +139,12 @@ __device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[
     const unsigned B[2] = {lane_address_columns<D, XAtOnce>(tile, lane, 0, column0),
                            lane_address_columns<D, XAtOnce>(tile, lane, 1, column0)};
 #pragma unroll
-    for (int x0 = 0; x0 < Tile::X; x0 += XAtOnce) {
+    for (int x0 = 0; x0 < Tile::X; x0 += Tile::Groups * XAtOnce) {
         if (column0 + 8 * x0 >= d) break;
 #pragma unroll
         for (int n0 = 0; n0 < Tile::N; n0 += K) {
             const unsigned rows[2] = {B[0] + 8 * n0 * D * 4, B[1] + 8 * n0 * D * 4};
-            multiply_columns<D, Tile::M, K, XAtOnce>(
+            multiply_columns<D, Tile::M, K, XAtOnce, Tile::Groups, false>(
                 rows, x0,
                 [&](int k, int m, unsigned (&hi)[4], unsigned (&lo)[4]) {
 #pragma unroll
@@ -158,20 +159,21 @@ __device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[
 template <class Tile>
 __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_tile, float *dQ, int64_t stride,
                        int rows, int warp, bool aligned, const unsigned *added, unsigned turn) {
-    constexpr int D = Tile::D, Bc = Tile::Bc, MQ = Tile::MQ, XAtOnce = Tile::XQAtOnce, K = kQueriesOfSum / 8;
+    constexpr int D = Tile::D, Bc = Tile::Bc, MQ = Tile::MQ, XAtOnce = Tile::XQAtOnce,
+                  Groups = std::min(Tile::Groups, Tile::XQ / XAtOnce), K = kQueriesOfSum / 8;
     const int lane = thread_anew() % 32, row0 = warp % Tile::QueryWarps * Tile::WarpQueries;
     const int column0 = warp / Tile::QueryWarps * Tile::WarpColumnsOfdQ;
     const unsigned dS = lane_address<Bc>(dS_tile, row0 + lane % 16, lane / 16);
     const unsigned Kj[2] = {lane_address_columns<D, XAtOnce>(K_tile, lane, 0, column0),
                             lane_address_columns<D, XAtOnce>(K_tile, lane, 1, column0)};
 #pragma unroll
-    for (int x0 = 0; x0 < Tile::XQ; x0 += XAtOnce) {
-        float sum[MQ][XAtOnce][4] = {};
+    for (int x0 = 0; x0 < Tile::XQ; x0 += Groups * XAtOnce) {
+        float sum[MQ][Groups * XAtOnce][4] = {};
         if (column0 + 8 * x0 < a.d)
 #pragma unroll 1
             for (int key = 0; key < Bc; key += kQueriesOfSum) {
                 const unsigned rows_K[2] = {Kj[0] + key * D * 4, Kj[1] + key * D * 4};
-                multiply_columns<D, MQ, K, XAtOnce>(
+                multiply_columns<D, MQ, K, XAtOnce, Groups, false>(
                     rows_K, x0,
                     [&](int k, int m, unsigned (&hi)[4], unsigned (&lo)[4]) {
                         unsigned A[4];
@@ -186,12 +188,15 @@ __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_
         for (int r = 0; r < 2 * MQ; ++r) {
             const int i = row0 + lane / 4 + 8 * r;
             if (i >= rows) continue;
-            float row[2 * XAtOnce];
-            row_of_group<XAtOnce>(row, sum[r / 2], r % 2, a.softmax_scale);
 #pragma unroll
-            for (int y = 0; y < 2 * XAtOnce; y += 4) {
-                const int column = column0 + 8 * x0 + lane % 4 * 2 * XAtOnce + y;
-                if (column < a.d) add_to_dQ(dQ + i * stride + column, &row[y], aligned, min(4, a.d - column));
+            for (int x = 0; x < Groups * XAtOnce; x += XAtOnce) {
+                float row[2 * XAtOnce];
+                row_of_group<XAtOnce>(row, &sum[r / 2][x], r % 2, a.softmax_scale);
+#pragma unroll
+                for (int y = 0; y < 2 * XAtOnce; y += 4) {
+                    const int column = column0 + 8 * (x0 + x) + lane % 4 * 2 * XAtOnce + y;
+                    if (column < a.d) add_to_dQ(dQ + i * stride + column, &row[y], aligned, min(4, a.d - column));
+                }
             }
         }
     }
@@ -232,7 +237,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const int i0 = block.queries.begin + tile_of(step) * Br;
         const int64_t at = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
         for (int row = threadIdx.x; row < Br; row += Threads) {
-            const int exists = i0 + row < block.queries.end, source = exists ? row : 0;
+            const bool exists = i0 + row < block.queries.end;
+            const int source = exists ? row : 0;
             __pipeline_memcpy_async(lse_i + row, gradient_rows.lse + at + source, 4, exists ? 0 : 4);
             __pipeline_memcpy_async(Di + row, gradient_rows.D + at + source, 4, exists ? 0 : 4);
         }
@@ -300,7 +306,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
-    tf32_backward_kernel(const __grid_constant__ Gradient g, const GradientRows rows, const Turns turns, bool aligned) {
+    tf32_backward_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows,
+                         const __grid_constant__ Turns turns, bool aligned) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     backward_block<Tile>(g, rows, turns, aligned);
 #endif
@@ -308,11 +315,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor.
 struct BackwardKernels {
-    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>>;      // 81 KB
-    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,    // 104 KB
-                          BackwardTile<128, 16, 128, 16, 128, 16, 1>>;  // 152 KB; fits an A100
-    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,    // 200 KB
-                          BackwardTile<256, 32, 32, 16, 128, 32, 1>>;   // 132 KB; fits an A100
+    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>>;     // 81 KB
+    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,   // 104 KB
+                          BackwardTile<128, 16, 64, 16, 128, 16, 2>>;  // 73 KB; fits an A100
+    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,   // 200 KB
+                          BackwardTile<256, 32, 32, 16, 128, 32, 1>>;  // 132 KB; fits an A100
 };
 
 template <class Tile, class... Smaller>
