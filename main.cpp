@@ -28,6 +28,7 @@
 #include "checks.h"
 #include "flash.h"
 #include "overload.h"
+#include "hopper/backward.h"
 #include "portable/portable.h"
 #include "sdpa.h"
 
@@ -139,6 +140,28 @@ const std::vector<Backend> &backends() {
              if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
+         },
+         [](const Gradient &g, const Device &device) {  // HDQ TEST ONLY
+             Plan plan = plan_paper_backward(g, device);
+             plan.tile = (int)((plan.workspace + 255) / 256);
+             if (g.a.dtype != Dtype::float32)
+                 plan.workspace = (plan.workspace + 255) / 256 * 256 + gradient_rows_bytes(g) + 256;
+             plan.multiprocessors = device.multiprocessors;
+             return plan;
+         },
+         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+             const char *error = nullptr;
+             if (!getenv("HDQ_ONLY") || g.a.dtype == Dtype::float32) error = launch_paper_backward(g, plan, workspace, stream);
+             if (g.a.dtype == Dtype::float32 || error) return error;
+             char *at = (char *)workspace + (size_t)plan.tile * 256;
+             const auto rows = gradient_rows_in(g, at);
+             error = launch_gradient_rows(g, rows, stream);
+             if (error) return error;
+             if (g.a.d > 128 && !getenv("HDQ_NO_WIDE"))
+                 error = hopper::launch_dkdv(g, rows, hopper::plan_dkdv(g, {plan.multiprocessors, 232448}), stream);
+             if (error) return error;
+             const Plan dq = hopper::plan_dq(g, {plan.multiprocessors, 232448});
+             return hopper::launch_dq(g, rows, dq, at + gradient_rows_bytes(g), stream);
          }},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,

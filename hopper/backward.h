@@ -4,9 +4,13 @@
 
 namespace minimal_attn::hopper {
 
-// dQ alone, by a block for each tile of queries: the same bits on each run. Needs the plan's workspace.
+// dQ alone, by a block for each tile of queries: the same bits on every run. Needs the plan's workspace.
 Plan plan_dq(const Gradient &g, const Device &device);
 const char *launch_dq(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                       CUstream_st *stream);
+
+// dK and dV alone, by a block for each tile of keys: the same bits on every run. For d above 128.
+Plan plan_dkdv(const Gradient &g, const Device &device);
+const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream);
 
 }  // namespace minimal_attn::hopper

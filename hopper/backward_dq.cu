@@ -33,22 +33,22 @@
 // | K, V empty              | consumers                 | thread 0 or 64                    | Kj or Vj is read        |
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
 // | named kZeroed + index   | that consumer             | that consumer                     | hidden rows of Kj are 0 |
-#include "hopper/backward.h"
-#include "hopper/epilogue.h"
+#include "hopper/gradient.h"
 #include "hopper/launch.h"
-#include "hopper/products.h"
-#include "hopper/softmax.h"
 
 namespace minimal_attn::hopper {
 namespace {
 
-#ifndef VAR_TURNS
-#define VAR_TURNS true
-#endif
-template <int D_, int Br_, int Bc_, int KStages_, int VStages_, bool Turns_ = VAR_TURNS>
+#define MORE \
+    Tile<64, 128, 128, 3, 2>, Tile<64, 192, 64, 4, 3, false>, Tile<64, 192, 80, 3, 2>, Tile<64, 128, 128, 3, 2, false>, \
+        Tile<64, 192, 64, 4, 3, true, true>, Tile<64, 128, 128, 3, 2, true, true>,                                       \
+        Tile<128, 128, 128, 2, 2>, Tile<128, 128, 96, 3, 2, false>, Tile<128, 128, 96, 3, 2, true, true>,                 \
+        Tile<128, 128, 80, 4, 3>, Tile<128, 128, 112, 3, 2>, Tile<192, 128, 64, 3, 2>, Tile<192, 128, 80, 2, 2, false>,   \
+        Tile<192, 128, 96, 2, 1>, Tile<256, 128, 64, 2, 1, false>
+template <int D_, int Br_, int Bc_, int KStages_, int VStages_, bool Turns_ = true, bool Late_ = false>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, KStages = KStages_, VStages = VStages_, BlocksPerSM = 1;
-    static constexpr bool kTakesTurns = Turns_;
+    static constexpr bool kTakesTurns = Turns_, kLate = Late_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
@@ -141,23 +141,6 @@ struct PingPong {
     }
 };
 
-// dQ to HBM, rows i and i + 8. Rows that see no key get 0.
-template <class T, int Count>
-__device__ void store_dQ(const Parameters &p, const WorkTile &work, int i, const float (&dQ)[Count]) {
-    const float scale = p.a.softmax_scale;
-    if (p.a.o_dtype != Dtype::float32) return store_O<T>(p, work, i, dQ, [&](int) { return scale; });
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r, i += 8) {
-        const bool sees_key = !empty(keys_of_row(work.band, i));
-        float *const dq = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + column;
-        store_row<Count / 2>(dq, i < work.i1 ? p.a.d - column : 0, p.aligned, [&](int x) {
-            const float *const two = &dQ[4 * x + 2 * r];
-            return sees_key ? float2{scale * two[0], scale * two[1]} : float2{};
-        });
-    }
-}
-
 template <class T, class Tile>
 __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
@@ -217,17 +200,25 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             for (int x = 0; x < Bc / 2; ++x) dPij[x] = Sij[x] * (dPij[x] - Di[x / 2 % 2]);
             const Keys fully_visible = keys_of_all(work.band, work.i0 + 64 * warpgroup, work.i0 + 64 * warpgroup + 64);
             if (j0 < fully_visible.begin || j0 + Bc > fully_visible.end)
-                mask_scores(dPij, work.band, work.i0 + row, j0, 0.f);
+                mask_columns(dPij, {keys_of_row(work.band, work.i0 + row), keys_of_row(work.band, work.i0 + row + 8)},
+                             j0, 0.f);
             pack_operand<T>(dSij, dPij);
             if (j0 + Bc >= my_end) break;
             K.consumer_wait(), V.consumer_wait();
             ping_pong.wait_turn();
             issue_AB<T>(dQ, dSij, Kj + K_of_dQ.stage() * Tile::KBytes);
             issue_S();
-            wgmma_wait<1>(dQ);
-            K_of_dQ.consumer_release();
-            issue_dP();
-            ping_pong.pass_turn();
+            if constexpr (Tile::kLate) {
+                issue_dP();
+                ping_pong.pass_turn();
+                wgmma_wait<2>(dQ);
+                K_of_dQ.consumer_release();
+            } else {
+                wgmma_wait<1>(dQ);
+                K_of_dQ.consumer_release();
+                issue_dP();
+                ping_pong.pass_turn();
+            }
         }
         Q.consumer_release();
         zero_rows_from<Bc>(shared.Kj[K_of_dQ.stage()], work.band.keys.end, p.a.Nk, j0, Tile::kZeroed + warpgroup);
@@ -242,7 +233,9 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             K_of_dQ.skip_stage(), K.advance();
             V.skip_stage();
         }
-        store_dQ<T>(p, work, work.i0 + row, dQ);
+        const GradientTile dq = {p.a.o, row_offset(p.a.o_stride, work, 0), p.a.o_stride.row, p.a.o_dtype, p.aligned};
+        store_gradient<T>(dq, work.i0 + row, work.i1, p.a.d, dQ, p.a.softmax_scale,
+                          [&](int i) { return !empty(keys_of_row(work.band, i)); });
         __syncwarp();  // all lanes have read `work`
     }
 }
@@ -274,28 +267,22 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // D, Br, Bc, stages of K, of V. Registers of a consumer's thread: (5 Bc + 2 D) / 4 and some 25; shared memory in bytes:
 // 2 D (2 Br + (stages of K and V) Bc).
-#ifndef VAR64
-#define VAR64 64, 192, 64, 4, 3
-#endif
-#ifndef VAR96
-#define VAR96 96, 128, 96, 3, 2
-#endif
-#ifndef VAR128
-#define VAR128 128, 128, 96, 3, 2
-#endif
-#ifndef VAR192
-#define VAR192 192, 128, 80, 2, 2
-#endif
-#ifndef VAR256
-#define VAR256 256, 128, 64, 2, 1
-#endif
+using Tiles = TileList<
 #ifdef ONLY
-using Tiles = TileList<ONLY>;
+    ONLY
 #else
-using Tiles = TileList<Tile<VAR64>, Tile<VAR96>, Tile<VAR128>, Tile<VAR192>, Tile<VAR256>>;
+    Tile<64, 192, 64, 4, 3>, Tile<96, 128, 96, 3, 2>, Tile<128, 128, 96, 3, 2>, Tile<192, 128, 80, 2, 2>,
+    Tile<256, 128, 64, 2, 1>
 #endif
+#ifdef MORE
+    , MORE
+#endif
+    >;
 
-int tile_of(const Attention &a) { return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4; }
+int tile_of(const Attention &a) {
+    if (const char *tile = getenv("HDQ_TILE")) return atoi(tile);
+    return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4;
+}
 
 }  // namespace
 

@@ -406,16 +406,16 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
             if (a.l) update_to_exact_max(Oi, softmax, largest, c);
             store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
-            store_O<T>(p, work, work.i0 + row, Oi, inverse_l(softmax));
+            store_O<T>(p, work, work.i0 + row, Oi, softmax);
         } else if constexpr (Tile::O == StoreO::through_V) {
             Pipeline<Tile::Stages> my_V = V;  // consumer w takes the stage of the w-th next Vj
             for (int n = 0; n < warpgroup; ++n) my_V.advance();
             my_V.producer_acquire();  // all have read this work tile's Vj there
-            stage_O<T>(work, work.i0 + row, Oi, inverse_l(softmax), shared.Vj[my_V.stage()]);
+            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
             __syncwarp();
             if (lane == 0) arrive(shared.O_staged[warpgroup]);
         } else {
-            stage_O<T>(work, work.i0 + row, Oi, inverse_l(softmax), shared.Qi[warpgroup][my_Q.stage()]);
+            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
         __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();

@@ -1,0 +1,313 @@
+// backward_dkdv.cu: dK and dV of wide heads (d from 129 to 256) for float16 and bfloat16 on Hopper, without atomics.
+// docs/backward.md has its budget and measurements. Read half.cu first.
+//
+// dK and dV of 64 keys are half of a multiprocessor's registers at d 256. So one consumer warpgroup keeps dV, the other
+// one dK, of the same keys. A block owns Kj and Vj, and walks the queries that see them, in each query head of the group.
+//
+//     thread 0             thread 32           shared memory       consumer warpgroup, in registers
+//     Kj, Vj; Qi, lse_i    dOi, Di
+//         +--------------------|-------------> Kj, Qi -----------> dV: S^T = Kj Qi^T               (wgmma)
+//                              |                                       P^T = exp(S^T - lse_i)
+//                              |               P^T <------------------ of 64 keys x Br queries, float32
+//                              +-------------> dOi --------------->    dVj += P^T dOi              (wgmma)
+//                                              Vj, dOi, P^T ------> dK: dP^T = Vj dOi^T            (wgmma)
+//                                                                      dS^T = P^T o (dP^T - Di)
+//                                              Qi ---------------->    dKj += dS^T Qi              (wgmma)
+//
+// | role          | warps         | registers a thread | does                                                |
+// |---------------|---------------|--------------------|-----------------------------------------------------|
+// | K, V, Q       | 0 (thread 0)  | 32                 | loads Kj and Vj once, Qi and lse_i                  |
+// | dO            | 1 (thread 32) | 32                 | loads dOi and Di                                    |
+// | none          | 2, 3          | 32                 | ends                                                |
+// | dV            | 4 to 7        | 232                | S^T, P^T, dVj; writes dV                            |
+// | dK            | 8 to 11       | 232                | dP^T, dS^T, dKj; writes dK                          |
+//
+// | barrier               | arrives         | waits     | then                                    |
+// |-----------------------|-----------------|-----------|-----------------------------------------|
+// | K, V                  | thread 0; TMA   | dV or dK  | Kj or Vj is there                       |
+// | Q, dO full            | thread 0 or 32  | dV and dK | the tile is there, with lse_i or Di     |
+// | Q, dO empty           | dV and dK       | 0 or 32   | both have read it                       |
+// | P full                | dV              | dK        | P^T is there                            |
+// | P empty               | dK              | dV        | P^T is read                             |
+// | named kZeroed + index | a consumer      | itself    | rows that see no key are 0              |
+#include "hopper/gradient.h"
+#include "hopper/launch.h"
+
+namespace minimal_attn::hopper {
+namespace {
+
+template <int D_, int QStages_, int dOStages_, int PStages_>
+struct Tile {
+    static constexpr int D = D_, Br = 64, Bc = 64, QStages = QStages_, dOStages = dOStages_, PStages = PStages_;
+    static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), BlocksPerSM = 1;
+    static constexpr int ProducerRegisters = 32;
+    static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns, Bytes = 64 * Boxes * 128;  // of any tile
+    enum NamedBarrier { kZeroed = 1 };  // + the consumer; 0 is __syncthreads
+    static_assert(kGradientRows % Br == 0);
+};
+
+template <class Tile>
+struct SharedStorage {
+    alignas(1024) unsigned char Kj[Tile::Bytes], Vj[Tile::Bytes];
+    unsigned char Qi[Tile::QStages][Tile::Bytes], dOi[Tile::dOStages][Tile::Bytes];
+    float4 P[Tile::PStages][Tile::Br / 8][128];  // four numbers of each thread
+    float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
+    Barrier K, V;
+    StageBarriers Q[Tile::QStages], dO[Tile::dOStages], P_ready[Tile::PStages];
+};
+
+struct DkDvParameters {
+    Attention a;
+    TensorMap Q, K, V, dO;
+    GradientRows rows;
+    GradientTile dk, dv;
+    Strides dk_stride, dv_stride;
+    float c;  // softmax_scale log2(e)
+    int Tc;   // tiles of keys of a head
+};
+
+// What a block computes: the keys from j0 on, by the queries i0 <= i < i1 that see one of them, which are neighbours.
+template <class Tile>
+struct KeyTile {
+    int b, key_head, j0, i0, i1, group;
+    BandOf<int> band;
+
+    __device__ explicit KeyTile(const DkDvParameters &p) {
+        const int head = blockIdx.x / p.Tc;
+        b = head / (int)p.a.Hkv, key_head = head % (int)p.a.Hkv, group = (int)(p.a.Hq / p.a.Hkv);
+        j0 = blockIdx.x % p.Tc * Tile::Bc;
+        band = narrow(band_of(p.a, b));
+        const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
+        i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
+        i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
+        // Without a query one tile is computed all the same, and masked.
+        if (i0 >= i1) i0 = 0, i1 = 1, group = 1;
+    }
+    // Which queries see key j.
+    __device__ Keys queries(int j) const {
+        if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
+        return {j - band.last, j - band.first + 1};
+    }
+};
+
+// use(h, i0) for each tile of queries.
+template <class Tile, class Use>
+__device__ void for_each_query_tile(const KeyTile<Tile> &keys, const Use &use) {
+    for (int h = keys.key_head * keys.group; h < (keys.key_head + 1) * keys.group; ++h)
+        for (int i0 = keys.i0; i0 < keys.i1; i0 += Tile::Br) use(h, i0);
+}
+
+// ------------------------------------------------------------------------------ producer threads
+
+// Loads the tiles of Q with lse, or of dO with D.
+template <class Tile, int Stages>
+__device__ void load_queries(const DkDvParameters &p, const KeyTile<Tile> &keys, const TensorMap &tensor,
+                             const float *rows, StageBarriers (&barriers)[Stages],
+                             unsigned char (&tiles)[Stages][Tile::Bytes], float (&numbers)[Stages][Tile::Br]) {
+    Pipeline<Stages> pipeline{barriers};
+    for_each_query_tile(keys, [&](int h, int i0) {
+        pipeline.producer_acquire();
+        const int stage = pipeline.stage();
+        arrive_expect_tx(pipeline.full(), Tile::Br * 4);
+        bulk_load(numbers[stage], rows + (keys.b * p.a.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4,
+                  pipeline.full());
+        load_tile<Tile::Br, Tile::Boxes>(tiles[stage], tensor, i0, h, keys.b, pipeline.full());
+        pipeline.advance();
+    });
+}
+
+// ------------------------------------------------------------------------------ consumer warpgroups
+
+// Rows of a tile of queries that see no key, in any tile, may hold NaN: sets them to 0. Each warpgroup sets all of them.
+template <class Tile>
+__device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
+    const int begin = keys.band.keys.begin - keys.band.last, end = min(keys.band.keys.end - keys.band.first, Nq);
+    if (i0 >= begin && i0 + Tile::Br <= end) return;
+    for (int at = threadIdx.x % 128; at < Tile::Br * 8; at += 128) {
+        if (i0 + at / 8 >= begin && i0 + at / 8 < end) continue;
+        for (int box = 0; box < Tile::Boxes; ++box) *(uint4 *)(tile + box * Tile::Br * 128 + at * 16) = uint4{};
+    }
+    fence_async();
+    named_barrier_sync(barrier, 128);
+}
+
+// What a consumer warpgroup computes.
+enum class Part { dV, dK };
+
+template <class T, class Tile, Part part>
+__device__ void consume(const DkDvParameters &p, SharedStorage<Tile> &shared) {
+    constexpr int D = Tile::D, Br = Tile::Br, Count = Br / 2;
+    constexpr bool is_dV = part == Part::dV;
+    const KeyTile<Tile> keys(p);
+    const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // and j + 8
+    Pipeline<Tile::QStages> Q{shared.Q};
+    Pipeline<Tile::dOStages> dO{shared.dO};
+    Pipeline<Tile::PStages> P{shared.P_ready};
+    float X[Count], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
+    uint32_t A[Count / 2];       // X as an operand
+    const Descriptor tiles = descriptor(&shared, 0);
+    constexpr int kQ = 2 * Tile::Bytes, kdO = kQ + Tile::QStages * Tile::Bytes;
+
+    // S^T = Kj Qi^T, or dP^T = Vj dOi^T, of the next tile of queries
+    const auto issue_X = [&] {
+        const Descriptor all = {opaque(tiles.low)};
+        if constexpr (is_dV) {
+            Q.consumer_wait();
+            issue_ABt<T, D>(X, all, all + kQ + Q.stage() * Tile::Bytes);
+        } else {
+            dO.consumer_wait();
+            issue_ABt<T, D>(X, all + Tile::Bytes, all + kdO + dO.stage() * Tile::Bytes);
+        }
+    };
+    wait(is_dV ? shared.K : shared.V, 0);
+    issue_X();
+#pragma unroll
+    for (int x = 0; x < D / 2; ++x) sum[x] = 0.f;
+    for (int h = 0, i0 = keys.i0;;) {
+        const bool is_cut = [&] {
+            const Keys seen = keys_of_all(keys.band, i0, i0 + Br);
+            return keys.j0 < seen.begin || keys.j0 + Tile::Bc > seen.end;
+        }();
+        const float2 *const numbers = (const float2 *)(is_dV ? shared.lse[Q.stage()] : shared.Di[dO.stage()]);
+        wgmma_wait<0>(X);
+        if constexpr (is_dV) {
+#pragma unroll
+            for (int x = 0; x < Count; x += 4) {
+                const float2 lse = numbers[x + thread % 4];
+                for (int r = 0; r < 4; r += 2) {
+                    X[x + r] = exp2_fast(fmaf(X[x + r], p.c, -lse.x));
+                    X[x + r + 1] = exp2_fast(fmaf(X[x + r + 1], p.c, -lse.y));
+                }
+            }
+            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            P.producer_acquire();
+#pragma unroll
+            for (int x = 0; x < Count; x += 4)
+                shared.P[P.stage()][x / 4][thread] = float4{X[x], X[x + 1], X[x + 2], X[x + 3]};
+            __syncwarp();
+            if (thread % 32 == 0) arrive(P.full());
+            P.advance();
+        } else {
+            P.consumer_wait();
+#pragma unroll
+            for (int x = 0; x < Count; x += 4) {
+                const float2 Di = numbers[x + thread % 4];
+                const float4 four = shared.P[P.stage()][x / 4][thread];
+                X[x] = four.x * (X[x] - Di.x), X[x + 1] = four.y * (X[x + 1] - Di.y);
+                X[x + 2] = four.z * (X[x + 2] - Di.x), X[x + 3] = four.w * (X[x + 3] - Di.y);
+            }
+            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+        }
+        pack_operand<T>(A, X);
+        // dVj += P^T dOi, or dKj += dS^T Qi
+        if constexpr (is_dV) dO.consumer_wait();
+        if constexpr (!is_dV) Q.consumer_wait();
+        unsigned char *const tile = is_dV ? shared.dOi[dO.stage()] : shared.Qi[Q.stage()];
+        zero_blind_rows<Tile>(tile, keys, i0, p.a.Nq, Tile::kZeroed + !is_dV);
+        const Descriptor all = {opaque(tiles.low)};
+        issue_AB<T>(sum, A, is_dV ? all + kdO + dO.stage() * Tile::Bytes : all + kQ + Q.stage() * Tile::Bytes);
+        // A lane has read its numbers, since the operand depends on them.
+        if constexpr (is_dV) Q.consumer_release();
+        if constexpr (!is_dV) P.consumer_release(), dO.consumer_release();
+        i0 += Br;
+        if (i0 >= keys.i1) i0 = keys.i0, ++h;
+        if (h == keys.group) break;
+        issue_X();
+        wgmma_wait<1>(sum);
+        if constexpr (is_dV) dO.consumer_release();
+        if constexpr (!is_dV) Q.consumer_release();
+    }
+    wgmma_wait<0>(sum);
+    GradientTile to = is_dV ? p.dv : p.dk;
+    const Strides &stride = is_dV ? p.dv_stride : p.dk_stride;
+    to.offset = keys.b * stride.batch + keys.key_head * stride.head, to.row_stride = stride.row;
+    store_gradient<T>(to, j, p.a.Nk, p.a.d, sum, is_dV ? 1.f : p.a.softmax_scale, [&](int key) {
+        const Keys queries = keys.queries(key);
+        return max(queries.begin, 0) < min(queries.end, p.a.Nq);
+    });
+}
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __grid_constant__ DkDvParameters p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char memory[];
+    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
+    const auto init_barriers = [&] {
+        init(shared.K, 1), init(shared.V, 1);
+        for (StageBarriers &Q : shared.Q) init(Q.full, 2), init(Q.empty, 8);
+        for (StageBarriers &dO : shared.dO) init(dO.full, 2), init(dO.empty, 8);
+        for (StageBarriers &P : shared.P_ready) init(P.full, 4), init(P.empty, 4);
+    };
+    const auto produce = [&] {
+        if (threadIdx.x != 0 && threadIdx.x != 32) return;
+        const KeyTile<Tile> keys(p);
+        if (threadIdx.x == 0) {
+            load_tile<Tile::Bc, Tile::Boxes>(shared.Kj, p.K, keys.j0, keys.key_head, keys.b, shared.K);
+            load_queries<Tile>(p, keys, p.Q, p.rows.lse, shared.Q, shared.Qi, shared.lse);
+        } else {
+            load_tile<Tile::Bc, Tile::Boxes>(shared.Vj, p.V, keys.j0, keys.key_head, keys.b, shared.V);
+            load_queries<Tile>(p, keys, p.dO, p.rows.D, shared.dO, shared.dOi, shared.Di);
+        }
+    };
+    run_roles<Tile>(init_barriers, produce, [&] {
+        if (consumer_index() == 0)
+            consume<T, Tile, Part::dV>(p, shared);
+        else
+            consume<T, Tile, Part::dK>(p, shared);
+    });
+#elif defined(__CUDA_ARCH__)
+    __trap();  // compiled for another architecture than sm_90a; no launch gets here
+#endif
+}
+
+#ifdef WIDE
+using Tiles = TileList<WIDE>;
+#else
+// D, stages of Q, dO and P. Shared memory in bytes: 128 D (2 + stages of Q and dO) + 16384 stages of P.
+using Tiles = TileList<Tile<192, 3, 3, 1>, Tile<256, 2, 2, 1>, Tile<256, 3, 1, 1>, Tile<256, 2, 2, 2>>;
+#endif
+
+int tile_of(const Attention &a) {
+    if (const char *tile = getenv("HDQ_WIDE")) return atoi(tile);
+    return a.d <= 192 ? 0 : 1;
+}
+
+}  // namespace
+
+Plan plan_dkdv(const Gradient &g, const Device &device) {
+    const Attention &a = g.a;
+    return with_tile(tile_of(a), Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        static_assert(sizeof(SharedStorage<Tile>) <= 227 * 1024);
+        const int64_t grid = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
+        Plan plan{"dK, dV", tile_of(a), Tile::Br, Tile::Bc, Tile::D, grid, Tile::Threads, sizeof(SharedStorage<Tile>)};
+        plan.multiprocessors = device.multiprocessors;
+        plan.error = tensor_map_encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled";
+        return plan;
+    });
+}
+
+const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream) {
+    const Attention &a = g.a;
+    return with_tile(plan.tile, Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        const auto kernel =
+            a.dtype == Dtype::float16 ? dkdv_wide_kernel<__half, Tile> : dkdv_wide_kernel<__nv_bfloat16, Tile>;
+        const cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
+        if (error != cudaSuccess) return why_not(error);
+        DkDvParameters p{a};
+        const int element = element_size(g.out_dtype);
+        p.dk = {g.dk, 0, 0, g.out_dtype, is_aligned(g.dk, g.dk_stride, element, a.d)}, p.dk_stride = g.dk_stride;
+        p.dv = {g.dv, 0, 0, g.out_dtype, is_aligned(g.dv, g.dv_stride, element, a.d)}, p.dv_stride = g.dv_stride;
+        p.rows = rows, p.c = a.softmax_scale * kLog2e, p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc;
+        if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
+            !make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
+            !make_tensor_map(p.K, a.dtype, a.k, a.k_stride, a.B, a.Hkv, a.Nk, a.d, Tile::Bc) ||
+            !make_tensor_map(p.V, a.dtype, a.v, a.v_stride, a.B, a.Hkv, a.Nk, a.d, Tile::Bc))
+            return "cuTensorMapEncodeTiled refused q, k, v or do";
+        kernel<<<(unsigned)plan.grid, Tile::Threads, plan.shared_memory, stream>>>(p);
+        return why_not(cudaGetLastError());
+    });
+}
+
+}  // namespace minimal_attn::hopper
