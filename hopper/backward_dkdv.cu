@@ -60,8 +60,7 @@ struct DkDvParameters {
     Attention a;
     TensorMap Q, K, V, dO;
     GradientRows rows;
-    GradientTile dk, dv;
-    Strides dk_stride, dv_stride;
+    GradientTensor dk, dv;
     float c;  // softmax_scale log2(e)
     int Tc;   // tiles of keys of a head
 };
@@ -145,7 +144,7 @@ __device__ void consume(const DkDvParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::PStages> P{shared.P_ready};
     float X[Count], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
     uint32_t A[Count / 2];       // X as an operand
-    const Descriptor tiles = descriptor(&shared, 0);
+    const Descriptor tiles = descriptor(&shared);
     constexpr int kQ = 2 * Tile::Bytes, kdO = kQ + Tile::QStages * Tile::Bytes;
 
     // S^T = Kj Qi^T, or dP^T = Vj dOi^T, of the next tile of queries
@@ -218,10 +217,7 @@ __device__ void consume(const DkDvParameters &p, SharedStorage<Tile> &shared) {
         if constexpr (!is_dV) Q.consumer_release();
     }
     wgmma_wait<0>(sum);
-    GradientTile to = is_dV ? p.dv : p.dk;
-    const Strides &stride = is_dV ? p.dv_stride : p.dk_stride;
-    to.offset = keys.b * stride.batch + keys.key_head * stride.head, to.row_stride = stride.row;
-    store_gradient<T>(to, j, p.a.Nk, p.a.d, sum, is_dV ? 1.f : p.a.softmax_scale, [&](int key) {
+    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale, sum, [&](int key) {
         const Keys queries = keys.queries(key);
         return max(queries.begin, 0) < min(queries.end, p.a.Nq);
     });
@@ -296,9 +292,7 @@ const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan 
         const cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
         if (error != cudaSuccess) return why_not(error);
         DkDvParameters p{a};
-        const int element = element_size(g.out_dtype);
-        p.dk = {g.dk, 0, 0, g.out_dtype, is_aligned(g.dk, g.dk_stride, element, a.d)}, p.dk_stride = g.dk_stride;
-        p.dv = {g.dv, 0, 0, g.out_dtype, is_aligned(g.dv, g.dv_stride, element, a.d)}, p.dv_stride = g.dv_stride;
+        p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
         p.rows = rows, p.c = a.softmax_scale * kLog2e, p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc;
         if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
             !make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||

@@ -66,9 +66,9 @@ struct SharedStorage {
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], K[Tile::KStages], V[Tile::VStages];
 };
 
-// The attention whose o is dQ, and what the gradient adds.
 struct GradientParameters : Parameters {
     TensorMap dO;
+    GradientTensor dq;
     GradientRows rows;
     float c;  // softmax_scale log2(e)
 };
@@ -155,7 +155,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
     float dQ[D / 2], Sij[Bc / 2], dPij[Bc / 2];
     uint32_t dSij[Bc / 4];
 
-    const Descriptor tiles = descriptor(&shared, 0), Qi = tiles + warpgroup * Tile::QBytes;
+    const Descriptor tiles = descriptor(&shared), Qi = tiles + warpgroup * Tile::QBytes;
     const Descriptor Kj = tiles + 2 * Tile::Consumers * Tile::QBytes;
     const auto issue_S = [&] {
         const Descriptor Q = {opaque(Qi.low)}, K0 = {opaque(Kj.low)};
@@ -233,8 +233,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             K_of_dQ.skip_stage(), K.advance();
             V.skip_stage();
         }
-        const GradientTile dq = {p.a.o, row_offset(p.a.o_stride, work, 0), p.a.o_stride.row, p.a.o_dtype, p.aligned};
-        store_gradient<T>(dq, work.i0 + row, work.i1, p.a.d, dQ, p.a.softmax_scale,
+        store_gradient<T>(p.dq, work.b, work.h, work.i0 + row, work.i1, p.a.d, p.a.softmax_scale, dQ,
                           [&](int i) { return !empty(keys_of_row(work.band, i)); });
         __syncwarp();  // all lanes have read `work`
     }
@@ -298,7 +297,7 @@ const char *launch_dq(const Gradient &g, const GradientRows &rows, const Plan &p
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         GradientParameters p{g.a};
-        p.a.o = g.dq, p.a.o_dtype = g.out_dtype, p.a.o_stride = g.dq_stride;
+        p.dq = gradient_tensor(g, g.dq, g.dq_stride);
         p.rows = rows, p.c = g.a.softmax_scale * kLog2e;
         if (!make_tensor_map(p.dO, g.a.dtype, g.do_, g.do_stride, g.a.B, g.a.Hq, g.a.Nq, g.a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
