@@ -13,4 +13,8 @@ const char *launch_dq(const Gradient &g, const GradientRows &rows, const Plan &p
 Plan plan_dkdv(const Gradient &g, const Device &device);
 const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream);
 
+// Both, one after the other. For d above 128.
+Plan plan_wide_backward(const Gradient &g, const Device &device);
+const char *launch_wide_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
+
 }  // namespace minimal_attn::hopper

@@ -304,4 +304,21 @@ const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan 
     });
 }
 
+// The workspace: lse and D of all rows, then what plan_dq asks for.
+Plan plan_wide_backward(const Gradient &g, const Device &device) {
+    Plan plan = plan_dkdv(g, device);
+    plan.kernel = "half backward, two kernels";
+    plan.workspace = gradient_rows_bytes(g) + plan_dq(g, device).workspace;
+    return plan;
+}
+
+const char *launch_wide_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+    const GradientRows rows = gradient_rows_in(g, workspace);
+    const Plan dq = plan_dq(g, {plan.multiprocessors, 0});
+    const char *why = launch_gradient_rows(g, rows, stream);
+    if (!why) why = launch_dkdv(g, rows, plan, stream);
+    if (!why) why = launch_dq(g, rows, dq, (char *)workspace + gradient_rows_bytes(g), stream);
+    return why;
+}
+
 }  // namespace minimal_attn::hopper
