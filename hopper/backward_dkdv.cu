@@ -217,10 +217,11 @@ __device__ void consume(const DkDvParameters &p, SharedStorage<Tile> &shared) {
         if constexpr (!is_dV) Q.consumer_release();
     }
     wgmma_wait<0>(sum);
-    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale, sum, [&](int key) {
-        const Keys queries = keys.queries(key);
-        return max(queries.begin, 0) < min(queries.end, p.a.Nq);
-    });
+    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
+                      sum, [&](int key) {
+                          const Keys queries = keys.queries(key);
+                          return max(queries.begin, 0) < min(queries.end, p.a.Nq);
+                      });
 }
 
 template <class T, class Tile>

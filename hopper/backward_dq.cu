@@ -39,12 +39,12 @@
 namespace minimal_attn::hopper {
 namespace {
 
-#define MORE \
-    Tile<64, 128, 128, 3, 2>, Tile<64, 192, 64, 4, 3, false>, Tile<64, 192, 80, 3, 2>, Tile<64, 128, 128, 3, 2, false>, \
-        Tile<64, 192, 64, 4, 3, true, true>, Tile<64, 128, 128, 3, 2, true, true>,                                       \
-        Tile<128, 128, 128, 2, 2>, Tile<128, 128, 96, 3, 2, false>, Tile<128, 128, 96, 3, 2, true, true>,                 \
-        Tile<128, 128, 80, 4, 3>, Tile<128, 128, 112, 3, 2>, Tile<192, 128, 64, 3, 2>, Tile<192, 128, 80, 2, 2, false>,   \
-        Tile<192, 128, 96, 2, 1>, Tile<256, 128, 64, 2, 1, false>
+#define MORE                                                                                                        \
+    Tile<64, 128, 128, 3, 2>, Tile<64, 192, 64, 4, 3, false>, Tile<64, 192, 80, 3, 2>,                              \
+        Tile<64, 128, 128, 3, 2, false>, Tile<64, 192, 64, 4, 3, true, true>, Tile<64, 128, 128, 3, 2, true, true>, \
+        Tile<128, 128, 128, 2, 2>, Tile<128, 128, 96, 3, 2, false>, Tile<128, 128, 96, 3, 2, true, true>,           \
+        Tile<128, 128, 80, 4, 3>, Tile<128, 128, 112, 3, 2>, Tile<192, 128, 64, 3, 2>,                              \
+        Tile<192, 128, 80, 2, 2, false>, Tile<192, 128, 96, 2, 1>, Tile<256, 128, 64, 2, 1, false>
 template <int D_, int Br_, int Bc_, int KStages_, int VStages_, bool Turns_ = true, bool Late_ = false>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, KStages = KStages_, VStages = VStages_, BlocksPerSM = 1;
@@ -122,8 +122,8 @@ __device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile> &
 template <class Tile>
 __device__ void load_V(const GradientParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::VStages> V{shared.V};
-    for_each_work_tile<Tile>(
-        shared, [&](const WorkTile &work) { load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, [] {}); });
+    for_each_work_tile<Tile>(shared,
+                             [&](const WorkTile &work) { load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, [] {}); });
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
@@ -136,8 +136,7 @@ struct PingPong {
         if constexpr (Tile::kTakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
     }
     __device__ void pass_turn() const {
-        if constexpr (Tile::kTakesTurns)
-            named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
+        if constexpr (Tile::kTakesTurns) named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
     }
 };
 
@@ -274,7 +273,8 @@ using Tiles = TileList<
     Tile<256, 128, 64, 2, 1>
 #endif
 #ifdef MORE
-    , MORE
+    ,
+    MORE
 #endif
     >;
 

@@ -296,7 +296,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         for (; j0 + Bc < my_end; j0 += Bc) {  // step 5: for j
             K.consumer_wait();
             ping_pong.wait_turn();
-            issue_ABt<T, D>(Sij, descriptor(shared.Qi[warpgroup][Q.stage()]), descriptor(shared.Kj[K.stage()]));  // step 9 for j + 1
+            issue_ABt<T, D>(Sij, descriptor(shared.Qi[warpgroup][Q.stage()]),
+                            descriptor(shared.Kj[K.stage()]));  // step 9 for j + 1
             V.consumer_wait();
             issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));  // step 12 for j
             ping_pong.pass_turn();
