@@ -36,24 +36,23 @@
 namespace minimal_attn::hopper {
 namespace {
 
-template <int D_, int QStages_, int dOStages_, int PStages_>
+template <int D_, int Br_, int QStages_, int dOStages_, int PStages_>
 struct Tile {
-    static constexpr int D = D_, Br = 64, Bc = 64, QStages = QStages_, dOStages = dOStages_, PStages = PStages_;
+    static constexpr int D = D_, Br = Br_, Bc = 64, QStages = QStages_, dOStages = dOStages_, PStages = PStages_;
     static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), BlocksPerSM = 1;
     static constexpr int ProducerRegisters = 32;
-    static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns, Bytes = 64 * Boxes * 128;  // of any tile
+    static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = Bc * Boxes * 128;
     enum NamedBarrier { kZeroed = 1 };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
 };
 
 template <class Tile>
 struct SharedStorage {
-    alignas(1024) unsigned char Kj[Tile::Bytes], Vj[Tile::Bytes];
-    unsigned char Qi[Tile::QStages][Tile::Bytes], dOi[Tile::dOStages][Tile::Bytes];
+    alignas(1024) unsigned char Kj[Tile::KBytes], Vj[Tile::KBytes];
+    unsigned char Qi[Tile::QStages][Tile::QBytes], dOi[Tile::dOStages][Tile::QBytes];
     float4 P[Tile::PStages][Tile::Br / 8][128];  // four numbers of each thread
     float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
-    Barrier K, V;
-    StageBarriers Q[Tile::QStages], dO[Tile::dOStages], P_ready[Tile::PStages];
+    StageBarriers K[1], V[1], Q[Tile::QStages], dO[Tile::dOStages], P_ready[Tile::PStages];
 };
 
 struct DkDvParameters {
@@ -61,8 +60,8 @@ struct DkDvParameters {
     TensorMap Q, K, V, dO;
     GradientRows rows;
     GradientTensor dk, dv;
-    float c;  // softmax_scale log2(e)
-    int Tc;   // tiles of keys of a head
+    float c;        // softmax_scale log2(e)
+    int Tc, tiles;  // tiles of keys of a head; of all heads
 };
 
 // What a block computes: the keys from j0 on, by the queries i0 <= i < i1 that see one of them, which are neighbours.
@@ -71,10 +70,10 @@ struct KeyTile {
     int b, key_head, j0, i0, i1, group;
     BandOf<int> band;
 
-    __device__ explicit KeyTile(const DkDvParameters &p) {
-        const int head = blockIdx.x / p.Tc;
+    __device__ KeyTile(const DkDvParameters &p, int n) {
+        const int head = n / p.Tc;
         b = head / (int)p.a.Hkv, key_head = head % (int)p.a.Hkv, group = (int)(p.a.Hq / p.a.Hkv);
-        j0 = blockIdx.x % p.Tc * Tile::Bc;
+        j0 = n % p.Tc * Tile::Bc;
         band = narrow(band_of(p.a, b));
         const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
         i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
@@ -89,6 +88,17 @@ struct KeyTile {
     }
 };
 
+// use(keys) for each tile of keys of this block. Their order is to and fro: under a causal mask the first have the most
+// queries, so the block with the longest tile of one round gets the shortest of the next.
+template <class Tile, class Use>
+__device__ void for_each_key_tile(const DkDvParameters &p, const Use &use) {
+    for (int n = blockIdx.x; n < p.tiles;) {
+        use(KeyTile<Tile>(p, n));
+        const int next_round = (n / (int)gridDim.x + 1) * gridDim.x;
+        n = next_round + (next_round - 1 - n);
+    }
+}
+
 // use(h, i0) for each tile of queries.
 template <class Tile, class Use>
 __device__ void for_each_query_tile(const KeyTile<Tile> &keys, const Use &use) {
@@ -98,20 +108,26 @@ __device__ void for_each_query_tile(const KeyTile<Tile> &keys, const Use &use) {
 
 // ------------------------------------------------------------------------------ producer threads
 
-// Loads the tiles of Q with lse, or of dO with D.
+// Loads Kj, then the tiles of Q with lse; or Vj, then the tiles of dO with D.
 template <class Tile, int Stages>
-__device__ void load_queries(const DkDvParameters &p, const KeyTile<Tile> &keys, const TensorMap &tensor,
-                             const float *rows, StageBarriers (&barriers)[Stages],
-                             unsigned char (&tiles)[Stages][Tile::Bytes], float (&numbers)[Stages][Tile::Br]) {
-    Pipeline<Stages> pipeline{barriers};
-    for_each_query_tile(keys, [&](int h, int i0) {
-        pipeline.producer_acquire();
-        const int stage = pipeline.stage();
-        arrive_expect_tx(pipeline.full(), Tile::Br * 4);
-        bulk_load(numbers[stage], rows + (keys.b * p.a.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4,
-                  pipeline.full());
-        load_tile<Tile::Br, Tile::Boxes>(tiles[stage], tensor, i0, h, keys.b, pipeline.full());
-        pipeline.advance();
+__device__ void load(const DkDvParameters &p, const TensorMap &K_or_V, StageBarriers (&K_barriers)[1],
+                     unsigned char *Kj, const TensorMap &Q_or_dO, const float *rows,
+                     StageBarriers (&Q_barriers)[Stages], unsigned char (&Qi)[Stages][Tile::QBytes],
+                     float (&numbers)[Stages][Tile::Br]) {
+    Pipeline<1> K{K_barriers};
+    Pipeline<Stages> Q{Q_barriers};
+    for_each_key_tile<Tile>(p, [&](const KeyTile<Tile> &keys) {
+        K.producer_acquire();
+        load_tile<Tile::Bc, Tile::Boxes>(Kj, K_or_V, keys.j0, keys.key_head, keys.b, K.full());
+        K.advance();
+        for_each_query_tile(keys, [&](int h, int i0) {
+            Q.producer_acquire();
+            arrive_expect_tx(Q.full(), Tile::Br * 4);
+            bulk_load(numbers[Q.stage()], rows + (keys.b * p.a.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4,
+                      Q.full());
+            load_tile<Tile::Br, Tile::Boxes>(Qi[Q.stage()], Q_or_dO, i0, h, keys.b, Q.full());
+            Q.advance();
+        });
     });
 }
 
@@ -137,91 +153,97 @@ template <class T, class Tile, Part part>
 __device__ void consume(const DkDvParameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Count = Br / 2;
     constexpr bool is_dV = part == Part::dV;
-    const KeyTile<Tile> keys(p);
-    const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // and j + 8
+    const int thread = threadIdx.x % 128;
+    Pipeline<1> K{is_dV ? shared.K : shared.V};
     Pipeline<Tile::QStages> Q{shared.Q};
     Pipeline<Tile::dOStages> dO{shared.dO};
     Pipeline<Tile::PStages> P{shared.P_ready};
     float X[Count], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
     uint32_t A[Count / 2];       // X as an operand
     const Descriptor tiles = descriptor(&shared);
-    constexpr int kQ = 2 * Tile::Bytes, kdO = kQ + Tile::QStages * Tile::Bytes;
+    constexpr int kQ = 2 * Tile::KBytes, kdO = kQ + Tile::QStages * Tile::QBytes;
 
     // S^T = Kj Qi^T, or dP^T = Vj dOi^T, of the next tile of queries
     const auto issue_X = [&] {
         const Descriptor all = {opaque(tiles.low)};
         if constexpr (is_dV) {
             Q.consumer_wait();
-            issue_ABt<T, D>(X, all, all + kQ + Q.stage() * Tile::Bytes);
+            issue_ABt<T, D>(X, all, all + kQ + Q.stage() * Tile::QBytes);
         } else {
             dO.consumer_wait();
-            issue_ABt<T, D>(X, all + Tile::Bytes, all + kdO + dO.stage() * Tile::Bytes);
+            issue_ABt<T, D>(X, all + Tile::KBytes, all + kdO + dO.stage() * Tile::QBytes);
         }
     };
-    wait(is_dV ? shared.K : shared.V, 0);
-    issue_X();
-#pragma unroll
-    for (int x = 0; x < D / 2; ++x) sum[x] = 0.f;
-    for (int h = 0, i0 = keys.i0;;) {
-        const bool is_cut = [&] {
-            const Keys seen = keys_of_all(keys.band, i0, i0 + Br);
-            return keys.j0 < seen.begin || keys.j0 + Tile::Bc > seen.end;
-        }();
-        const float2 *const numbers = (const float2 *)(is_dV ? shared.lse[Q.stage()] : shared.Di[dO.stage()]);
-        wgmma_wait<0>(X);
-        if constexpr (is_dV) {
-#pragma unroll
-            for (int x = 0; x < Count; x += 4) {
-                const float2 lse = numbers[x + thread % 4];
-                for (int r = 0; r < 4; r += 2) {
-                    X[x + r] = exp2_fast(fmaf(X[x + r], p.c, -lse.x));
-                    X[x + r + 1] = exp2_fast(fmaf(X[x + r + 1], p.c, -lse.y));
-                }
-            }
-            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
-            P.producer_acquire();
-#pragma unroll
-            for (int x = 0; x < Count; x += 4)
-                shared.P[P.stage()][x / 4][thread] = float4{X[x], X[x + 1], X[x + 2], X[x + 3]};
-            __syncwarp();
-            if (thread % 32 == 0) arrive(P.full());
-            P.advance();
-        } else {
-            P.consumer_wait();
-#pragma unroll
-            for (int x = 0; x < Count; x += 4) {
-                const float2 Di = numbers[x + thread % 4];
-                const float4 four = shared.P[P.stage()][x / 4][thread];
-                X[x] = four.x * (X[x] - Di.x), X[x + 1] = four.y * (X[x + 1] - Di.y);
-                X[x + 2] = four.z * (X[x + 2] - Di.x), X[x + 3] = four.w * (X[x + 3] - Di.y);
-            }
-            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
-        }
-        pack_operand<T>(A, X);
-        // dVj += P^T dOi, or dKj += dS^T Qi
-        if constexpr (is_dV) dO.consumer_wait();
-        if constexpr (!is_dV) Q.consumer_wait();
-        unsigned char *const tile = is_dV ? shared.dOi[dO.stage()] : shared.Qi[Q.stage()];
-        zero_blind_rows<Tile>(tile, keys, i0, p.a.Nq, Tile::kZeroed + !is_dV);
-        const Descriptor all = {opaque(tiles.low)};
-        issue_AB<T>(sum, A, is_dV ? all + kdO + dO.stage() * Tile::Bytes : all + kQ + Q.stage() * Tile::Bytes);
-        // A lane has read its numbers, since the operand depends on them.
-        if constexpr (is_dV) Q.consumer_release();
-        if constexpr (!is_dV) P.consumer_release(), dO.consumer_release();
-        i0 += Br;
-        if (i0 >= keys.i1) i0 = keys.i0, ++h;
-        if (h == keys.group) break;
+    for_each_key_tile<Tile>(p, [&](const KeyTile<Tile> &keys) {
+        const int j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // and j + 8
+        K.consumer_wait();
         issue_X();
-        wgmma_wait<1>(sum);
+#pragma unroll
+        for (int x = 0; x < D / 2; ++x) sum[x] = 0.f;
+        for (int h = 0, i0 = keys.i0;;) {
+            const bool is_cut = [&] {
+                const Keys seen = keys_of_all(keys.band, i0, i0 + Br);
+                return keys.j0 < seen.begin || keys.j0 + Tile::Bc > seen.end;
+            }();
+            const float2 *const numbers = (const float2 *)(is_dV ? shared.lse[Q.stage()] : shared.Di[dO.stage()]);
+            wgmma_wait<0>(X);
+            if constexpr (is_dV) {
+#pragma unroll
+                for (int x = 0; x < Count; x += 4) {
+                    const float2 lse = numbers[x + thread % 4];
+                    for (int r = 0; r < 4; r += 2) {
+                        X[x + r] = exp2_fast(fmaf(X[x + r], p.c, -lse.x));
+                        X[x + r + 1] = exp2_fast(fmaf(X[x + r + 1], p.c, -lse.y));
+                    }
+                }
+                if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+                P.producer_acquire();
+#pragma unroll
+                for (int x = 0; x < Count; x += 4)
+                    shared.P[P.stage()][x / 4][thread] = float4{X[x], X[x + 1], X[x + 2], X[x + 3]};
+                __syncwarp();
+                if (thread % 32 == 0) arrive(P.full());
+                P.advance();
+            } else {
+                P.consumer_wait();
+#pragma unroll
+                for (int x = 0; x < Count; x += 4) {
+                    const float2 Di = numbers[x + thread % 4];
+                    const float4 four = shared.P[P.stage()][x / 4][thread];
+                    X[x] = four.x * (X[x] - Di.x), X[x + 1] = four.y * (X[x + 1] - Di.y);
+                    X[x + 2] = four.z * (X[x + 2] - Di.x), X[x + 3] = four.w * (X[x + 3] - Di.y);
+                }
+                if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            }
+            pack_operand<T>(A, X);
+            // dVj += P^T dOi, or dKj += dS^T Qi
+            if constexpr (is_dV) dO.consumer_wait();
+            if constexpr (!is_dV) Q.consumer_wait();
+            unsigned char *const tile = is_dV ? shared.dOi[dO.stage()] : shared.Qi[Q.stage()];
+            zero_blind_rows<Tile>(tile, keys, i0, p.a.Nq, Tile::kZeroed + !is_dV);
+            const Descriptor all = {opaque(tiles.low)};
+            issue_AB<T>(sum, A, is_dV ? all + kdO + dO.stage() * Tile::QBytes : all + kQ + Q.stage() * Tile::QBytes);
+            // A lane has read its numbers, since the operand depends on them.
+            if constexpr (is_dV) Q.consumer_release();
+            if constexpr (!is_dV) P.consumer_release(), dO.consumer_release();
+            i0 += Br;
+            if (i0 >= keys.i1) i0 = keys.i0, ++h;
+            if (h == keys.group) break;
+            issue_X();
+            wgmma_wait<1>(sum);
+            if constexpr (is_dV) dO.consumer_release();
+            if constexpr (!is_dV) Q.consumer_release();
+        }
+        K.consumer_release();
+        wgmma_wait<0>(sum);
         if constexpr (is_dV) dO.consumer_release();
         if constexpr (!is_dV) Q.consumer_release();
-    }
-    wgmma_wait<0>(sum);
-    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
-                      sum, [&](int key) {
-                          const Keys queries = keys.queries(key);
-                          return max(queries.begin, 0) < min(queries.end, p.a.Nq);
-                      });
+        store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
+                          sum, [&](int key) {
+                              const Keys queries = keys.queries(key);
+                              return max(queries.begin, 0) < min(queries.end, p.a.Nq);
+                          });
+    });
 }
 
 template <class T, class Tile>
@@ -230,21 +252,15 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
     const auto init_barriers = [&] {
-        init(shared.K, 1), init(shared.V, 1);
+        init_pipeline(shared.K, 4), init_pipeline(shared.V, 4);
         for (StageBarriers &Q : shared.Q) init(Q.full, 2), init(Q.empty, 8);
         for (StageBarriers &dO : shared.dO) init(dO.full, 2), init(dO.empty, 8);
         for (StageBarriers &P : shared.P_ready) init(P.full, 4), init(P.empty, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x != 0 && threadIdx.x != 32) return;
-        const KeyTile<Tile> keys(p);
-        if (threadIdx.x == 0) {
-            load_tile<Tile::Bc, Tile::Boxes>(shared.Kj, p.K, keys.j0, keys.key_head, keys.b, shared.K);
-            load_queries<Tile>(p, keys, p.Q, p.rows.lse, shared.Q, shared.Qi, shared.lse);
-        } else {
-            load_tile<Tile::Bc, Tile::Boxes>(shared.Vj, p.V, keys.j0, keys.key_head, keys.b, shared.V);
-            load_queries<Tile>(p, keys, p.dO, p.rows.D, shared.dO, shared.dOi, shared.Di);
-        }
+        if (threadIdx.x == 0) load<Tile>(p, p.K, shared.K, shared.Kj, p.Q, p.rows.lse, shared.Q, shared.Qi, shared.lse);
+        if (threadIdx.x == 32)
+            load<Tile>(p, p.V, shared.V, shared.Vj, p.dO, p.rows.D, shared.dO, shared.dOi, shared.Di);
     };
     run_roles<Tile>(init_barriers, produce, [&] {
         if (consumer_index() == 0)
@@ -261,7 +277,8 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
 using Tiles = TileList<WIDE>;
 #else
 // D, stages of Q, dO and P. Shared memory in bytes: 128 D (2 + stages of Q and dO) + 16384 stages of P.
-using Tiles = TileList<Tile<192, 3, 3, 1>, Tile<256, 2, 2, 1>, Tile<256, 3, 1, 1>, Tile<256, 2, 2, 2>>;
+using Tiles = TileList<Tile<192, 64, 3, 3, 1>, Tile<256, 64, 2, 2, 1>, Tile<192, 128, 2, 1, 1>, Tile<192, 64, 4, 2, 1>,
+                       Tile<192, 64, 3, 3, 2>>;
 #endif
 
 int tile_of(const Attention &a) {
@@ -276,7 +293,8 @@ Plan plan_dkdv(const Gradient &g, const Device &device) {
     return with_tile(tile_of(a), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         static_assert(sizeof(SharedStorage<Tile>) <= 227 * 1024);
-        const int64_t grid = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
+        const int64_t tiles = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
+        const int64_t grid = getenv("HDQ_FLAT") ? tiles : std::min<int64_t>(tiles, device.multiprocessors);
         Plan plan{"dK, dV", tile_of(a), Tile::Br, Tile::Bc, Tile::D, grid, Tile::Threads, sizeof(SharedStorage<Tile>)};
         plan.multiprocessors = device.multiprocessors;
         plan.error = tensor_map_encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled";
@@ -295,6 +313,7 @@ const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan 
         DkDvParameters p{a};
         p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
         p.rows = rows, p.c = a.softmax_scale * kLog2e, p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc;
+        p.tiles = (int)(a.B * a.Hkv * p.Tc);
         if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
             !make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
             !make_tensor_map(p.K, a.dtype, a.k, a.k_stride, a.B, a.Hkv, a.Nk, a.d, Tile::Bc) ||

@@ -39,16 +39,15 @@
 namespace minimal_attn::hopper {
 namespace {
 
-#define MORE                                                                                                        \
-    Tile<64, 128, 128, 3, 2>, Tile<64, 192, 64, 4, 3, false>, Tile<64, 192, 80, 3, 2>,                              \
-        Tile<64, 128, 128, 3, 2, false>, Tile<64, 192, 64, 4, 3, true, true>, Tile<64, 128, 128, 3, 2, true, true>, \
-        Tile<128, 128, 128, 2, 2>, Tile<128, 128, 96, 3, 2, false>, Tile<128, 128, 96, 3, 2, true, true>,           \
-        Tile<128, 128, 80, 4, 3>, Tile<128, 128, 112, 3, 2>, Tile<192, 128, 64, 3, 2>,                              \
-        Tile<192, 128, 80, 2, 2, false>, Tile<192, 128, 96, 2, 1>, Tile<256, 128, 64, 2, 1, false>
-template <int D_, int Br_, int Bc_, int KStages_, int VStages_, bool Turns_ = true, bool Late_ = false>
+#define MORE                                                                                                          \
+    Tile<64, 192, 64, 4, 3>, Tile<64, 192, 80, 4, 3>, Tile<64, 192, 80, 3, 2, true, 1>, Tile<128, 128, 112, 3, 2>,    \
+        Tile<128, 128, 96, 3, 2, true, 1>, Tile<192, 128, 64, 3, 2, true, 1>, Tile<256, 128, 64, 2, 1, true, 1>,      \
+        Tile<96, 128, 112, 3, 2>, Tile<96, 192, 64, 3, 2>, Tile<96, 128, 128, 2, 2>, Tile<128, 128, 96, 3, 2, true, 2>
+template <int D_, int Br_, int Bc_, int KStages_, int VStages_, bool Turns_ = true, int Way_ = 0>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, KStages = KStages_, VStages = VStages_, BlocksPerSM = 1;
-    static constexpr bool kTakesTurns = Turns_, kLate = Late_;
+    static constexpr bool kTakesTurns = Turns_;
+    static constexpr int Way = Way_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
@@ -203,21 +202,18 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
                              j0, 0.f);
             pack_operand<T>(dSij, dPij);
             if (j0 + Bc >= my_end) break;
-            K.consumer_wait(), V.consumer_wait();
             ping_pong.wait_turn();
             issue_AB<T>(dQ, dSij, Kj + K_of_dQ.stage() * Tile::KBytes);
+            K.consumer_wait();
             issue_S();
-            if constexpr (Tile::kLate) {
-                issue_dP();
-                ping_pong.pass_turn();
-                wgmma_wait<2>(dQ);
-                K_of_dQ.consumer_release();
-            } else {
-                wgmma_wait<1>(dQ);
-                K_of_dQ.consumer_release();
-                issue_dP();
-                ping_pong.pass_turn();
-            }
+            if constexpr (Tile::Way == 1) ping_pong.pass_turn();
+            if constexpr (Tile::Way == 2) V.consumer_wait();
+            wgmma_wait<1>(dQ);  // dPij takes the registers of dSij
+            K_of_dQ.consumer_release();
+            if constexpr (Tile::Way == 1) ping_pong.wait_turn();
+            V.consumer_wait();
+            issue_dP();
+            ping_pong.pass_turn();
         }
         Q.consumer_release();
         zero_rows_from<Bc>(shared.Kj[K_of_dQ.stage()], work.band.keys.end, p.a.Nk, j0, Tile::kZeroed + warpgroup);
@@ -227,8 +223,10 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         wgmma_wait<0>(dQ);
         K_of_dQ.consumer_release();
         for (j0 += Bc; j0 < end; j0 += Bc) {  // other warpgroups need more tiles
-            ping_pong.wait_turn();
-            ping_pong.pass_turn();
+            for (int n = 0; n < (Tile::Way == 1 ? 2 : 1); ++n) {
+                ping_pong.wait_turn();
+                ping_pong.pass_turn();
+            }
             K_of_dQ.skip_stage(), K.advance();
             V.skip_stage();
         }
@@ -269,7 +267,7 @@ using Tiles = TileList<
 #ifdef ONLY
     ONLY
 #else
-    Tile<64, 192, 64, 4, 3>, Tile<96, 128, 96, 3, 2>, Tile<128, 128, 96, 3, 2>, Tile<192, 128, 80, 2, 2>,
+    Tile<64, 192, 80, 3, 2>, Tile<96, 128, 96, 3, 2>, Tile<128, 128, 96, 3, 2>, Tile<192, 128, 64, 3, 2>,
     Tile<256, 128, 64, 2, 1>
 #endif
 #ifdef MORE
