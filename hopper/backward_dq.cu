@@ -74,23 +74,6 @@ struct GradientParameters : Parameters {
 
 // ------------------------------------------------------------------------------ producer threads
 
-// Thread 0. It takes a work tile when it has begun to load the last Kj of the one before.
-template <class Tile>
-__device__ void schedule_and_load_K(const GradientParameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    Pipeline<Tile::KStages> K{shared.K};
-    const TileScheduler<Tile> scheduler{p};
-    for (int n = -1;; tile_queue.advance()) {
-        tile_queue.producer_acquire();
-        n = scheduler.next(n);
-        const WorkTile work = scheduler.tile(n);
-        shared.work[tile_queue.stage()] = work;
-        arrive(tile_queue.full());
-        if (work.b < 0) return;
-        load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
-    }
-}
-
 // Calls load(work) for each work tile.
 template <class Tile, class Load>
 __device__ void for_each_work_tile(SharedStorage<Tile> &shared, const Load &load) {
@@ -126,18 +109,6 @@ __device__ void load_V(const GradientParameters &p, SharedStorage<Tile> &shared)
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
-
-// Consumers issue their products in turns, so that the exponentials of one run beside the products of another.
-template <class Tile>
-struct PingPong {
-    int warpgroup;
-    __device__ void wait_turn() const {
-        if constexpr (Tile::kTakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
-    }
-    __device__ void pass_turn() const {
-        if constexpr (Tile::kTakesTurns) named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
-    }
-};
 
 template <class T, class Tile>
 __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared) {
@@ -249,7 +220,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared.tile_queue, shared.work, shared.K, shared.Kj);
         if (threadIdx.x == 32) load_Q_and_dO<Tile>(p, shared);
         if (threadIdx.x == 64) load_V<Tile>(p, shared);
     };

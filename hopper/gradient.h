@@ -2,7 +2,7 @@
 #pragma once
 #include "hopper/backward.h"
 #include "hopper/epilogue.h"
-#include "hopper/products.h"
+#include "hopper/half.h"
 
 namespace minimal_attn::hopper {
 

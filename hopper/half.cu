@@ -37,8 +37,8 @@
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. racecheck doesn't see
 // that the __syncwarp before an arrival orders all lanes' reads of the work tile (docs/ptxas.md).
 #include "hopper/epilogue.h"
+#include "hopper/half.h"
 #include "hopper/launch.h"
-#include "hopper/products.h"
 #include "hopper/softmax.h"
 
 namespace minimal_attn::hopper {
@@ -56,6 +56,8 @@ template <int D_, int Br_, int Bc_, int QStages_, int Stages_, StoreO O_, int Bl
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr StoreO O = O_;
+    // wait_turn also synchronises the 4 warps of a consumer: all have read Qi before one writes O there.
+    static constexpr bool kTakesTurns = O == StoreO::through_Q;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
@@ -98,24 +100,6 @@ __device__ void store_staged_O(const Parameters &p, const WorkTile &work, int wa
 }
 
 // ------------------------------------------------------------------------------ producer threads
-
-// Thread 0 takes a work tile when it has begun to load the last Kj of the one before: as late as possible, so that
-// blocks end at about the same time (d 256, N 8192 causal: 5 %).
-template <class Tile>
-__device__ void schedule_and_load_K(const Parameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    Pipeline<Tile::Stages> K{shared.K};
-    const TileScheduler<Tile> scheduler{p};
-    for (int n = -1;; tile_queue.advance()) {
-        tile_queue.producer_acquire();
-        n = scheduler.next(n);
-        const WorkTile work = scheduler.tile(n);
-        shared.work[tile_queue.stage()] = work;
-        arrive(tile_queue.full());
-        if (work.b < 0) return;
-        load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
-    }
-}
 
 // Thread 32 loads Qi (step 8), 64 rows for each consumer. With through_Q it then stores O of the work tile before
 // (step 13). It can't deadlock, since kQueueStages = QStages = 2: the next Qi in O's stage belongs to a work tile that
@@ -182,20 +166,6 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
-
-// Consumers issue their products in turns, so that the softmax of one runs beside the products of another. wait_turn
-// also synchronises the 4 warps of a consumer, which through_Q needs: all have read Qi before one writes O there.
-template <class Tile>
-struct PingPong {
-    int warpgroup;
-    __device__ void wait_turn() const {
-        if constexpr (Tile::O == StoreO::through_Q) named_barrier_sync(Tile::kTurn + warpgroup, 256);
-    }
-    __device__ void pass_turn() const {
-        if constexpr (Tile::O == StoreO::through_Q)
-            named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
-    }
-};
 
 // Masks Sij and, where the state is wanted, keeps the largest score of a thread's two rows, since a stale maximum isn't
 // exact. Most tiles need neither and skip both by one branch.
@@ -390,7 +360,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared.tile_queue, shared.work, shared.K, shared.Kj);
         if (threadIdx.x == 32) load_Q_and_store_O<Tile>(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O<Tile>(p, shared);
     };

@@ -1,5 +1,5 @@
-// products.h: what the kernels of half types do with tiles in shared memory: load them by TMA, tile after tile, and
-// multiply them by wgmma. A tile is boxes of 64 columns, one behind the other.
+// half.h: what the kernels of half types have in common: tiles of keys are loaded by TMA, one after the other, and
+// multiplied by wgmma, in turns. A tile in shared memory is boxes of 64 columns, one behind the other.
 #pragma once
 #include "hopper/scheduler.h"
 #include "hopper/tma.h"
@@ -18,6 +18,39 @@ __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeli
         pipeline.advance();
     }
 }
+
+// The thread that calls it is the scheduler, too. It takes a work tile when it has begun to load the last Kj of the one
+// before: as late as possible, so that blocks end at about the same time (d 256, N 8192 causal: 5 %).
+template <class Tile, int Stages, int Bytes>
+__device__ void schedule_and_load_K(const Parameters &p, StageBarriers (&queue)[kQueueStages],
+                                    WorkTile (&work_tiles)[kQueueStages], StageBarriers (&barriers)[Stages],
+                                    unsigned char (&Kj)[Stages][Bytes]) {
+    Pipeline<kQueueStages> tile_queue{queue};
+    Pipeline<Stages> K{barriers};
+    const TileScheduler<Tile> scheduler{p};
+    for (int n = -1;; tile_queue.advance()) {
+        tile_queue.producer_acquire();
+        n = scheduler.next(n);
+        const WorkTile work = scheduler.tile(n);
+        work_tiles[tile_queue.stage()] = work;
+        arrive(tile_queue.full());
+        if (work.b < 0) return;
+        load_tiles<Tile::Bc>(p.K, work, K, Kj, [] {});
+    }
+}
+
+// Consumers issue their products in turns, so that the exponentials of one run beside the products of another.
+template <class Tile>
+struct PingPong {
+    int warpgroup;
+    __device__ void wait_turn() const {
+        if constexpr (Tile::kTakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
+    }
+    __device__ void pass_turn() const {
+        if constexpr (Tile::kTakesTurns)
+            named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
+    }
+};
 
 // Starts C = A B^T. A has 64 rows, B has 2 Count, both D columns.
 template <class T, int D, int Count>
