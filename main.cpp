@@ -28,7 +28,6 @@
 #include "checks.h"
 #include "flash.h"
 #include "overload.h"
-#include "hopper/backward.h"
 #include "portable/portable.h"
 #include "sdpa.h"
 
@@ -140,28 +139,6 @@ const std::vector<Backend> &backends() {
              if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
-         },
-         [](const Gradient &g, const Device &device) {  // HDQ TEST ONLY
-             Plan plan = plan_paper_backward(g, device);
-             plan.tile = (int)((plan.workspace + 255) / 256);
-             if (g.a.dtype != Dtype::float32)
-                 plan.workspace = (plan.workspace + 255) / 256 * 256 + gradient_rows_bytes(g) + 256;
-             plan.multiprocessors = device.multiprocessors;
-             return plan;
-         },
-         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-             const char *error = nullptr;
-             if (!getenv("HDQ_ONLY") || g.a.dtype == Dtype::float32) error = launch_paper_backward(g, plan, workspace, stream);
-             if (g.a.dtype == Dtype::float32 || error) return error;
-             char *at = (char *)workspace + (size_t)plan.tile * 256;
-             const auto rows = gradient_rows_in(g, at);
-             error = launch_gradient_rows(g, rows, stream);
-             if (error) return error;
-             if (g.a.d > 128 && !getenv("HDQ_NO_WIDE"))
-                 error = hopper::launch_dkdv(g, rows, hopper::plan_dkdv(g, {plan.multiprocessors, 232448}), stream);
-             if (error) return error;
-             const Plan dq = hopper::plan_dq(g, {plan.multiprocessors, 232448});
-             return hopper::launch_dq(g, rows, dq, at + gradient_rows_bytes(g), stream);
          }},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
@@ -509,13 +486,13 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
     return call(Overload<forward<Tensor>>::call);
 }
 
-// What forward would do with these arguments, for minimal_attn.explain; launches nothing.
+// What forward or backward would do with these arguments, for minimal_attn.explain; launches nothing.
 pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
                        const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
                        Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
-                       const MaybeTensor &block_table) {
+                       const MaybeTensor &block_table, Flag backward) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
@@ -527,6 +504,8 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     check_options(a);
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
+    TORCH_CHECK_VALUE(!backward || !block_table, "block_table must be None with backward=True, but was given");
+    while (backward && !taken->plan_backward) ++taken;
     check_state(a);
     if (out) check_out(a, *out);
     if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
@@ -556,7 +535,11 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
-    const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
+    Gradient gradient{attention};
+    gradient.out_dtype = attention.dtype;
+    const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"}
+                      : backward     ? taken->plan_backward(gradient, gpu_of(q))
+                                     : taken->plan(attention, gpu_of(q));
     return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace, "copied"_a = copied,

@@ -39,20 +39,14 @@
 namespace minimal_attn::hopper {
 namespace {
 
-#define MORE                                                                                                          \
-    Tile<64, 192, 64, 4, 3>, Tile<64, 192, 80, 4, 3>, Tile<64, 192, 80, 3, 2, true, 1>, Tile<128, 128, 112, 3, 2>,    \
-        Tile<128, 128, 96, 3, 2, true, 1>, Tile<192, 128, 64, 3, 2, true, 1>, Tile<256, 128, 64, 2, 1, true, 1>,      \
-        Tile<96, 128, 112, 3, 2>, Tile<96, 192, 64, 3, 2>, Tile<96, 128, 128, 2, 2>, Tile<128, 128, 96, 3, 2, true, 2>
-template <int D_, int Br_, int Bc_, int KStages_, int VStages_, bool Turns_ = true, int Way_ = 0>
+template <int D_, int Br_, int Bc_, int KStages_, int VStages_>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, KStages = KStages_, VStages = VStages_, BlocksPerSM = 1;
-    static constexpr bool kTakesTurns = Turns_;
-    static constexpr int Way = Way_;
+    static constexpr bool kTakesTurns = true, kAlignKeys = false;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
-    static constexpr bool kAlignKeys = false;
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && Br % 64 == 0 && KStages > 1);
 };
@@ -167,21 +161,18 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             V.consumer_release();
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) dPij[x] = Sij[x] * (dPij[x] - Di[x / 2 % 2]);
-            const Keys fully_visible = keys_of_all(work.band, work.i0 + 64 * warpgroup, work.i0 + 64 * warpgroup + 64);
+            const int i = work.i0 + row, first = work.i0 + 64 * warpgroup;  // read again to save registers
+            const Keys fully_visible = keys_of_all(work.band, first, first + 64);
             if (j0 < fully_visible.begin || j0 + Bc > fully_visible.end)
-                mask_columns(dPij, {keys_of_row(work.band, work.i0 + row), keys_of_row(work.band, work.i0 + row + 8)},
-                             j0, 0.f);
+                mask_columns(dPij, {keys_of_row(work.band, i), keys_of_row(work.band, i + 8)}, j0, 0.f);
             pack_operand<T>(dSij, dPij);
             if (j0 + Bc >= my_end) break;
             ping_pong.wait_turn();
             issue_AB<T>(dQ, dSij, Kj + K_of_dQ.stage() * Tile::KBytes);
             K.consumer_wait();
             issue_S();
-            if constexpr (Tile::Way == 1) ping_pong.pass_turn();
-            if constexpr (Tile::Way == 2) V.consumer_wait();
             wgmma_wait<1>(dQ);  // dPij takes the registers of dSij
             K_of_dQ.consumer_release();
-            if constexpr (Tile::Way == 1) ping_pong.wait_turn();
             V.consumer_wait();
             issue_dP();
             ping_pong.pass_turn();
@@ -194,10 +185,8 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         wgmma_wait<0>(dQ);
         K_of_dQ.consumer_release();
         for (j0 += Bc; j0 < end; j0 += Bc) {  // other warpgroups need more tiles
-            for (int n = 0; n < (Tile::Way == 1 ? 2 : 1); ++n) {
-                ping_pong.wait_turn();
-                ping_pong.pass_turn();
-            }
+            ping_pong.wait_turn();
+            ping_pong.pass_turn();
             K_of_dQ.skip_stage(), K.advance();
             V.skip_stage();
         }
@@ -232,25 +221,21 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// D, Br, Bc, stages of K, of V. Registers of a consumer's thread: (5 Bc + 2 D) / 4 and some 25; shared memory in bytes:
-// 2 D (2 Br + (stages of K and V) Bc).
+// D, Br, Bc, stages of K, of V. A consumer's thread has (5 Bc + 2 D) / 4 registers in accumulators and operands, at most
+// 208 of 232, or 132 of 160 with three consumers. Shared memory in bytes: 2 D (2 Br + (stages of K and V) Bc).
 using Tiles = TileList<
-#ifdef ONLY
-    ONLY
-#else
-    Tile<64, 192, 80, 3, 2>, Tile<96, 128, 96, 3, 2>, Tile<128, 128, 96, 3, 2>, Tile<192, 128, 64, 3, 2>,
-    Tile<256, 128, 64, 2, 1>
-#endif
-#ifdef MORE
-    ,
-    MORE
-#endif
-    >;
+    // Three consumers, since exponentials are two thirds of the work: 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12 %
+    Tile<64, 192, 80, 3, 2>,
+    // 128 x 96 was up to 6 % slower from N 2048 on without a mask, 1 to 4 % faster for N 1024 and 2048 with one
+    Tile<96, 128, 128, 2, 2>,
+    // Bc 80 and 128 were up to 4 % slower, 112 the same
+    Tile<128, 128, 96, 3, 2>,
+    // Two stages of K and Bc 80 were 8 to 15 % slower
+    Tile<192, 128, 64, 3, 2>,
+    // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
+    Tile<256, 128, 64, 2, 1>>;
 
-int tile_of(const Attention &a) {
-    if (const char *tile = getenv("HDQ_TILE")) return atoi(tile);
-    return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4;
-}
+int tile_of(const Attention &a) { return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4; }
 
 }  // namespace
 

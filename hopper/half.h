@@ -47,8 +47,7 @@ struct PingPong {
         if constexpr (Tile::kTakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
     }
     __device__ void pass_turn() const {
-        if constexpr (Tile::kTakesTurns)
-            named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
+        if constexpr (Tile::kTakesTurns) named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
     }
 };
 

@@ -96,6 +96,7 @@ _MUST_BE = {
     "return_lse": (lambda x: isinstance(x, bool), "True or False"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
+    "backward": (lambda x: isinstance(x, bool), "True or False"),
     "backend": (
         lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
         "a Unicode string",
