@@ -240,6 +240,8 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
 // Their backward passes.
 Plan plan_paper_backward(const Gradient &gradient, const Device &device);
 const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+Plan plan_portable_backward(const Gradient &gradient, const Device &device);
+const char *launch_portable_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
 const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 

@@ -140,7 +140,8 @@ const std::vector<Backend> &backends() {
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
+         plan_portable_backward, launch_portable_backward},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward},
 #endif
@@ -172,7 +173,8 @@ const Backend *check_backend(const Arguments &a) {
     size_t length = std::min<size_t>(a.backend.size(), 40);
     while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
     auto name = std::string(a.backend.substr(0, length));
-    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
+    std::replace_if(
+        name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
