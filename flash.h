@@ -84,6 +84,7 @@ struct Gradient {
     Dtype out_dtype;
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
+    bool deterministic;  // the same bits on every run, which else only hopper's fast form doesn't promise
 };
 
 // Whether anything but the number of keys bounds what a query sees.
@@ -242,6 +243,11 @@ Plan plan_paper_backward(const Gradient &gradient, const Device &device);
 const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_portable_backward(const Gradient &gradient, const Device &device);
 const char *launch_portable_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+namespace hopper {
+bool serves_half_backward(const Gradient &gradient);  // float16 and bfloat16, d up to 128
+Plan plan_half_backward(const Gradient &gradient, const Device &device);
+const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+}  // namespace hopper
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
 const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 

@@ -139,6 +139,14 @@ const std::vector<Backend> &backends() {
              if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
+         },
+         [](const Gradient &g, const Device &device) {
+             return hopper::serves_half_backward(g) ? hopper::plan_half_backward(g, device)
+                                                    : plan_portable_backward(g, device);
+         },
+         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+             return hopper::serves_half_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+                                                    : launch_portable_backward(g, plan, workspace, stream);
          }},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
          plan_portable_backward, launch_portable_backward},
@@ -437,6 +445,7 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    g.deterministic = at::globalContext().deterministicAlgorithms();
     plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
 }
