@@ -139,8 +139,17 @@ const std::vector<Backend> &backends() {
              if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
+         },
+         [](const Gradient &g, const Device &device) {
+             return g.a.dtype == Dtype::float32 ? plan_portable_backward(g, device)
+                                                : hopper::plan_half_backward(g, device);
+         },
+         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+             return g.a.dtype == Dtype::float32 ? launch_portable_backward(g, plan, workspace, stream)
+                                                : hopper::launch_half_backward(g, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
+         plan_portable_backward, launch_portable_backward},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward},
 #endif
@@ -435,6 +444,7 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    g.deterministic = at::globalContext().deterministicAlgorithms();
     plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
 }
@@ -536,7 +546,7 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
     Gradient gradient{attention};
-    gradient.out_dtype = attention.dtype;
+    gradient.out_dtype = attention.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
     const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"}
                       : backward     ? taken->plan_backward(gradient, gpu_of(q))
                                      : taken->plan(attention, gpu_of(q));

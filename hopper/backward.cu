@@ -38,7 +38,8 @@ Plan plan_half_backward(const Gradient &g, const Device &device) {
 const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Kernels kernels(g, {plan.multiprocessors, 0});
     const GradientRows rows = gradient_rows_in(g, workspace);
-    void *const for_keys = (char *)workspace + kernels.keys_at, *const for_queries = (char *)workspace + kernels.queries_at;
+    void *const for_keys = (char *)workspace + kernels.keys_at, *const for_queries =
+                                                                    (char *)workspace + kernels.queries_at;
     const char *why = launch_gradient_rows(g, rows, stream);
     if (why) return why;
     why = g.a.d <= 128 ? launch_fused(g, rows, kernels.keys, for_keys, stream)
