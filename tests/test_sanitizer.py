@@ -135,7 +135,7 @@ def test_state(backend, dtype, d):
     check_l_m(l.cpu(), m.cpu(), expected)
 
 
-@pytest.mark.parametrize("d", [1, 40, 64, 256])
+@pytest.mark.parametrize("d", [1, 64, 90, 128, 180, 256])
 @pytest.mark.parametrize("Nq, Nk", [(1, 1), (70, 130)])
 def test_backward(backend, dtype, d, Nq, Nk):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
