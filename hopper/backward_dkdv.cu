@@ -36,24 +36,24 @@
 namespace minimal_attn::hopper {
 namespace {
 
-template <int D_, int QStages_, int dOStages_>
+template <int D_, int Stages_>
 struct Tile {
-    static constexpr int D = D_, Br = 64, Bc = 64, QStages = QStages_, dOStages = dOStages_;
+    static constexpr int D = D_, Br = 64, Bc = 64, Stages = Stages_;  // Stages of Q and of dO
     static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), BlocksPerSM = 1;
     static constexpr int ProducerRegisters = 32;
-    static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = Bc * Boxes * 128;
-    enum NamedBarrier { kZeroed = 1 };  // + the consumer; 0 is __syncthreads
-    static_assert(kGradientRows % Br == 0);
+    static constexpr int Boxes = D / kBoxColumns, Bytes = 64 * Boxes * 128;  // of each tile
+    enum NamedBarrier { kZeroed = 1 };                                       // + the consumer; 0 is __syncthreads
+    static_assert(kGradientRows % Br == 0 && D % kBoxColumns == 0);
 };
 
 template <class Tile>
 struct SharedStorage {
-    alignas(1024) unsigned char Kj[Tile::KBytes], Vj[Tile::KBytes];
-    unsigned char Qi[Tile::QStages][Tile::QBytes], dOi[Tile::dOStages][Tile::QBytes];
-    float4 P[Tile::Br / 8][128];  // four numbers of each thread
-    float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
+    alignas(1024) unsigned char Kj[Tile::Bytes], Vj[Tile::Bytes];
+    unsigned char Qi[Tile::Stages][Tile::Bytes], dOi[Tile::Stages][Tile::Bytes];
+    float4 P[Tile::Br / 8][128];  // P^T as the threads have it, four numbers of each
+    float lse[Tile::Stages][Tile::Br], Di[Tile::Stages][Tile::Br];
     Barrier K, V;
-    StageBarriers Q[Tile::QStages], dO[Tile::dOStages], P_ready[1];
+    StageBarriers Q[Tile::Stages], dO[Tile::Stages], P_ready[1];
 };
 
 struct KeyParameters : Parameters {
@@ -91,11 +91,11 @@ struct KeyTile {
 // ------------------------------------------------------------------------------ producer threads
 
 // Loads the tiles of Q with lse, or of dO with D.
-template <class Tile, int Stages>
+template <class Tile>
 __device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, const TensorMap &tensor,
-                             const float *rows, StageBarriers (&barriers)[Stages],
-                             unsigned char (&tiles)[Stages][Tile::QBytes], float (&numbers)[Stages][Tile::Br]) {
-    Pipeline<Stages> pipeline{barriers};
+                             const float *rows, StageBarriers *barriers, unsigned char (*tiles)[Tile::Bytes],
+                             float (*numbers)[Tile::Br]) {
+    Pipeline<Tile::Stages> pipeline{barriers};
     for (int h = keys.key_head * keys.group; h < (keys.key_head + 1) * keys.group; ++h)
         for (int i0 = keys.i0; i0 < keys.i1; i0 += Tile::Br, pipeline.advance()) {
             pipeline.producer_acquire();
@@ -122,90 +122,88 @@ __device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, 
     named_barrier_sync(barrier, 128);
 }
 
+// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one.
+template <int Count>
+__device__ void compute_P(float (&S)[Count], const float2 *lse, float c) {
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = lse[x + threadIdx.x % 4];
+        for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
+    }
+}
+
+// dS^T = P^T o (dP^T - D) in place of dP^T.
+template <int Count>
+__device__ void compute_dS(float (&dP)[Count], const float4 (*P)[128], const float2 *D) {
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = D[x + threadIdx.x % 4];
+        const float4 four = P[x / 4][threadIdx.x % 128];
+        dP[x] = four.x * (dP[x] - two.x), dP[x + 1] = four.y * (dP[x + 1] - two.y);
+        dP[x + 2] = four.z * (dP[x + 2] - two.x), dP[x + 3] = four.w * (dP[x + 3] - two.y);
+    }
+}
+
 // What a consumer warpgroup computes.
 enum class Part { dV, dK };
 
+// dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
 template <class T, class Tile, Part part>
 __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
-    constexpr int D = Tile::D, Br = Tile::Br, Count = Br / 2;
     constexpr bool is_dV = part == Part::dV;
+    constexpr int D = Tile::D, Br = Tile::Br, kQ = 2 * Tile::Bytes, kdO = kQ + Tile::Stages * Tile::Bytes;
     const KeyTile<Tile> keys(p);
-    const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // and j + 8
-    Pipeline<Tile::QStages> Q{shared.Q};
-    Pipeline<Tile::dOStages> dO{shared.dO};
+    const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // its rows: j and j + 8
+    Pipeline<Tile::Stages> first{is_dV ? shared.Q : shared.dO}, second{is_dV ? shared.dO : shared.Q};
     Pipeline<1> P{shared.P_ready};
-    float X[Count], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
-    uint32_t A[Count / 2];       // X as an operand
+    float X[Br / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
+    uint32_t A[Br / 4];           // X as an operand
     const Descriptor tiles = descriptor(&shared);
-    constexpr int kQ = 2 * Tile::KBytes, kdO = kQ + Tile::QStages * Tile::QBytes;
 
-    // S^T = Kj Qi^T, or dP^T = Vj dOi^T, of the next tile of queries
-    const auto issue_X = [&] {
-        const Descriptor all = {opaque(tiles.low)};
-        if constexpr (is_dV) {
-            Q.consumer_wait();
-            issue_ABt<T, D>(X, all, all + kQ + Q.stage() * Tile::QBytes);
-        } else {
-            dO.consumer_wait();
-            issue_ABt<T, D>(X, all + Tile::KBytes, all + kdO + dO.stage() * Tile::QBytes);
-        }
+    const auto issue_X = [&] {  // of the next tile of queries
+        const Descriptor all = {opaque(tiles.low)}, K_or_V = all + (is_dV ? 0 : Tile::Bytes);
+        first.consumer_wait();
+        issue_ABt<T, D>(X, K_or_V, all + (is_dV ? kQ : kdO) + first.stage() * Tile::Bytes);
     };
     wait(is_dV ? shared.K : shared.V, 0);
     issue_X();
 #pragma unroll
     for (int x = 0; x < D / 2; ++x) sum[x] = 0.f;
     for (int h = 0, i0 = keys.i0;;) {
-        const bool is_cut = [&] {
-            const Keys seen = keys_of_all(keys.band, i0, i0 + Br);
-            return keys.j0 < seen.begin || keys.j0 + Tile::Bc > seen.end;
-        }();
-        const float2 *const numbers = (const float2 *)(is_dV ? shared.lse[Q.stage()] : shared.Di[dO.stage()]);
+        const Keys fully_visible = keys_of_all(keys.band, i0, i0 + Br);
+        const bool is_cut = keys.j0 < fully_visible.begin || keys.j0 + Tile::Bc > fully_visible.end;
+        const auto mask = [&] {
+            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+        };
         wgmma_wait<0>(X);
         if constexpr (is_dV) {
-#pragma unroll
-            for (int x = 0; x < Count; x += 4) {
-                const float2 lse = numbers[x + thread % 4];
-                for (int r = 0; r < 4; r += 2) {
-                    X[x + r] = exp2_fast(fmaf(X[x + r], p.c, -lse.x));
-                    X[x + r + 1] = exp2_fast(fmaf(X[x + r + 1], p.c, -lse.y));
-                }
-            }
-            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            compute_P(X, (const float2 *)shared.lse[first.stage()], p.c);
+            mask();
             P.producer_acquire();
 #pragma unroll
-            for (int x = 0; x < Count; x += 4) shared.P[x / 4][thread] = float4{X[x], X[x + 1], X[x + 2], X[x + 3]};
+            for (int x = 0; x < Br / 2; x += 4) shared.P[x / 4][thread] = float4{X[x], X[x + 1], X[x + 2], X[x + 3]};
             __syncwarp();
             if (thread % 32 == 0) arrive(P.full());
             P.advance();
         } else {
             P.consumer_wait();
-#pragma unroll
-            for (int x = 0; x < Count; x += 4) {
-                const float2 Di = numbers[x + thread % 4];
-                const float4 four = shared.P[x / 4][thread];
-                X[x] = four.x * (X[x] - Di.x), X[x + 1] = four.y * (X[x + 1] - Di.y);
-                X[x + 2] = four.z * (X[x + 2] - Di.x), X[x + 3] = four.w * (X[x + 3] - Di.y);
-            }
-            if (is_cut) mask_columns(X, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            compute_dS(X, shared.P, (const float2 *)shared.Di[first.stage()]);
+            mask();
         }
         pack_operand<T>(A, X);
-        // dVj += P^T dOi, or dKj += dS^T Qi
-        if constexpr (is_dV) dO.consumer_wait();
-        if constexpr (!is_dV) Q.consumer_wait();
-        unsigned char *const tile = is_dV ? shared.dOi[dO.stage()] : shared.Qi[Q.stage()];
-        zero_blind_rows<Tile>(tile, keys, i0, p.a.Nq, Tile::kZeroed + !is_dV);
-        const Descriptor all = {opaque(tiles.low)};
-        issue_AB<T>(sum, A, is_dV ? all + kdO + dO.stage() * Tile::QBytes : all + kQ + Q.stage() * Tile::QBytes);
-        // A lane has read its numbers, since the operand depends on them.
-        if constexpr (is_dV) Q.consumer_release();
-        if constexpr (!is_dV) P.consumer_release(), dO.consumer_release();
+        second.consumer_wait();
+        zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[second.stage()], keys, i0, p.a.Nq,
+                              Tile::kZeroed + !is_dV);
+        issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kdO : kQ) + second.stage() * Tile::Bytes);
+        // Each lane has read lse, or D and P: the operand depends on them.
+        first.consumer_release();
+        if constexpr (!is_dV) P.consumer_release();
         i0 += Br;
         if (i0 >= keys.i1) i0 = keys.i0, ++h;
         if (h == keys.group) break;
         issue_X();
         wgmma_wait<1>(sum);
-        if constexpr (is_dV) dO.consumer_release();
-        if constexpr (!is_dV) Q.consumer_release();
+        second.consumer_release();
     }
     wgmma_wait<0>(sum);
     store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
@@ -224,7 +222,7 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
         init(shared.K, 1), init(shared.V, 1);
         for (StageBarriers &Q : shared.Q) init(Q.full, 2), init(Q.empty, 8);
         for (StageBarriers &dO : shared.dO) init(dO.full, 2), init(dO.empty, 8);
-        for (StageBarriers &P : shared.P_ready) init(P.full, 4), init(P.empty, 4);
+        init(shared.P_ready[0].full, 4), init(shared.P_ready[0].empty, 4);
     };
     const auto produce = [&] {
         if (threadIdx.x != 0 && threadIdx.x != 32) return;
@@ -248,8 +246,8 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
 #endif
 }
 
-// D, stages of Q, of dO. Shared memory in bytes: 128 D (2 + stages) + 16 KB of P^T.
-using Tiles = TileList<Tile<192, 3, 3>, Tile<256, 2, 2>>;
+// D, stages of Q and of dO. Shared memory in bytes: 256 D (1 + stages), and 16 KB of P^T.
+using Tiles = TileList<Tile<192, 3>, Tile<256, 2>>;
 
 int tile_of(const Attention &a) { return a.d <= 192 ? 0 : 1; }
 

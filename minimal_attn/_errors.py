@@ -45,7 +45,7 @@ _ELSEWHERE = {
     "page_table": "use block_table",
     "block_tables": "use block_table",
     "num_splits": "there is no split of the keys to choose",
-    "deterministic": "the same inputs always give the same bits",
+    "deterministic": "torch.use_deterministic_algorithms asks for the same bits on every run",
 }
 
 

@@ -276,8 +276,8 @@ def explain(
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
 
-    The arguments and their errors are those of `forward`. With backward=True it explains the call of `backward`
-    that gives the gradients. Nothing is launched, copied or allocated.
+    The arguments and their errors are those of `forward`. With backward=True the answer is about the call of
+    `backward` that gives the gradients. Nothing is launched, copied or allocated.
     """
     if unknown:
         raise unknown_keyword("explain", unknown)
