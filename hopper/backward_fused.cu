@@ -37,6 +37,7 @@
 // | dS empty                 | consumers                       | consumers                       | dQ has read it    |
 // | dQ full (per consumer)   | that consumer                   | its adder                       | dQi is staged     |
 // | dQ empty (per consumer)  | its adder                       | that consumer                   | TMA has read it   |
+// | named kTurn + index      | the consumer before it          | that consumer                   | it may issue S^T  |
 // | named kZeroed + index    | that consumer                   | that consumer                   | NaNs are zeroed   |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once.
@@ -55,7 +56,8 @@ struct Tile {
     static constexpr int ProducerRegisters = 24;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
-    enum NamedBarrier { kZeroed = 1 };  // + the consumer; 0 is __syncthreads
+    static constexpr bool kTakesTurns = true;
+    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
     static_assert(Boxes * QueryBoxes == Consumers);  // each computes 64 x 64 of dQi:
     __device__ static int query_box(int consumer) { return consumer % QueryBoxes; }
@@ -282,6 +284,8 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     const Attention &a = p.a;
     const int consumer = consumer_index(), thread = threadIdx.x % 128;
     const float c = a.softmax_scale * kLog2e;
+    const PingPong<Tile> ping_pong{consumer};
+    if (consumer == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is consumer 0's
     Pipeline<1> KV{shared.KV}, dQ_staged{shared.dQ[consumer]};
     Pipeline<Tile::QStages> Q{shared.Q};
     Pipeline<Tile::dOStages> dO{shared.dO};
@@ -331,10 +335,12 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             uint32_t P[Br / 4], dS[Br / 4];
             Q.consumer_wait();
             zero_blind(shared.Qi[Q.stage()], i0);
+            ping_pong.wait_turn();
             issue_ABt<T, D>(S, descriptor(shared.Kj[consumer], 0), descriptor(shared.Qi[Q.stage()], 0));
             dO.consumer_wait();
             zero_blind(shared.dOi[dO.stage()], i0);
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer], 0), descriptor(shared.dOi[dO.stage()], 0));
+            ping_pong.pass_turn();
             wgmma_wait<1>(S);
             exponentiate(S, shared.lse[Q.stage()] + thread % 4 * 2, c);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_P(S, band, j, i0 + thread % 4 * 2);
@@ -350,8 +356,8 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
                 __syncwarp();
                 if (thread % 32 == 0) arrive(dS_written.full());
                 dS_written.advance();
-                issue_dQ_of_last_tile(
-                    dQ, !is_first);  // always: under an if, ptxas would wait for it (C7517, docs/ptxas.md)
+                // Under an if, ptxas would wait for the product at once (C7517, docs/ptxas.md).
+                issue_dQ_of_last_tile(dQ, !is_first);
             }
             issue_AB<T>(dK, dS, descriptor(shared.Qi[Q.stage()], 0));
             __syncwarp();
