@@ -70,6 +70,7 @@ def call_of(part: str, function, q, k, v, do, causal):
 
 
 def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
+    """A record for each peer. Round 0 warms up: it judges the first result and sets the peer's clock."""
     q, k, v = random_qkv(cell, args.device)
     causal, do = cell.mask == "causal", None
     if args.part != "forward":
