@@ -110,5 +110,6 @@ def run_sweep(args, about: dict) -> int:
         status = 130
     print_summary(records)
     if args.plot and records:
-        plot(records, args.plot, f"{result['on']}, torch {result['torch']}{TITLES[result.get('part', 'forward')]}")
+        title = TITLES[result.get("part", "forward")]  # files of older sweeps don't have it
+        plot(records, args.plot, f"{result['on']}, torch {result['torch']}{title}")
     return status or int(any(r.get("ratio") == 0 for r in records))
