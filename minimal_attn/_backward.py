@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minimal_attn._errors import unknown_keyword, wrong_type
+from minimal_attn._load import _C
 
 if TYPE_CHECKING:
     from typing_extensions import Never
+
+
+def has_fast_backward(q: Tensor) -> bool:
+    """Whether gradients of tensors like q have a kernel made for speed. If not, drop-ins leave them to PyTorch."""
+    return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
+    return all(_C.has_fast_backward(torch.empty(1, 1, 8, d, device=device, dtype=dtype)) for d in (64, 128, 256))
 
 
 def backward(

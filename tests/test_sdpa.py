@@ -501,16 +501,15 @@ def test_activated_compile(device, randn, dynamic):
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).square().sum()
         )
 
-    x = randn(2, 50, 64).requires_grad_()
-    k, v = randn(2, 4, 50, 16), randn(2, 4, 50, 16)
-    expected = loss(x, k, v)
-    [expected_grad] = torch.autograd.grad(expected, x)
+    inputs = [randn(*shape).requires_grad_() for shape in ((2, 50, 64), (2, 4, 50, 16), (2, 4, 50, 16))]
+    expected = loss(*inputs)
+    expected_grads = torch.autograd.grad(expected, inputs)
     with minimal_attn.activate() as activation:
-        actual = torch.compile(loss, fullgraph=True, dynamic=dynamic)(x, k, v)
-        [grad] = torch.autograd.grad(actual, x)
+        actual = torch.compile(loss, fullgraph=True, dynamic=dynamic)(*inputs)
+        grads = torch.autograd.grad(actual, inputs)
     assert activation.calls["minimal_attn"] >= 1
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
