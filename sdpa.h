@@ -213,9 +213,8 @@ inline Gradients flash_cuda_backward(const Tensor &do_, const Tensor &q, const T
                                      std::optional<double> scale) {
     const Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (serves_backward(call)) return compute_backward(call, do_, o, lse, Layout::of_q, Aligned::last);
-    return at::cuda::_scaled_dot_product_flash_attention_backward(do_, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q,
-                                                                  max_k, dropout_p, is_causal, seed, seed_offset,
-                                                                  scale);
+    return at::cuda::_scaled_dot_product_flash_attention_backward(
+        do_, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, seed_offset, scale);
 }
 
 inline Gradients cudnn_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
@@ -238,9 +237,8 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
     const MaybeTensor mask = attn_bias.defined() ? MaybeTensor(attn_bias) : std::nullopt;
     const Call call{q, k, v, mask, dropout_p, is_causal, scale};
     if (!serves_backward(call))
-        return at::cuda::_scaled_dot_product_efficient_attention_backward(do_, q, k, v, attn_bias, o, lse, seed,
-                                                                          seed_offset, dropout_p, grad_input_mask,
-                                                                          is_causal, scale);
+        return at::cuda::_scaled_dot_product_efficient_attention_backward(
+            do_, q, k, v, attn_bias, o, lse, seed, seed_offset, dropout_p, grad_input_mask, is_causal, scale);
     const auto [dq, dk, dv] = compute_backward(call, do_, o, lse, Layout::tokens_first);
     return {dq, dk, dv, Tensor()};
 }

@@ -107,7 +107,7 @@ class Ring:
         return parts
 
     def _seen(self, rows: slice, first: int, step: int) -> Iterator[tuple[slice, dict]]:
-        """Which of the step's keys some of the queries at positions first, first + 1, ... see, and the mask."""
+        """Which of the step's keys the queries at positions first, first + 1, ... see, and the mask."""
         (left, right), last = self.band, first + rows.stop - rows.start - 1
         keys = self._keys(step)
         if all(

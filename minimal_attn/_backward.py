@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 def has_fast_backward(q: Tensor) -> bool:
-    """Whether gradients of tensors like q have a kernel made for speed. If not, drop-ins leave them to PyTorch."""
+    """Whether gradients of tensors like q have a fast kernel. If not, drop-ins leave them to PyTorch."""
     return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype)
 
 
 @torch.compiler.assume_constant_result
 @functools.cache
 def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
-    return all(_C.has_fast_backward(torch.empty(1, 1, 8, d, device=device, dtype=dtype)) for d in (64, 128, 256))
+    tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in (64, 128, 256))
+    return all(map(_C.has_fast_backward, tensors))
 
 
 def backward(

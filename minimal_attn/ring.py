@@ -3,8 +3,8 @@
 Every rank computes the attention of its own queries. Blocks of keys and values travel around the ring, while
 each rank computes with the block that it has (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise
 Transformers for Near-Infinite Context", arXiv:2310.01889). The softmax state (o, l, m) goes from block to
-block in float32, so the result has the same digits on any number of ranks. Gradients flow to q, k and v: in the
-backward pass the blocks travel again, and their gradients with them. _around.py has both passes.
+block in float32, so the result has the same digits on any number of ranks. In the backward pass the blocks
+travel again, and their gradients with them.
 
 The sequence is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n - 1 - r ("zigzag"). Under a
 causal mask every rank then has the same work at every step (the balance is the aim of striped attention,
@@ -106,9 +106,9 @@ def forward(
         TypeError, ValueError: an argument is wrong on some rank, or differs between ranks. Every rank raises
             the same error, nothing was sent, and the group can be used further.
         RingError: a rank died, stalled or raised another error, or did not call, in either pass. The ranks
-            that remain raise it, mostly at once, at the latest 4 seconds after `timeout`, with the same text if the
-            group's store still answers. A rank that has all blocks already returns its result. The group's
-            connections are closed.
+            that remain raise it, mostly at once, at the latest 4 seconds after `timeout`, with the same text
+            if the group's store still answers. A rank that has all blocks already returns its result. The
+            group's connections are closed.
         RuntimeError: torch.distributed isn't initialised, or a gradient is differentiated.
 
     Memory besides the result: two blocks of keys and values, and float32 o, l and m twice. The backward pass

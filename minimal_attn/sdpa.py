@@ -244,8 +244,9 @@ def activate() -> Activation:
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
     (masks, dropout, float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before.
-    So do gradients for which only `paper` has a kernel, from this o and log-sum-exp. From torch 2.11 on, torch.nn.attention's registry knows it as
-    "minimal_attn": current_flash_attention_impl(), restore_flash_attention_impl().
+    So do gradients for which only `paper` has a kernel, from this o and log-sum-exp. From torch 2.11 on,
+    torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
+    restore_flash_attention_impl().
 
     Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
     with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.
