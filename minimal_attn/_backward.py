@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +19,16 @@ def has_fast_backward(q: Tensor) -> bool:
     return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype)
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
 def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
-    tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in (64, 128, 256))
-    return all(map(_C.has_fast_backward, tensors))
+    if (device, dtype) not in _known:
+        tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in (64, 128, 256))
+        _known[device, dtype] = all(map(_C.has_fast_backward, tensors))
+    return _known[device, dtype]
+
+
+_known: dict[tuple[torch.device, torch.dtype], bool] = {}
+# What torch.compiler.assume_constant_result does, which imports the compiler in a second.
+_has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backward(
