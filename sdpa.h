@@ -63,7 +63,7 @@ struct Call {
 };
 
 inline Outcome outcome_of(const Call &c, bool return_debug_mask) {
-    if (c.attn_mask) return mask;
+    if (c.attn_mask && c.attn_mask->defined()) return mask;  // autograd passes an undefined one
     if (c.dropout_p != 0) return dropout;
     if (return_debug_mask) return debug_mask;
     const auto type = c.q.scalar_type();
@@ -222,8 +222,7 @@ inline Gradients cudnn_backward(const Tensor &do_, const Tensor &q, const Tensor
                                 const Tensor &attn_bias, const Tensor &cum_seq_q, const Tensor &cum_seq_k,
                                 int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
                                 std::optional<double> scale) {
-    const MaybeTensor mask = attn_bias.defined() ? MaybeTensor(attn_bias) : std::nullopt;
-    const Call call{q, k, v, mask, dropout_p, is_causal, scale};
+    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (serves_backward(call)) return compute_backward(call, do_, o, lse);
     return at::cuda::_scaled_dot_product_cudnn_attention_backward(do_, q, k, v, o, lse, seed, seed_offset, attn_bias,
                                                                   cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
@@ -234,8 +233,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
     const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_bias, const Tensor &o,
     const Tensor &lse, const Tensor &seed, const Tensor &seed_offset, double dropout_p,
     std::array<bool, 4> grad_input_mask, bool is_causal, std::optional<double> scale) {
-    const MaybeTensor mask = attn_bias.defined() ? MaybeTensor(attn_bias) : std::nullopt;
-    const Call call{q, k, v, mask, dropout_p, is_causal, scale};
+    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (!serves_backward(call))
         return at::cuda::_scaled_dot_product_efficient_attention_backward(
             do_, q, k, v, attn_bias, o, lse, seed, seed_offset, dropout_p, grad_input_mask, is_causal, scale);

@@ -298,7 +298,10 @@ def test_whose_gradients(randn, device, kind, dtype):
 
     assert minimal_attn._C.has_fast_backward(tensors[0]) or device == "cuda"
     ours = grads(minimal_attn.forward, causal=True, offset=0)
-    dropped = None if device == "cpu" else grads(F.scaled_dot_product_attention, dropout_p=0.3)
+    try:
+        dropped = None if device == "cpu" else grads(F.scaled_dot_product_attention, dropout_p=0.3)
+    except RuntimeError as error:
+        pytest.skip(f"PyTorch has it not: {error}")
     with minimal_attn.activate():
         found = grads(F.scaled_dot_product_attention, is_causal=True)
         if minimal_attn._C.has_fast_backward(tensors[0]):
