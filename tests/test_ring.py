@@ -327,6 +327,18 @@ def test_odd_ranks():
             raise was(said)
 
 
+def different_passes(rank, ranks, device):
+    x = torch.randn(1, 1, 8, 16, requires_grad=True)
+    loss = ring.forward(x, x, x, timeout=20).sum()
+    with pytest.raises(ValueError, match="^call must be .* pass on rank 0 and ring.forward on rank 1$"):
+        loss.backward() if rank == 0 else ring.forward(x, x, x, timeout=20)
+    ring.forward(x, x, x, timeout=20).sum().backward()
+
+
+def test_different_passes():
+    raise_first(run(different_passes, 2))
+
+
 # ------------------------------------------------------------------------------------ lost ranks
 
 
