@@ -110,7 +110,7 @@ def sdpa_gradients(do, q, k, v, **options):
 
 def hard_inputs(backend, name, dtype, d):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=300, Nk=300, d=d)
-    do = torch.randn_like(q)
+    do = backend.randn(*q.shape)
     rows = 10 ** torch.linspace(-8, 2, 300, device=q.device)[:, None]
     one_hot = torch.zeros_like(do)
     one_hot[:, :, ::10, 5] = 1
@@ -151,7 +151,8 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
             for dim in (None, -1, -2) if name in MILD and not options else (None,):
                 error, bound = (worst_error(t, expected, dim) for t in (x, peer))
                 bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
-                factor = 1.2 if dim is None and name in MILD else 1.6  # small samples vary
+                # Small samples vary: the worst row most, and the few large rows of dO.
+                factor = 2.5 if dim else 1.2 if name in MILD and name != "rows of dO" else 1.6
                 bound *= factor
                 if name in HARD:  # P has the rounding of a score, which PyTorch may sum in more chains
                     bound = max(bound, torch.finfo(torch.float32).eps * largest_score)
