@@ -118,8 +118,17 @@ const std::vector<Backend> &backends() {
              if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
+         },
+         [](const Gradient &g, const Device &device) {
+             return g.a.dtype == Dtype::float32 ? plan_portable_backward(g, device)
+                                                : hopper::plan_half_backward(g, device);
+         },
+         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+             return g.a.dtype == Dtype::float32 ? launch_portable_backward(g, plan, workspace, stream)
+                                                : hopper::launch_half_backward(g, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
+         plan_portable_backward, launch_portable_backward},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward},
 #endif
@@ -349,6 +358,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    g.deterministic = at::globalContext().deterministicAlgorithms();
     plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
 }
@@ -421,13 +431,13 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
     return call(Overload<forward<Tensor>>::call);
 }
 
-// What forward would do with these arguments, for minimal_attn.explain; launches nothing.
+// What forward or backward would do with these arguments, for minimal_attn.explain; launches nothing.
 pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
                        const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
                        Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
-                       const MaybeTensor &block_table) {
+                       const MaybeTensor &block_table, Flag backward) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
@@ -439,6 +449,8 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     check_options(a);
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
+    TORCH_CHECK_VALUE(!backward || !block_table, "block_table must be None with backward=True, but was given");
+    while (backward && !taken->plan_backward) ++taken;
     check_state(a);
     if (out) check_out(a, *out);
     if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
@@ -468,7 +480,11 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
-    const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
+    Gradient gradient{attention};
+    gradient.out_dtype = attention.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
+    const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"}
+                      : backward     ? taken->plan_backward(gradient, gpu_of(q))
+                                     : taken->plan(attention, gpu_of(q));
     return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace, "copied"_a = copied,

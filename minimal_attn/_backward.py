@@ -73,8 +73,8 @@ def backward(
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
         head are summed in dk and dv. What is hidden has gradients of exactly 0, whatever it holds. The same
-        inputs give the same bits, on a CPU with any number of threads; in half types on "hopper" only under
-        torch.use_deterministic_algorithms(True), since its faster kernel adds to dq in any order.
+        inputs give the same bits, on a CPU with any number of threads. Only on Hopper, in half types with d
+        up to 128, the last bits of dq vary unless torch.use_deterministic_algorithms is on.
 
     Raises:
         TypeError, ValueError: as forward raises them.

@@ -45,7 +45,7 @@ _ELSEWHERE = {
     "page_table": "use block_table",
     "block_tables": "use block_table",
     "num_splits": "there is no split of the keys to choose",
-    "deterministic": "the same inputs always give the same bits",
+    "deterministic": "torch.use_deterministic_algorithms asks for the same bits on every run",
 }
 
 
@@ -96,6 +96,7 @@ _MUST_BE = {
     "return_lse": (lambda x: isinstance(x, bool), "True or False"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
+    "backward": (lambda x: isinstance(x, bool), "True or False"),
     "backend": (
         lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
         "a Unicode string",

@@ -7,7 +7,7 @@ flash_attn/flash_attn_interface.py). What differs:
     s_aux                   an argument of its own at the end: attention sinks, as in FlashAttention-3's forks
     softmax_lse             -inf in a row that sees no key, as in FlashAttention-3 (flash_attn 2 has +inf)
     gradients               of all but flash_attn_with_kvcache and a block_table, as there; in s_aux, too
-    deterministic           accepted; the same inputs always give the same bits
+    deterministic           accepted; for gradients torch.use_deterministic_algorithms decides
     num_splits              accepted and not used
     NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
 

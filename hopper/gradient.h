@@ -1,0 +1,43 @@
+// gradient.h: what the backward kernels of half types have in common.
+#pragma once
+#include "hopper/backward.h"
+#include "hopper/epilogue.h"
+#include "hopper/half.h"
+
+namespace minimal_attn::hopper {
+
+// dQ, dK or dV, in T or float32.
+struct GradientTensor {
+    void *data;
+    Strides stride;
+    Dtype dtype;
+    bool aligned;  // rows begin and end at multiples of 16 bytes
+};
+
+inline GradientTensor gradient_tensor(const Gradient &g, void *data, const Strides &stride) {
+    return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
+}
+
+// Stores rows i and i + 8 of head h, factor times an accumulator, where they are below `rows`; 0 where counts(i) is
+// false.
+template <class T, int Count, class Counts>
+__device__ void store_gradient(const GradientTensor &to, int b, int h, int i, int rows, int d, float factor,
+                               const float (&x)[Count], const Counts &counts) {
+    const int first = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r, i += 8) {
+        const int64_t at = b * to.stride.batch + h * to.stride.head + i * to.stride.row + first;
+        const int columns = i < rows ? d - first : 0;
+        const float weight = counts(i) ? factor : 0.f;
+        const auto two = [&](int n) {
+            return weight == 0.f ? float2{} : float2{weight * x[4 * n + 2 * r], weight * x[4 * n + 2 * r + 1]};
+        };
+        if (to.dtype == Dtype::float32)
+            store_row<Count / 2>((float *)to.data + at, columns, to.aligned, two);
+        else
+            store_row<Count / 2>((T *)to.data + at, columns, to.aligned,
+                                 [&](int n) { return pack<T>(two(n).x, two(n).y); });
+    }
+}
+
+}  // namespace minimal_attn::hopper
