@@ -140,10 +140,19 @@ __device__ void store_rows(const Attention &a, const Block<T> &block, const Rows
             *(uint4 *)(o + row * a.o_stride.row) = *(const uint4 *)(tile + swizzle<D, T>(row0 + row, chunk));
 }
 
-// The same in all other cases, two columns at a time.
+// The same in all other cases, two columns at a time. Oi is staged in shared memory, as float32 and in the order of the
+// threads. One loop stores it from there; from registers it would be unrolled, and take two thirds of the compile time.
 template <class Tile, class T>
-__device__ void store_rows_with_state(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, int warp_row,
-                                      int lane, bool aligned) {
+__device__ void store_rows_with_state(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, T *shared,
+                                      int warp_row, int lane, bool aligned) {
+    static_assert(Tile::Br * Tile::D * sizeof(float) <= Tile::SharedBytes);
+    float2 *staged = (float2 *)((float *)shared + warp_row * Tile::D) + lane;
+    __syncthreads();  // all warps have read Kj and Vj
+#pragma unroll
+    for (int r = 0; r < Rows<Tile>::R; ++r)
+#pragma unroll
+        for (int x = 0; x < Tile::X; ++x)
+            staged[32 * (r * Tile::X + x)] = *(const float2 *)&rows.Oi[r / 2][x][r % 2 * 2];
 #pragma unroll
     for (int r = 0; r < Rows<Tile>::R; ++r) {
         const int i = block.i0 + warp_row + lane / 4 + 8 * r;
@@ -151,9 +160,9 @@ __device__ void store_rows_with_state(const Attention &a, const Block<T> &block,
         if (i >= a.Nq) continue;
         const RowEnd end = end_row(a, block, i, li, scaled_max(a, rows.mi[r]));
         if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
-#pragma unroll
+#pragma unroll 1
         for (int x = 0; x < Tile::X; ++x)
-            store_o<2>(a, block, i, 8 * x + lane % 4 * 2, end, &rows.Oi[r / 2][x][r % 2 * 2], aligned);
+            store_o<2>(a, block, i, 8 * x + lane % 4 * 2, end, &staged[32 * (r * Tile::X + x)].x, aligned);
     }
 }
 
@@ -238,7 +247,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     if (aligned && a.o_dtype != Dtype::float32)
         store_rows<Tile>(a, same_block, rows, Q_tile, first_row, thread % 32);
     else
-        store_rows_with_state<Tile>(a, same_block, rows, first_row, thread % 32, aligned);
+        store_rows_with_state<Tile>(a, same_block, rows, Q_tile, first_row, thread % 32, aligned);
 }
 
 template <class T, class Tile>
