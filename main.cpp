@@ -173,8 +173,7 @@ const Backend *check_backend(const Arguments &a) {
     size_t length = std::min<size_t>(a.backend.size(), 40);
     while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
     auto name = std::string(a.backend.substr(0, length));
-    std::replace_if(
-        name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
+    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
     TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
                       ", but was \"", name, "\"");
     if (device == at::kMeta) return nullptr;
