@@ -22,6 +22,10 @@ const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, C
 Plan plan_half(const Attention &a, const Device &device);
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
+// half_backward.cu: their gradients.
+Plan plan_half_backward(const Gradient &g, const Device &device);
+const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
+
 // decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
