@@ -8,12 +8,13 @@
 //     work tile, Kj     Qi, dOi           Vj               shared memory       each consumer warpgroup, in registers
 //         |                |                 |
 //         +----------------|-----------------|--> tile_queue, 2 stages ------> which rows of which head
-//         |                +-----------------|--> Qi, dOi ---------------+
-//         +----------------------------------|--> Kj, KStages --+--------+---> Sij = Qi Kj^T            (wgmma)
-//                                            +--> Vj, VStages --|--------+---> dPij = dOi Vj^T          (wgmma)
-//                                                               |              Pij = exp(Sij - lse_i)
+//         |                +-----------------|--> Qi, dOi -------------+       lse_i, Di from HBM
+//         +----------------------------------|--> Kj, KStages --+------+-----> Sij = Qi Kj^T            (wgmma)
+//                                            |                  |      |       Pij = exp(Sij - lse_i)
+//                                            +--> Vj, VStages --|------+-----> dPij = dOi Vj^T          (wgmma)
 //                                                               |              dSij = Pij o (dPij - Di)
-//     dQ in HBM <-----------------------------------------------+------------> dQi += dSij Kj           (wgmma)
+//                                                               +------------> dQi += dSij Kj           (wgmma)
+//     dQ in HBM <------------------------------------------------------------- softmax_scale dQi
 //
 // | role                | warps         | registers a thread | does                                                  |
 // |---------------------|---------------|--------------------|-------------------------------------------------------|
@@ -21,18 +22,22 @@
 // | Q, dO               | 1 (thread 32) | 32                 | loads Qi and dOi                                      |
 // | V                   | 2 (thread 64) | 32                 | loads Vj                                              |
 // | none                | 3             | 32                 | ends                                                  |
-// | consumer warpgroups | 4 to 15       | 232 or 160 for     | Sij, dPij, dSij, dQi of 64 rows each; writes dQ       |
+// | consumer warpgroups | 4 to 11 or 15 | 232 or 160 for     | Sij, dPij, dSij, dQi of 64 rows each; writes dQ       |
 // |                     |               | 2 or 3 consumers   |                                                       |
 //
 // | barrier                 | arrives                   | waits                             | then                    |
 // |-------------------------|---------------------------|-----------------------------------|-------------------------|
 // | tile_queue full         | thread 0                  | threads 32, 64; consumers         | the work tile is there  |
 // | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free        |
-// | Q, dO, K, V full        | thread 32, 0 or 64; TMA   | consumers                         | the tile is there       |
-// | Q, dO empty             | their consumer            | thread 32                         | Qi or dOi is read       |
-// | K, V empty              | consumers                 | thread 0 or 64                    | Kj or Vj is read        |
+// | Q full (per consumer)   | thread 32; TMA            | that consumer                     | Qi and dOi are there    |
+// | Q empty (per consumer)  | that consumer             | thread 32                         | Qi and dOi are read     |
+// | K full, V full          | thread 0 or 64; TMA       | consumers                         | the tile is there       |
+// | K empty                 | consumers                 | thread 0                          | dSij Kj has read it     |
+// | V empty                 | consumers                 | thread 64                         | Vj is read              |
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
 // | named kZeroed + index   | that consumer             | that consumer                     | hidden rows of Kj are 0 |
+//
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 #include "hopper/gradient.h"
 #include "hopper/launch.h"
 
@@ -120,6 +125,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
 
     const Descriptor tiles = descriptor(&shared), Qi = tiles + warpgroup * Tile::QBytes;
     const Descriptor Kj = tiles + 2 * Tile::Consumers * Tile::QBytes;
+    // Of the next tile of keys. Unless addresses are opaque, ptxas computes all descriptors once and spills them.
     const auto issue_S = [&] {
         const Descriptor Q = {opaque(Qi.low)}, K0 = {opaque(Kj.low)};
         issue_ABt<T, D>(Sij, Q, K0 + K.stage() * Tile::KBytes);
@@ -153,7 +159,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         for (int x = 0; x < D / 2; ++x) dQ[x] = 0.f;
 
         int j0 = broadcast_lane0(work.visible.begin);
-        for (;; j0 += Bc) {
+        for (;; j0 += Bc) {  // ends with dSij of the last tile; its dSij Kj stands behind the loop
             wgmma_wait<1>(Sij);
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) Sij[x] = exp2_fast(fmaf(Sij[x], p.c, -lse[x / 2 % 2]));  // Pij
