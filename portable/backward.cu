@@ -18,8 +18,8 @@ Plan plan_portable_backward(const Gradient &g, const Device &device) {
 }
 
 const char *launch_portable_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return plan.kernel == portable::kHalf ? portable::launch_half_backward(g, plan, workspace, stream)
-                                          : launch_paper_backward(g, plan, workspace, stream);
+    return plan.kernel == portable::kHalfBackward ? portable::launch_half_backward(g, plan, workspace, stream)
+                                                  : launch_paper_backward(g, plan, workspace, stream);
 }
 
 }  // namespace minimal_attn

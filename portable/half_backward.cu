@@ -70,13 +70,13 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
     }
     if (!is_staged) return;
     __syncwarp();
-    const int chunk = part * Chunks + lane % Chunks;
-    if (8 * chunk >= g.a.d) return;
+    const int first = warp_row + lane / Chunks, chunk = part * Chunks + lane % Chunks;
+    T *const to = result.row<T>(b, h, row0 + first) + 8 * chunk;
+    const int rows = 8 * chunk < g.a.d ? N - row0 - first : 0;
 #pragma unroll
-    for (int row = warp_row + lane / Chunks; row < warp_row + Tile::WarpRows; row += RowsAtOnce)
-        if (row0 + row < N)
-            *(uint4 *)(result.row<T>(b, h, row0 + row) + 8 * chunk) =
-                *(const uint4 *)(tile + swizzle<Tile::D, T>(row, chunk));
+    for (int row = 0; row < Tile::WarpRows; row += RowsAtOnce)
+        if (row < rows)
+            *(uint4 *)(to + row * result.stride.row) = *(const uint4 *)(tile + swizzle<Tile::D, T>(first + row, chunk));
 }
 
 // 7., 10. Two tiles of `Rows` rows, Qi and dOi or Kj and Vj. Rows outside `rows` are zeros: memory may hold anything.
@@ -221,20 +221,21 @@ struct Tiles {
     static constexpr int NeededBytes = std::max(Keys::NeededBytes, Queries::NeededBytes);
 };
 
-// In order of preference: rows that a block owns, rows that it walks at once; rows of a warp, warps of a group, columns of
-// a warp; blocks on a multiprocessor, stages. First for dK_dV, then for dQ. Beside them: shared memory, and why they are
-// in the list.
+// In order of preference: rows that a block owns, rows that it walks at once; rows of a warp, warps of a group, columns
+// of a warp; blocks on a multiprocessor, stages. First for dK_dV, then for dQ. Beside them: KB of shared memory, and why
+// they are in the list.
 struct GradientKernels {
-    using D64 = TileList<
-        Tiles<64, Shape<128, 64, 32, 1, 32, 2, 2>, Shape<128, 64, 32, 1, 64, 2, 2>>,   // 65, 64 KB
-        Tiles<64, Shape<128, 32, 32, 1, 32, 2, 2>, Shape<128, 32, 32, 1, 32, 2, 2>>>;  // 49, 48 KB; two fit 99 KB
+    using D64 =
+        TileList<Tiles<64, Shape<128, 64, 32, 1, 32, 2, 2>, Shape<128, 64, 32, 1, 32, 2, 2>>,   // 65, 64
+                 Tiles<64, Shape<128, 32, 32, 1, 32, 2, 2>, Shape<128, 32, 32, 1, 32, 2, 2>>>;  // 49, 48; two fit 99 KB
     using D128 =
-        TileList<Tiles<128, Shape<64, 64, 32, 2, 32, 2, 2>, Shape<128, 32, 32, 1, 32, 2, 2>>,   // 113, 96 KB
-                 Tiles<128, Shape<128, 64, 32, 2, 32, 1, 2>, Shape<128, 64, 32, 2, 32, 1, 2>>,  // 161, 144 KB; A100
-                 Tiles<128, Shape<32, 32, 16, 2, 16, 1, 2>, Shape<64, 32, 16, 1, 32, 1, 2>>>;   // 53, 64 KB; T4
-    using D256 = TileList<Tiles<256, Shape<64, 64, 32, 4, 16, 1, 2>, Shape<128, 32, 32, 2, 16, 1, 2>>,  // 209, 200 KB
-                          Tiles<256, Shape<32, 32, 16, 2, 16, 1, 1>, Shape<32, 32, 16, 2, 16, 1, 2>>,   // 68, 98 KB
-                          Tiles<256, Shape<16, 32, 16, 2, 16, 1, 1>, Shape<16, 32, 16, 2, 16, 1, 1>>>;  // 50, 49 KB; T4
+        TileList<Tiles<128, Shape<64, 64, 32, 2, 32, 2, 2>, Shape<128, 32, 32, 1, 32, 2, 2>>,   // 113, 96
+                 Tiles<128, Shape<128, 64, 32, 2, 32, 1, 2>, Shape<128, 64, 32, 2, 32, 1, 2>>,  // 161, 144; fit an A100
+                 Tiles<128, Shape<32, 32, 16, 2, 16, 1, 2>, Shape<64, 32, 16, 1, 32, 1, 2>>>;   // 53, 64; fit a T4
+    using D256 =
+        TileList<Tiles<256, Shape<64, 64, 32, 4, 16, 1, 2>, Shape<128, 32, 32, 2, 16, 1, 2>>,  // 209, 200
+                 Tiles<256, Shape<32, 32, 16, 2, 16, 1, 1>, Shape<32, 32, 16, 2, 16, 1, 2>>,   // 68, 98; fit 99 KB
+                 Tiles<256, Shape<16, 32, 16, 2, 16, 1, 1>, Shape<16, 32, 16, 2, 16, 1, 1>>>;  // 50, 49; fit a T4
 };
 
 template <class Tiles, class... Smaller>
@@ -243,7 +244,7 @@ Plan plan_tiles(const Gradient &g, const Device &device, TileList<Tiles, Smaller
         if (Tiles::NeededBytes > device.shared_memory) return plan_tiles(g, device, TileList<Smaller...>(), index + 1);
     using Tile = typename Tiles::Keys;
     const int64_t blocks = g.a.B * g.a.Hkv * ((g.a.Nk + Tile::Own - 1) / Tile::Own);
-    return {portable::kHalf,       index, Tile::Walk, Tile::Own, Tile::D, blocks, Tile::Threads, Tile::SharedBytes,
+    return {portable::kHalfBackward, index, Tile::Walk, Tile::Own, Tile::D, blocks, Tile::Threads, Tile::SharedBytes,
             gradient_rows_bytes(g)};
 }
 

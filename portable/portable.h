@@ -8,7 +8,8 @@ namespace minimal_attn::portable {
 
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
-                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode";
+                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
+                      kHalfBackward[] = "half backward, two passes";
 
 // float32.cu: float32, and bfloat16 where no tensor core multiplies it, on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);

@@ -79,6 +79,7 @@ def test_options(backend, dtype, name):
         (1, 1, 1, 1, 1, 1),
         (2, 3, 3, 65, 1, 33),
         (1, 6, 1, 3, 130, 80),
+        (1, 6, 2, 260, 300, 96),
         (1, 2, 2, 200, 129, 128),
         (1, 2, 1, 100, 90, 200),
         (1, 1, 1, 70, 70, 256),
@@ -298,9 +299,9 @@ def test_every_instruction_set(seed, name):
 
 @pytest.mark.skipif(not cuda_backends(), reason="there is no GPU")
 def test_small_shared_memory(shared_memory_limit, cuda_backend):
-    for limit in 48 << 10, 64 << 10, 99 << 10:
+    for limit in 48 << 10, 64 << 10, 99 << 10, 163 << 10:
         shared_memory_limit(limit)
-        for d in 64, 256:
+        for d in 64, 128, 256:
             q, k, v = cuda_backend.qkv(d=d)
             check(cuda_backend, torch.randn_like(q), q, k, v, causal=True)
 
