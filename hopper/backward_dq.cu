@@ -190,11 +190,12 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         ping_pong.pass_turn();
         wgmma_wait<0>(dQ);
         K_of_dQ.consumer_release();
-        for (j0 += Bc; j0 < end; j0 += Bc) {  // other warpgroups need more tiles
-            ping_pong.wait_turn();
-            ping_pong.pass_turn();
+        // Other warpgroups need more tiles. The stages are released before the turn: its owner may wait for the next Vj.
+        for (j0 += Bc; j0 < end; j0 += Bc) {
             K_of_dQ.skip_stage(), K.advance();
             V.skip_stage();
+            ping_pong.wait_turn();
+            ping_pong.pass_turn();
         }
         store_gradient<T>(p.dq, work.b, work.h, work.i0 + row, work.i1, p.a.d, p.a.softmax_scale, dQ,
                           [&](int i) { return !empty(keys_of_row(work.band, i)); });
