@@ -226,13 +226,14 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
                      const char *(*launch)(const Call &, const Plan &, void *, CUstream_st *), const Tensor &q) {
     const Plan plan = make_plan(call, gpu_of(q));
     check_launch(plan.error, q);
-    const Tensor workspace = plan.workspace > 0 ? at::empty({plan.workspace}, q.options().dtype(at::kByte)) : Tensor();
+    // From PyTorch's allocator directly: a tensor would cost 0.5 us more.
+    const c10::DataPtr workspace =
+        plan.workspace > 0 ? c10::GetAllocator(q.device().type())->allocate(plan.workspace) : c10::DataPtr();
     CUstream_st *stream = nullptr;
 #ifdef WITH_CUDA
     if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
 #endif
-    void *const memory = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
-    check_launch(launch(call, plan, memory, stream), q);
+    check_launch(launch(call, plan, workspace.get(), stream), q);
 }
 
 const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }

@@ -66,10 +66,11 @@ constexpr int fewer_rows(int C) { return C > 4 ? C / 2 : C - 1; }
 
 // Steps 9 to 12 for one tile of keys. The rows of the next tile, up to key `prefetch_end`, are prefetched.
 template <int C = few_rows>
-[[gnu::noinline]] void update_few(const Attention &a, const Band &band, const QueryTile &t, const KeyTile &tile,
+[[gnu::noinline]] void update_few(const Attention &a, const Band &band, const QueryTile &t, const KeyTile &keys_tile,
                                   int prefetch_end, const Buffers &buffers) {
     if constexpr (C > 1)
-        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, band, t, tile, prefetch_end, buffers);
+        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, band, t, keys_tile, prefetch_end, buffers);
+    const KeyTile tile = keys_tile;  // a copy, which fits registers
     constexpr int R = sums / C >= 8 ? 8 : 4;
     const int64_t D = round_up(a.d, 16);
     const int j = tile.keys.begin, n = tile.keys.end - j, n_vectors = round_up(n, W);

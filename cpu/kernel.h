@@ -130,7 +130,7 @@ void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
 // alone, not on the other strips of the thread's tile: so results have the same bits for any Br and number of threads.
 template <int R>
 [[gnu::noinline]] void update(const Attention &a, const Band &band, const QueryTile &t, const Strip<R> &strip,
-                              const KeyTile &tile, bool with_amx, const Buffers &buffers) {
+                              KeyTile tile, bool with_amx, const Buffers &buffers) {
     Keys keys = {std::max(tile.keys.begin, strip.seen_by_any.begin), std::min(tile.keys.end, strip.seen_by_any.end)};
     if (empty(keys)) return;
     if (with_amx) keys = tile.keys;  // split as a whole

@@ -35,8 +35,8 @@ const float *load_keys(const KeyRows<T> &x, Keys keys, int d, bool in_place, flo
 
 // Kj and Vj from key j on, and, if it `prefetches`, the next tile of keys begins its way from memory.
 template <class T>
-[[gnu::noinline]] KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, int j, bool in_place,
-                                    bool prefetches, const Buffers &buffers) {
+KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, int j, bool in_place, bool prefetches,
+                  const Buffers &buffers) {
     const KeyRows<T> K(a, a.k, a.k_stride, t.b, t.h), V(a, a.v, a.v_stride, t.b, t.h);
     KeyTile tile{};
     tile.keys = {j, std::min(wanted.end, j / Bc * Bc + Bc)};
@@ -49,7 +49,7 @@ template <class T>
 
 // Q as float32, a row for each lane. Lanes beyond the tile's rows get zeros.
 template <class T>
-[[gnu::noinline]] void load_queries(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
+void load_queries(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     for (int lane = 0; lane < lanes; ++lane) {
         float *row = buffers.rows + lane * D;
@@ -61,7 +61,7 @@ template <class T>
 
 // Step 13 for one row o of Oi: divides it by li, joins the earlier state and writes O, l, m, lse.
 template <class T>
-[[gnu::noinline]] void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, float li, float mi, float *o) {
+void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, float li, float mi, float *o) {
     const int i = t.query(lane);
     const int64_t h = t.head(lane), bhi = (t.b * a.Hq + h) * a.Nq + i;
     const RowEnd end = end_of_row(sees_key, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);

@@ -34,7 +34,6 @@ __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention
         }
     }
     if (!masked) return;
-    asm volatile("" : "+r"(i0));  // the keys of each row are computed anew: kept, they would take registers
 #pragma unroll
     for (int r = 0; r < 2 * Tile::M; ++r) {
         const Keys keys = keys_of_row(band, i0 + 8 * r);
