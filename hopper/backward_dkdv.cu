@@ -30,7 +30,7 @@
 // | P full                | dV              | dK        | P^T is there                            |
 // | P empty               | dK              | dV        | P^T is read                             |
 // | named kZeroed + index | a consumer      | itself    | rows that see no key are 0              |
-#include "hopper/gradient.h"
+#include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
 namespace minimal_attn::hopper {
@@ -56,81 +56,7 @@ struct SharedStorage {
     StageBarriers Q[Tile::Stages], dO[Tile::Stages], P_ready[1];
 };
 
-struct KeyParameters : Parameters {
-    TensorMap dO;
-    GradientTensor dk, dv;
-    GradientRows rows;
-    float c;     // softmax_scale log2(e)
-    Divisor Tc;  // tiles of keys of a head
-};
-
-// What a block computes: the keys from j0 on, by the queries i0 <= i < i1 that see one of them, which are neighbours.
-template <class Tile>
-struct KeyTile {
-    int b, key_head, j0, i0, i1, group;
-    BandOf<int> band;
-
-    __device__ explicit KeyTile(const KeyParameters &p) {
-        const int head = blockIdx.x / p.Tc;
-        b = head / p.Hkv, key_head = head % p.Hkv, group = p.group;
-        j0 = blockIdx.x % p.Tc * Tile::Bc;
-        band = band_of_batch(p, b);
-        const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
-        i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
-        i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
-        // Without a query one tile is computed all the same, and masked.
-        if (i0 >= i1) i0 = 0, i1 = 1, group = 1;
-    }
-    // Which queries see key j.
-    __device__ Keys queries(int j) const {
-        if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
-        return {j - band.last, j - band.first + 1};
-    }
-};
-
-// ------------------------------------------------------------------------------ producer threads
-
-// Loads the tiles of Q with lse, or of dO with D.
-template <class Tile>
-__device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, const TensorMap &tensor,
-                             const float *rows, StageBarriers *barriers, unsigned char (*tiles)[Tile::Bytes],
-                             float (*numbers)[Tile::Br]) {
-    Pipeline<Tile::Stages> pipeline{barriers};
-    for (int h = keys.key_head * keys.group; h < (keys.key_head + 1) * keys.group; ++h)
-        for (int i0 = keys.i0; i0 < keys.i1; i0 += Tile::Br, pipeline.advance()) {
-            pipeline.producer_acquire();
-            const int stage = pipeline.stage();
-            arrive_expect_tx(pipeline.full(), Tile::Br * 4);
-            bulk_load(numbers[stage], rows + (keys.b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4,
-                      pipeline.full());
-            load_tile<Tile::Br, Tile::Boxes>(tiles[stage], tensor, i0, h, keys.b, pipeline.full());
-        }
-}
-
 // ------------------------------------------------------------------------------ consumer warpgroups
-
-// Rows of a tile of queries that see no key, in any tile, may hold NaN: sets them to 0. Each warpgroup sets all of them.
-template <class Tile>
-__device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
-    const int begin = keys.band.keys.begin - keys.band.last, end = min(keys.band.keys.end - keys.band.first, Nq);
-    if (i0 >= begin && i0 + Tile::Br <= end) return;
-    for (int at = threadIdx.x % 128; at < Tile::Br * 8; at += 128) {
-        if (i0 + at / 8 >= begin && i0 + at / 8 < end) continue;
-        for (int box = 0; box < Tile::Boxes; ++box) *(uint4 *)(tile + box * Tile::Br * 128 + at * 16) = uint4{};
-    }
-    fence_async();
-    named_barrier_sync(barrier, 128);
-}
-
-// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one.
-template <int Count>
-__device__ void compute_P(float (&S)[Count], const float2 *lse, float c) {
-#pragma unroll
-    for (int x = 0; x < Count; x += 4) {
-        const float2 two = lse[x + threadIdx.x % 4];
-        for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
-    }
-}
 
 // dS^T = P^T o (dP^T - D) in place of dP^T.
 template <int Count>
@@ -152,7 +78,7 @@ template <class T, class Tile, Part part>
 __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     constexpr bool is_dV = part == Part::dV;
     constexpr int D = Tile::D, Br = Tile::Br, kQ = 2 * Tile::Bytes, kdO = kQ + Tile::Stages * Tile::Bytes;
-    const KeyTile<Tile> keys(p);
+    const KeyTile<Tile> keys(p, blockIdx.x);
     const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // its rows: j and j + 8
     Pipeline<Tile::Stages> first{is_dV ? shared.Q : shared.dO}, second{is_dV ? shared.dO : shared.Q};
     Pipeline<1> P{shared.P_ready};
@@ -169,7 +95,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     issue_X();
 #pragma unroll
     for (int x = 0; x < D / 2; ++x) sum[x] = 0.f;
-    for (int h = 0, i0 = keys.i0;;) {
+    for (int n = 0, i0 = keys.i0;;) {
         const Keys fully_visible = keys_of_all(keys.band, i0, i0 + Br);
         const bool is_cut = keys.j0 < fully_visible.begin || keys.j0 + Tile::Bc > fully_visible.end;
         const auto mask = [&] {
@@ -177,7 +103,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         };
         wgmma_wait<0>(X);
         if constexpr (is_dV) {
-            compute_P(X, (const float2 *)shared.lse[first.stage()], p.c);
+            compute_P(X, shared.lse[first.stage()] + thread % 4 * 2, p.c);
             mask();
             P.producer_acquire();
 #pragma unroll
@@ -192,25 +118,22 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         }
         pack_operand<T>(A, X);
         second.consumer_wait();
-        zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[second.stage()], keys, i0, p.a.Nq,
+        zero_blind_rows((is_dV ? shared.dOi : shared.Qi)[second.stage()], keys, i0, p.a.Nq,
                               Tile::kZeroed + !is_dV);
         issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kdO : kQ) + second.stage() * Tile::Bytes);
         // Each lane has read lse, or D and P: the operand depends on them.
         first.consumer_release();
         if constexpr (!is_dV) P.consumer_release();
         i0 += Br;
-        if (i0 >= keys.i1) i0 = keys.i0, ++h;
-        if (h == keys.group) break;
+        if (i0 >= keys.i1) i0 = keys.i0;
+        if (++n == keys.tiles) break;
         issue_X();
         wgmma_wait<1>(sum);
         second.consumer_release();
     }
     wgmma_wait<0>(sum);
     store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
-                      sum, [&](int key) {
-                          const Keys queries = keys.queries(key);
-                          return max(queries.begin, 0) < min(queries.end, p.a.Nq);
-                      });
+                      sum, [&](int key) { return keys.is_seen(key, p.a.Nq); });
 }
 
 template <class T, class Tile>
@@ -226,13 +149,14 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
     };
     const auto produce = [&] {
         if (threadIdx.x != 0 && threadIdx.x != 32) return;
-        const KeyTile<Tile> keys(p);
+        const KeyTile<Tile> keys(p, blockIdx.x);
+        Pipeline<Tile::Stages> Q{shared.Q}, dO{shared.dO};
         if (threadIdx.x == 0) {
             load_tile<Tile::Bc, Tile::Boxes>(shared.Kj, p.K, keys.j0, keys.key_head, keys.b, shared.K);
-            load_queries<Tile>(p, keys, p.Q, p.rows.lse, shared.Q, shared.Qi, shared.lse);
+            load_queries(p, keys, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
         } else {
             load_tile<Tile::Bc, Tile::Boxes>(shared.Vj, p.V, keys.j0, keys.key_head, keys.b, shared.V);
-            load_queries<Tile>(p, keys, p.dO, p.rows.D, shared.dO, shared.dOi, shared.Di);
+            load_queries(p, keys, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
         }
     };
     run_roles<Tile>(init_barriers, produce, [&] {

@@ -41,7 +41,7 @@
 // | named kZeroed + index    | that consumer                   | that consumer                   | NaNs are zeroed   |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once.
-#include "hopper/gradient.h"
+#include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
 namespace minimal_attn::hopper {
@@ -80,45 +80,8 @@ struct SharedStorage {
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1];
 };
 
-struct FusedParameters {
-    Attention a;
-    TensorMap Q, K, V, dO, dQ;
-    GradientRows rows;
-    GradientTensor dk, dv;
-    Divisor Tc, Hkv;  // tiles of keys of a head; its heads
-    int Hq, group;    // query heads; those of a key head
-    int work_tiles, *tile_counter;
-};
-
-// Work tile n: the keys from j0 on, and `tiles` tiles of the queries i0 <= i < i1 of the heads from h0 on. Queries that
-// see one of the keys are neighbours, since the band's bounds only grow with i.
-template <class Tile>
-struct KeyTile {
-    int b, key_head, j0, h0, i0, i1, tiles;
-    BandOf<int> band;
-
-    __device__ KeyTile(const FusedParameters &p, int n) {
-        const int head = n / p.Tc;
-        b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
-        band = narrow(band_of(p.a, b));
-        const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
-        i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
-        i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
-        // Without a query one tile is computed all the same, and masked.
-        const bool none = i0 >= i1;
-        if (none) i0 = 0, i1 = 1;
-        tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : p.group);
-    }
-    // use(h, i0, whether it is the first) for each tile of queries.
-    template <class Use>
-    __device__ void for_each_query_tile(const Use &use) const {
-        int h = h0, i = i0;
-        for (int n = 0; n < tiles; ++n) {  // one loop needs fewer registers than two
-            use(h, i, n == 0);
-            i += Tile::Br;
-            if (i >= i1) i = i0, ++h;
-        }
-    }
+struct FusedParameters : KeyParameters {
+    TensorMap dQ;
 };
 
 // use(keys) for each work tile of this block.
@@ -128,7 +91,7 @@ __device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile>
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const int n = shared.work[tile_queue.stage()];
-        if (n >= p.work_tiles) return;
+        if (n >= p.key_tiles) return;
         use(KeyTile<Tile>(p, n));
     }
 }
@@ -145,13 +108,7 @@ __device__ void load(const FusedParameters &p, const KeyTile<Tile> &keys, const 
     for (int n = 0; n < Tile::Consumers; ++n)
         load_tile<64, Tile::Boxes>(Kj[n], K_or_V, keys.j0 + 64 * n, keys.key_head, keys.b, KV.full());
     KV.advance();
-    keys.for_each_query_tile([&](int h, int i0, bool) {
-        Q.producer_acquire();
-        arrive_expect_tx(Q.full(), Tile::Br * 4);
-        bulk_load(numbers[Q.stage()], rows + (keys.b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, Q.full());
-        load_tile<Tile::Br, Tile::Boxes>(Qi[Q.stage()], Q_or_dO, i0, h, keys.b, Q.full());
-        Q.advance();
-    });
+    load_queries(p, keys, Q_or_dO, rows, Q, Qi, numbers);
 }
 
 // Thread 0 takes a work tile when it has begun to load the last Qi of the one before.
@@ -165,7 +122,7 @@ __device__ void schedule_and_load_K_Q(const FusedParameters &p, SharedStorage<Ti
         shared.work[tile_queue.stage()] = n;
         arrive(tile_queue.full());
         tile_queue.advance();
-        if (n >= p.work_tiles) return;
+        if (n >= p.key_tiles) return;
         load(p, KeyTile<Tile>(p, n), p.K, KV, shared.Kj, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
     }
 }
@@ -196,17 +153,6 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. Each warpgroup sets all of them.
-template <int Rows, int Boxes>
-__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
-    if (begin <= 0 && end >= Rows) return;
-    for (int at = threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
-        if (at / 128 < begin || at / 128 >= end)
-            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
-    fence_async();
-    named_barrier_sync(barrier, 128);
-}
-
 // Starts dQ^T = Kj^T dS^T, 64 columns of Kj x 64 queries.
 template <class T, class Tile>
 __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consumers][Tile::KBytes], int column_box,
@@ -219,17 +165,6 @@ __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consum
     wgmma_commit();
 }
 
-// P^T in place of S^T. lse is of the tile's queries, from this thread's first on.
-template <int Count>
-__device__ void exponentiate(float (&S)[Count], const float *lse, float c) {
-#pragma unroll
-    for (int x = 0; x < Count; x += 4) {
-        const float2 two = *(const float2 *)(lse + 2 * x);
-#pragma unroll
-        for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
-    }
-}
-
 // dS^T in place of dP^T.
 template <int Count>
 __device__ void compute_dS(float (&dP)[Count], const float (&P)[Count], const float *Di) {
@@ -238,20 +173,6 @@ __device__ void compute_dS(float (&dP)[Count], const float (&P)[Count], const fl
         const float2 two = *(const float2 *)(Di + 2 * x);
 #pragma unroll
         for (int y = x; y < x + 4; ++y) dP[y] = P[y] * (dP[y] - (y % 2 ? two.y : two.x));
-    }
-}
-
-// P^T = 0 where the band hides key j or j + 8 from a query. The thread's first query is i.
-template <int Count>
-__device__ void mask_P(float (&P)[Count], const BandOf<int> &band, int j, int i) {
-    const unsigned span = band.last - band.first;
-#pragma unroll
-    for (int r = 0; r < 2; ++r, j += 8) {
-        const bool exists = band.keys.begin <= j && j < band.keys.end;
-        const int first = exists ? j - band.last - i : 1 << 30;  // the first query that sees the key, from i on
-#pragma unroll
-        for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1)
-            if (unsigned(x / 4 * 8 + x % 2 - first) > span) P[x] = 0.f;
     }
 }
 
@@ -283,7 +204,6 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
     const int consumer = consumer_index(), thread = threadIdx.x % 128;
-    const float c = a.softmax_scale * kLog2e;
     const PingPong<Tile> ping_pong{consumer};
     if (consumer == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is consumer 0's
     Pipeline<1> KV{shared.KV}, dQ_staged{shared.dQ[consumer]};
@@ -300,11 +220,8 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
                 zero_rows_outside<64, Tile::Boxes>(tiles[n], band.keys.begin - keys.j0 - 64 * n, end - keys.j0 - 64 * n,
                                                    Tile::kZeroed + consumer);
         };
-        // Queries that see no key of any tile.
-        const int blind_before = band.keys.begin - band.last, end = band.keys.end - band.first;
-        const int blind_from = end < a.Nq ? end : 1 << 30;
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            zero_rows_outside<Br, Tile::Boxes>(tile, blind_before - i0, blind_from - i0, Tile::kZeroed + consumer);
+            zero_blind_rows(tile, keys, i0, a.Nq, Tile::kZeroed + consumer);
         };
         // Tiles of queries from full_begin to full_end see all keys of this warpgroup.
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
@@ -342,8 +259,9 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer], 0), descriptor(shared.dOi[dO.stage()], 0));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            exponentiate(S, shared.lse[Q.stage()] + thread % 4 * 2, c);  // beside dP^T
-            if (i0 < full_begin || i0 > full_end) mask_P(S, band, j, i0 + thread % 4 * 2);
+            compute_P(S, shared.lse[Q.stage()] + thread % 4 * 2, p.c);  // beside dP^T
+            if (i0 < full_begin || i0 > full_end) 
+                mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()], 0));
@@ -377,10 +295,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             store_dQ(dQ);
         }
         KV.consumer_release();
-        const auto counts = [&](int key) {
-            return band.keys.begin <= key && key < band.keys.end &&
-                   max(key - band.last, 0) < min(key - band.first + 1, a.Nq);
-        };
+        const auto counts = [&](int key) { return keys.is_seen(key, a.Nq); };
         store_gradient<T>(p.dv, keys.b, keys.key_head, j, a.Nk, a.d, 1.f, dV, counts);
         store_gradient<T>(p.dk, keys.b, keys.key_head, j, a.Nk, a.d, a.softmax_scale, dK, counts);
     });
@@ -458,7 +373,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
         cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
         if (error != cudaSuccess) return why_not(error);
-        FusedParameters p{a};
+        FusedParameters p{{{a}}};
         const int64_t head = rows.head_stride * Tile::D;
         if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
             !make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
@@ -467,10 +382,12 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             (dQ && !make_tensor_map(p.dQ, Dtype::float32, dQ, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                                     Tile::D, 64)))
             return "cuTensorMapEncodeTiled refused q, k, v or do";
-        p.rows = rows;
+        p.rows = rows, p.c = a.softmax_scale * kLog2e;
         p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
         p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.Hkv = a.Hkv, p.Hq = a.Hq, p.group = a.Hq / a.Hkv;
-        p.work_tiles = a.B * a.Hkv * p.Tc;
+        p.key_tiles = a.B * a.Hkv * p.Tc;
+        p.same_band = has_same_band(a);
+        if (p.same_band) p.band = narrow(band_of(a, 0));
         p.tile_counter = (int *)workspace;
         error = cudaMemsetAsync(workspace, 0, plan.workspace, stream);
         if (error != cudaSuccess) return why_not(error);
