@@ -8,7 +8,8 @@ namespace minimal_attn::portable {
 
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
-                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode";
+                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
+                      kHalfBackward[] = "half backward, two passes";
 
 // float32.cu: float32, and bfloat16 where no tensor core multiplies it, on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);
@@ -21,6 +22,10 @@ const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, C
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// half_backward.cu: their gradients.
+Plan plan_half_backward(const Gradient &g, const Device &device);
+const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);

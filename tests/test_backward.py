@@ -79,6 +79,7 @@ def test_options(backend, dtype, name):
         (1, 1, 1, 1, 1, 1),
         (2, 3, 3, 65, 1, 33),
         (1, 6, 1, 3, 130, 80),
+        (1, 6, 2, 260, 300, 96),
         (1, 2, 2, 200, 129, 128),
         (1, 2, 1, 100, 90, 200),
         (1, 1, 1, 70, 70, 256),
@@ -176,7 +177,7 @@ def sdpa_gradients(do, q, k, v, **options):
 
 def hard_inputs(backend, name, dtype, d):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=300, Nk=300, d=d)
-    do = torch.randn_like(q)
+    do = backend.randn(*q.shape)
     rows = 10 ** torch.linspace(-8, 2, 300, device=q.device)[:, None]
     one_hot = torch.zeros_like(do)
     one_hot[:, :, ::10, 5] = 1
@@ -219,7 +220,8 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
             for dim in (None, -1, -2) if name in MILD and not options else (None,):
                 error, bound = (worst_error(t, expected, dim) for t in (x, peer))
                 bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
-                factor = 1.2 if dim is None and name in MILD else 1.6  # small samples vary
+                # Small samples vary: the worst row most, and the few large rows of dO.
+                factor = 2.5 if dim else 1.2 if name in MILD and name != "rows of dO" else 1.6
                 bound *= factor
                 if name in HARD:  # P has the rounding of a score, which PyTorch may sum in more chains
                     bound = max(bound, torch.finfo(torch.float32).eps * largest_score)
@@ -297,9 +299,9 @@ def test_every_instruction_set(seed, name):
 
 @pytest.mark.skipif(not cuda_backends(), reason="there is no GPU")
 def test_small_shared_memory(shared_memory_limit, cuda_backend):
-    for limit in 48 << 10, 64 << 10, 99 << 10:
+    for limit in 48 << 10, 64 << 10, 99 << 10, 163 << 10:
         shared_memory_limit(limit)
-        for d in 64, 256:
+        for d in 64, 128, 256:
             q, k, v = cuda_backend.qkv(d=d)
             check(cuda_backend, torch.randn_like(q), q, k, v, causal=True)
 

@@ -311,6 +311,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             run_splitter<Tile>(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
     };
     run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
+    if (!Tile::IsSingle && p.workspace.heads) reset_counters(p.workspace);
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture than sm_90a; no launch gets here
 #endif
@@ -371,10 +372,18 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
-        const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
-        const int64_t counter_bytes =
-            has_workspace ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
-        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
+        Workspace &w = p.workspace;
+        if (layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) == 0)
+            return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, plan.workspace, stream);
+        char *const zeros = w.counter_bytes <= kZeroBytes ? zeros_of(stream) : nullptr;
+        if (zeros) {
+            const auto move = [&](auto *&part) {
+                part = (std::remove_reference_t<decltype(part)>)(zeros + ((char *)part - (char *)workspace));
+            };
+            move(w.tiles_taken), move(w.jobs_taken), move(w.blocks_done), move(w.heads);
+        }
+        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, zeros ? 0 : w.counter_bytes,
+                                   stream);
     });
 }
 
