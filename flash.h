@@ -84,6 +84,7 @@ struct Gradient {
     Dtype out_dtype;
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
+    bool deterministic;  // the same bits on every run, which else only hopper's fast form doesn't promise
 };
 
 // Whether anything but the number of keys bounds what a query sees.
@@ -237,11 +238,16 @@ Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
 
-// Their backward passes.
+// Their backward passes. A plan of paper's has this kernel.
+constexpr const char *kPaperBackward = "Algorithm 4";
 Plan plan_paper_backward(const Gradient &gradient, const Device &device);
 const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_portable_backward(const Gradient &gradient, const Device &device);
 const char *launch_portable_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+namespace hopper {
+Plan plan_half_backward(const Gradient &gradient, const Device &device);
+const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+}  // namespace hopper
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
 const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 

@@ -9,7 +9,8 @@ namespace minimal_attn::portable {
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
                       kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
-                      kTf32Backward[] = "backward, float32 on tensor cores";
+                      kHalfBackward[] = "half backward, two passes",
+                      kTf32Backward[] = "float32 backward on tensor cores";
 
 // Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from
 // NVIDIA's data sheets: A100 52 and 19.5, H100 165 and 67 (the first kind); RTX 3090 12 and 36, RTX 4090 28 and 83, L4
@@ -31,6 +32,10 @@ const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *work
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// half_backward.cu: their gradients.
+Plan plan_half_backward(const Gradient &g, const Device &device);
+const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);

@@ -311,6 +311,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             run_splitter<Tile>(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
     };
     run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
+    if (!Tile::IsSingle && p.workspace.heads) reset_counters(p.workspace);
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture than sm_90a; no launch gets here
 #endif
@@ -371,9 +372,13 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
-        const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
-        const int64_t counter_bytes =
-            has_workspace ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
+        Workspace &w = p.workspace;
+        int64_t counter_bytes = plan.workspace;
+        if (layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) > 0) {
+            void *const zeros = zeros_of(stream, w.counter_bytes);
+            layout_workspace<Tile>(a, plan.multiprocessors, workspace, w, zeros);
+            counter_bytes = zeros ? 0 : w.counter_bytes;
+        }
         return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
     });
 }
