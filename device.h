@@ -78,21 +78,21 @@ inline void *zeros_of(cudaStream_t stream, int64_t bytes) {
     static std::mutex one_at_a_time;
     static std::map<std::pair<int, unsigned long long>, void *> zeros;  // of each device and stream
     cudaStreamCaptureStatus capture;
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error == cudaSuccess && (bytes > kZeroBytes || capture != cudaStreamCaptureStatusNone)) return nullptr;
     unsigned long long id;
     int device;
-    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
     if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
     if (error == cudaSuccess) error = cudaGetDevice(&device);
     void *memory = nullptr;
-    if (error == cudaSuccess && bytes <= kZeroBytes && capture == cudaStreamCaptureStatusNone) {
+    if (error == cudaSuccess) {
         const std::lock_guard<std::mutex> lock(one_at_a_time);
         const auto found = zeros.find({device, id});
         if (found != zeros.end()) return found->second;
-        if (zeros.size() < kMostStreams) {
-            error = cudaMallocAsync(&memory, kZeroBytes, stream);
-            if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kZeroBytes, stream);
-            if (error == cudaSuccess) zeros[{device, id}] = memory;
-        }
+        if (zeros.size() == kMostStreams) return nullptr;
+        error = cudaMallocAsync(&memory, kZeroBytes, stream);
+        if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kZeroBytes, stream);
+        if (error == cudaSuccess) zeros[{device, id}] = memory;
     }
     if (error == cudaSuccess) return memory;
     cudaGetLastError();  // clear it: the caller goes on without

@@ -28,17 +28,21 @@ constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
-// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice.
+// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice. Elsewhere CUDA 13's
+// ptxas may put that policy into an odd register, an illegal instruction (docs/ptxas.md).
+template <int D>
 __device__ void stream16(unsigned to, const void *from, bool exists) {
-#if __CUDA_ARCH__ >= 800
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(exists ? 16 : 0), "l"(policy)
-                 : "memory");
-#else
-    copy16(to, from, exists);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (D <= 128) {
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                     "r"(exists ? 16 : 0), "l"(policy)
+                     : "memory");
+        return;
+    }
 #endif
+    copy16(to, from, exists);
 }
 
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
@@ -53,7 +57,8 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
         const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
-        stream16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
+        stream16<Tile::D>(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element,
+                          exists);
     }
 }
 

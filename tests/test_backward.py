@@ -171,8 +171,8 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
 )
 def test_every_tile_of_tf32(cuda_backend, shared_memory_limit, d, limit, tile):
     """Shared memory in KB: an A100 has 163."""
-    if cuda_backend.name != "portable":
-        pytest.skip("a tile of portable")
+    if cuda_backend.name != "portable" or minimal_attn._C.cuda_architectures() == "compute_75":
+        pytest.skip("a tile of portable, since Ampere")
     if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < limit << 10:
         pytest.skip("too little shared memory")
     shared_memory_limit(limit << 10)

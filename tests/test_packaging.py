@@ -451,6 +451,18 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
             assert multiplies or "split" in name, f"{name} has no loop with HGMMA"
 
 
+def test_cache_policies_are_in_even_registers():
+    """ptxas of CUDA 13.0 may choose an odd one: an illegal instruction."""
+    if not minimal_attn._C.cuda_architectures().strip():
+        pytest.skip("this build has no machine code for GPUs")
+    if not (cuobjdump := find_tool("cuobjdump")):
+        pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump")
+    for path in (ROOT / "build").glob("temp.*/torch-*/portable/decode.cu.o"):
+        done = run(cuobjdump, "-sass", path)
+        assert done.returncode == 0, done.stderr
+        assert not re.findall(r"desc\[UR\d*[13579]\]", done.stdout)
+
+
 def backward_branches(code):
     """Where in the text loops begin and end: from a branch's target to the branch."""
     at = {int(m[1], 16): m.start() for m in re.finditer(r"/\*([0-9a-f]{4,5})\*/ ", code)}
