@@ -84,7 +84,7 @@ struct Gradient {
     Dtype out_dtype;
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
-    bool deterministic;  // the same bits on every run, which else only hopper's fast form doesn't promise
+    bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 };
 
 // Whether anything but the number of keys bounds what a query sees.

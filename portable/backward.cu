@@ -3,7 +3,7 @@
 //     dtype       GPUs                                       kernel
 //     float16     any                                        half_backward.cu, tensor cores
 //     bfloat16    8.0 and newer                              half_backward.cu, tensor cores
-//     others                                                 paper's, flash_backward.cu
+//     any other call                                         flash_backward.cu, paper's
 #include "portable/portable.h"
 
 namespace minimal_attn {
