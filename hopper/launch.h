@@ -1,7 +1,5 @@
 // launch.h: what the plans and launches of all Hopper kernels have in common. Host code.
 #pragma once
-#include <map>
-
 #include "hopper/scheduler.h"
 
 namespace minimal_attn::hopper {
@@ -15,24 +13,6 @@ Plan make_plan(const Attention &a, const Device &device, const char *kernel, int
     plan.multiprocessors = device.multiprocessors;
     plan.error = tensor_map_encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled";
     return plan;
-}
-
-// Memory that is 0 between the kernels of a stream, since each sets it back: a memset would cost 1.2 us a call. Each
-// thread has its own, so that no lock is needed. Null while a graph is captured, which may run on any stream.
-constexpr int kZeroBytes = 32 << 10;
-inline char *zeros_of(cudaStream_t stream) {
-    thread_local std::map<std::pair<int, unsigned long long>, char *> zeros;
-    cudaStreamCaptureStatus capture;
-    unsigned long long id;
-    int device;
-    if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone ||
-        cudaStreamGetId(stream, &id) != cudaSuccess || cudaGetDevice(&device) != cudaSuccess)
-        return nullptr;
-    char *&memory = zeros[{device, id}];
-    if (!memory && (cudaMallocAsync(&memory, kZeroBytes, stream) != cudaSuccess ||
-                    cudaMemsetAsync(memory, 0, kZeroBytes, stream) != cudaSuccess))
-        memory = nullptr;
-    return memory;
 }
 
 // Fills the parameters that all kernels have, sets the counters, which begin the workspace, to 0, and launches. Without

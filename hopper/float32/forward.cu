@@ -373,17 +373,13 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
         Workspace &w = p.workspace;
-        if (layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) == 0)
-            return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, plan.workspace, stream);
-        char *const zeros = w.counter_bytes <= kZeroBytes ? zeros_of(stream) : nullptr;
-        if (zeros) {
-            const auto move = [&](auto *&part) {
-                part = (std::remove_reference_t<decltype(part)>)(zeros + ((char *)part - (char *)workspace));
-            };
-            move(w.tiles_taken), move(w.jobs_taken), move(w.blocks_done), move(w.heads);
+        int64_t counter_bytes = plan.workspace;
+        if (layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) > 0) {
+            void *const zeros = zeros_of(stream, w.counter_bytes);
+            layout_workspace<Tile>(a, plan.multiprocessors, workspace, w, zeros);
+            counter_bytes = zeros ? 0 : w.counter_bytes;
         }
-        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, zeros ? 0 : w.counter_bytes,
-                                   stream);
+        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
     });
 }
 

@@ -123,10 +123,10 @@ __device__ inline void reset_counters(const Workspace &w) {
     for (int n = threadIdx.x; n < w.counter_bytes / (int)sizeof(int); n += blockDim.x) w.tiles_taken[n] = 0;
 }
 
-// Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys and for the
-// single tile, where w.heads stays null.
+// Fills w with addresses in `memory`; those of the counters are in `zeros`, unless it is null. Returns the bytes that
+// `memory` needs: 0 without keys and for the single tile, where w.heads stays null.
 template <class Tile>
-int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w) {
+int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w, void *zeros = nullptr) {
     if (Tile::IsSingle || a.Nk == 0) return 0;
     const bool same_batch = a.k_stride.batch == 0 && a.v_stride.batch == 0 && !a.seqlens_k && !a.leftpad_k;
     w.batches = same_batch ? 1 : a.B, w.Tc = tiles_before<Tile>(a.Nk);
@@ -134,11 +134,13 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     w.tiles_per_job = clamp(tiles / (16 * multiprocessors), int64_t(1), std::max<int64_t>(1, w.Tc / 32));
     w.jobs_per_head = (2 * w.Tc + w.tiles_per_job - 1) / w.tiles_per_job;
     int64_t size = 0;
+    void *from = zeros ? zeros : memory;
     const auto take = [&](auto *&part, int64_t bytes) {
-        part = (std::remove_reference_t<decltype(part)>)((char *)memory + size), size += (bytes + 127) / 128 * 128;
+        part = (std::remove_reference_t<decltype(part)>)((char *)from + size), size += (bytes + 127) / 128 * 128;
     };
     take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int)), take(w.blocks_done, sizeof(int));
     take(w.heads, heads * sizeof(HeadStatus)), w.counter_bytes = (int)size;
+    from = memory;
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
     using Fallback = typename Tile::Fallback;
     if (a.Nk > 2 * kTilesOfSum * Fallback::Bc)
