@@ -248,6 +248,18 @@ def test_padding_may_be_nan(backend, dtype, causal):
             assert all(map(torch.equal, found, expected[form]))
 
 
+@pytest.mark.parametrize("lengths", [dict(seqlens_k=(80, 0)), dict(leftpad_k=(0, 90))], ids=str)
+def test_a_batch_without_keys_may_be_nan(backend, dtype, lengths):
+    q, k, v = backend.qkv(dtype=dtype)
+    do = torch.randn_like(q)
+    for t in q, k, v, do:
+        t[1] = torch.nan
+    options = {name: backend.ints(*values) for name, values in lengths.items()}
+    for form in forms(backend, dtype):
+        for actual in grads(backend, do, q, k, v, **options):
+            assert not actual[1].any() and actual[0].any() and actual.isfinite().all(), form
+
+
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window_size=(40, 30))], ids=str)
 def test_chunks(backend, dtype, band):
     """(o, l, m) of all keys with a part of them: dk and dv of the part, and dq as a sum."""

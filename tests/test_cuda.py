@@ -201,7 +201,7 @@ def test_does_not_synchronize(cuda_backend, dtype):
 
 
 def test_threads_and_shapes_in_turn(cuda_backend, dtype):
-    """No call finds a counter that is not 0: three threads, each with a stream and two shapes."""
+    """A call finds no counter as an earlier one set it: three threads, each with a stream and two shapes."""
     inputs = [
         cuda_backend.qkv(B=B, Hq=4, Hkv=2, Nq=N, Nk=N + 50, d=64, dtype=dtype) for B, N in ((2, 300), (1, 70))
     ]
