@@ -245,7 +245,8 @@ class Build(build_ext):
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
 LONGEST = ["portable/half_backward.cu", "main.cpp", "hopper/half.cu", "hopper/float32/forward.cu"]
-LONGEST += ["portable/tf32.cu", "portable/half.cu", "cpu/backward.cpp", "cpu/forward.cpp"]
+LONGEST += ["portable/tf32_backward.cu", "portable/tf32.cu", "portable/half.cu", "cpu/backward.cpp"]
+LONGEST += ["cpu/forward.cpp"]
 
 
 def longest_first(source):

@@ -83,6 +83,8 @@ def test_options(backend, dtype, name):
         (1, 2, 2, 200, 129, 128),
         (1, 2, 1, 100, 90, 200),
         (1, 1, 1, 70, 70, 256),
+        (1, 2, 1, 2500, 20, 16),  # dk and dv are set aside after 64 tiles of queries
+        (1, 2, 1, 20, 700, 100),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
@@ -154,6 +156,30 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
         q, k, v = cuda_backend.qkv(B=1, Nq=410, Nk=450, d=d, dtype=dtype)
         found = cuda_backend.explain(q, k, v, backward=True, **band)
         assert (found.kernel, (found.Br, found.Bc, found.d)) == (kernel, tile)
+        check(cuda_backend, torch.randn_like(q), q, k, v, **band)
+
+
+@pytest.mark.parametrize(
+    "d, limit, tile",
+    [
+        (40, 227, (64, 64, 64)),
+        (100, 227, (32, 64, 128)),
+        (128, 163, (16, 128, 128)),
+        (256, 227, (32, 64, 256)),
+        (200, 163, (32, 32, 256)),
+    ],
+)
+def test_every_tile_of_tf32(cuda_backend, shared_memory_limit, d, limit, tile):
+    """Shared memory in KB: an A100 has 163."""
+    if cuda_backend.name != "portable":
+        pytest.skip("a tile of portable")
+    if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < limit << 10:
+        pytest.skip("too little shared memory")
+    shared_memory_limit(limit << 10)
+    for band in {}, dict(causal=True), dict(window_size=(150, 60)):
+        q, k, v = cuda_backend.qkv(B=1, Nq=310, Nk=350, d=d)
+        found = cuda_backend.explain(q, k, v, backward=True, **band)
+        assert (found.kernel, (found.Br, found.Bc, found.d)) == ("float32 backward on tensor cores", tile)
         check(cuda_backend, torch.randn_like(q), q, k, v, **band)
 
 

@@ -283,6 +283,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
+    if (!Tile::IsSingle && threadIdx.x == 128 && p.workspace.heads) finish_counters<Tile>(p.workspace);
     run_deferred<Tile>(p, shared, warpgroup);
 }
 
@@ -311,7 +312,6 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             run_splitter<Tile>(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
     };
     run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
-    if (!Tile::IsSingle && p.workspace.heads) reset_counters(p.workspace);
 #elif defined(__CUDA_ARCH__)
     __trap();  // compiled for another architecture than sm_90a; no launch gets here
 #endif

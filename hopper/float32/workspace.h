@@ -1,7 +1,7 @@
 // workspace.h: tiles of K and V in hi and lo, which blocks split for one another, in the device's memory.
 //
 //     tiles_taken, jobs_taken    two counters, which deal out work tiles and split jobs
-//     blocks_done    a third, by which the last block knows that it sets all counters back to 0
+//     readers_done   a third, by which the last reader knows that it sets all counters back to 0
 //     heads          one HeadStatus a key head: how many of its tiles are split, with what scales
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
@@ -26,7 +26,7 @@ struct HeadStatus {
 
 struct Workspace {
     HeadStatus *heads;  // null: no workspace, because there is no key or the tile is `single`
-    int *tiles_taken, *jobs_taken, *blocks_done;
+    int *tiles_taken, *jobs_taken, *readers_done;
     int counter_bytes;      // of these and of heads
     float4 *inverse_scale;  // in x; 0 of a tile of zeros
     unsigned char *hi_lo;
@@ -114,13 +114,13 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
     work.fallback = (fmaxf(K, V) == INFINITY) | (V * __int_as_float(head.scale_V) >= 0x1p60f);
 }
 
-// By all threads of a block, at its end. The stream's next kernel finds the counters at 0.
-__device__ inline void reset_counters(const Workspace &w) {
-    __syncthreads();  // this block's other threads have read the counters
+// By each splitter group's leader, and by a consumer of each block, whose producer then is done, too: they use no counter
+// any more. The last of these threads sets all counters back to 0, for the stream's next kernel.
+template <class Tile>
+__device__ void finish_counters(const Workspace &w) {
     __threadfence();
-    const bool is_last = threadIdx.x == 0 && atomicAdd(w.blocks_done, 1) == gridDim.x - 1;
-    if (!__syncthreads_or(is_last)) return;
-    for (int n = threadIdx.x; n < w.counter_bytes / (int)sizeof(int); n += blockDim.x) w.tiles_taken[n] = 0;
+    if (atomicAdd(w.readers_done, 1) + 1 < (int)gridDim.x * (Tile::Splitters + 1)) return;
+    for (int n = 0; n < w.counter_bytes / 16; ++n) ((int4 *)w.tiles_taken)[n] = int4{};
 }
 
 // Fills w with addresses in `memory`; those of the counters are in `zeros`, unless it is null. Returns the bytes that
@@ -138,7 +138,7 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     const auto take = [&](auto *&part, int64_t bytes) {
         part = (std::remove_reference_t<decltype(part)>)((char *)from + size), size += (bytes + 127) / 128 * 128;
     };
-    take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int)), take(w.blocks_done, sizeof(int));
+    take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int)), take(w.readers_done, sizeof(int));
     take(w.heads, heads * sizeof(HeadStatus)), w.counter_bytes = (int)size;
     from = memory;
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
