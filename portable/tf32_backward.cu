@@ -20,7 +20,7 @@
 //
 //     barrier                        | of       | then
 //     wait_for_tiles, for each tile  | block    | Qi, dOi, lse_i and Di have arrived; all warps have read dSij
-//     __syncthreads, after dVj       | block    | dSij is complete; dOi, lse_i, Di are read: the next ones overwrite them
+//     __syncthreads, after dVj       | block    | dSij is complete; dOi, lse_i, Di are read: the next ones may load
 //     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
 //     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
 #include "portable/gradient_rows.h"
