@@ -47,10 +47,9 @@ struct Attention {
     int64_t block_table_stride, pages;
     int page_size;
 
-    // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and
-    // Nk. Of these, query i sees i + p + first <= j <= i + p + last. p is offset[b] if offset is given, else n - Nq if
-    // offset_from_end, else 0 (an int offset is already added to first and last). Without a bound these are -+kNoBound,
-    // so that sums can't overflow. The arrays are (B,) on the device of q, or null.
+    // Batch b has the keys leftpad_k[b] <= j < n = seqlens_k[b], both clamped; if null, 0 and Nk. Of these, query i sees
+    // i + p + first <= j <= i + p + last. p is offset[b], or if null n - Nq with offset_from_end, else 0: an int offset is
+    // in first and last already. -+kNoBound is no bound. The arrays are (B,) on the device of q, or null.
     const int *seqlens_k, *leftpad_k, *offset;
     bool offset_from_end;
     int64_t first, last;
@@ -84,7 +83,7 @@ struct Gradient {
     Dtype out_dtype;
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
-    bool deterministic;  // the same bits on every run, which else only hopper's fast form doesn't promise
+    bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 };
 
 // Whether anything but the number of keys bounds what a query sees.

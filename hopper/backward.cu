@@ -4,7 +4,7 @@
 //     up to 128    backward_fused.cu             backward_fused.cu without dQ, then backward_dq.cu
 //     above        backward_dkdv.cu, then backward_dq.cu
 //
-// Before them lse and D of the rows (portable/gradient_rows.h); after the fused one dQ is converted from float32.
+// Before them gradient_rows.h (portable/) computes lse and D of the rows, and after the fused one it converts dQ.
 #include "hopper/backward.h"
 
 namespace minimal_attn::hopper {
@@ -12,7 +12,7 @@ namespace {
 
 // The plans of the kernels that run one after the other, and where the workspace of each begins.
 struct Kernels {
-    bool is_fused;  // one kernel computes all; else keys gives dK and dV, queries dQ
+    bool is_fused;  // one kernel computes all three; else `keys` computes dK and dV, `queries` dQ
     Plan keys, queries;
     int64_t keys_at, queries_at, bytes;
 
@@ -38,8 +38,8 @@ Plan plan_half_backward(const Gradient &g, const Device &device) {
 const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Kernels kernels(g, {plan.multiprocessors, 0});
     const GradientRows rows = gradient_rows_in(g, workspace);
-    void *const for_keys = (char *)workspace + kernels.keys_at, *const for_queries =
-                                                                    (char *)workspace + kernels.queries_at;
+    void *const for_keys = (char *)workspace + kernels.keys_at;
+    void *const for_queries = (char *)workspace + kernels.queries_at;
     const char *why = launch_gradient_rows(g, rows, stream);
     if (why) return why;
     why = g.a.d <= 128 ? launch_fused(g, rows, kernels.keys, for_keys, stream)

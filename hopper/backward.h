@@ -4,8 +4,8 @@
 
 namespace minimal_attn::hopper {
 
-// dK and dV, and if wanted dQ, added in any order: dQ_of_fused finds it in the plan's workspace as launch_convert_dq
-// wants it, with Plan::D columns. For d up to 128.
+// dK, dV and, if wanted, dQ, whose parts are added in any order. dQ_of_fused finds dQ in the plan's workspace, in the
+// layout of launch_convert_dq with Plan::D columns. For d up to 128.
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);

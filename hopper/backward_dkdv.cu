@@ -5,31 +5,33 @@
 // one dK, of the same keys. A block owns Kj and Vj, and walks the queries that see them, in each query head of the group.
 //
 //     thread 0             thread 32           shared memory       consumer warpgroup, in registers
-//     Kj, Vj; Qi, lse_i    dOi, Di
+//     Kj; Qi, lse_i        Vj; dOi, Di
 //         +--------------------|-------------> Kj, Qi -----------> dV: S^T = Kj Qi^T               (wgmma)
 //                              |                                       P^T = exp(S^T - lse_i)
 //                              |               P^T <------------------ of 64 keys x Br queries, float32
 //                              +-------------> dOi --------------->    dVj += P^T dOi              (wgmma)
-//                                              Vj, dOi, P^T ------> dK: dP^T = Vj dOi^T            (wgmma)
+//                              +-------------> Vj, dOi, P^T ------> dK: dP^T = Vj dOi^T            (wgmma)
 //                                                                      dS^T = P^T o (dP^T - Di)
 //                                              Qi ---------------->    dKj += dS^T Qi              (wgmma)
 //
 // | role          | warps         | registers a thread | does                                                |
 // |---------------|---------------|--------------------|-----------------------------------------------------|
-// | K, V, Q       | 0 (thread 0)  | 32                 | loads Kj and Vj once, Qi and lse_i                  |
-// | dO            | 1 (thread 32) | 32                 | loads dOi and Di                                    |
+// | K, Q          | 0 (thread 0)  | 32                 | loads Kj once, all Qi and lse_i                     |
+// | V, dO         | 1 (thread 32) | 32                 | loads Vj once, all dOi and Di                       |
 // | none          | 2, 3          | 32                 | ends                                                |
 // | dV            | 4 to 7        | 232                | S^T, P^T, dVj; writes dV                            |
 // | dK            | 8 to 11       | 232                | dP^T, dS^T, dKj; writes dK                          |
 //
 // | barrier               | arrives         | waits     | then                                    |
 // |-----------------------|-----------------|-----------|-----------------------------------------|
-// | K, V                  | thread 0; TMA   | dV or dK  | Kj or Vj is there                       |
-// | Q, dO full            | thread 0 or 32  | dV and dK | the tile is there, with lse_i or Di     |
+// | K, V                  | 0 or 32; TMA    | dV or dK  | Kj or Vj is there                       |
+// | Q, dO full            | 0 or 32; TMA    | dV and dK | the tile is there, with lse_i or Di     |
 // | Q, dO empty           | dV and dK       | 0 or 32   | both have read it                       |
 // | P full                | dV              | dK        | P^T is there                            |
 // | P empty               | dK              | dV        | P^T is read                             |
 // | named kZeroed + index | a consumer      | itself    | rows that see no key are 0              |
+//
+// 0 and 32 are threads. full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 #include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
@@ -120,7 +122,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         second.consumer_wait();
         zero_blind_rows((is_dV ? shared.dOi : shared.Qi)[second.stage()], keys, i0, p.a.Nq, Tile::kZeroed + !is_dV);
         issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kdO : kQ) + second.stage() * Tile::Bytes);
-        // Each lane has read lse, or D and P: the operand depends on them.
+        // Each lane has read lse, or D and P: the operand of the issued product depends on them.
         first.consumer_release();
         if constexpr (!is_dV) P.consumer_release();
         i0 += Br;

@@ -190,7 +190,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         ping_pong.pass_turn();
         wgmma_wait<0>(dQ);
         K_of_dQ.consumer_release();
-        // Other warpgroups need more tiles. The stages are released before the turn: its owner may wait for the next Vj.
+        // Tiles that only other warpgroups need. Stages come before the turn: its owner may wait for the next Vj.
         for (j0 += Bc; j0 < end; j0 += Bc) {
             K_of_dQ.skip_stage(), K.advance();
             V.skip_stage();
@@ -228,12 +228,12 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// D, Br, Bc, stages of K, of V. A consumer's thread has (5 Bc + 2 D) / 4 registers in accumulators and operands, at most
-// 208 of 232, or 132 of 160 with three consumers. Shared memory in bytes: 2 D (2 Br + (stages of K and V) Bc).
+// D, Br, Bc, stages of K, of V. Accumulators and operands take (5 Bc + 2 D) / 4 registers of a consumer's thread: at most
+// 208 of 232, with three consumers 132 of 160. Shared memory in bytes: 2 D (2 Br + (stages of K and V) Bc).
 using Tiles = TileList<
     // Three consumers, since exponentials are two thirds of the work: 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12 %
     Tile<64, 192, 80, 3, 2>,
-    // 128 x 96 was up to 6 % slower from N 2048 on without a mask, 1 to 4 % faster for N 1024 and 2048 with one
+    // 128 x 96: full, from N 2048 on, up to 6 % slower; causal, N 1024 and 2048, 1 to 4 % faster
     Tile<96, 128, 128, 2, 2>,
     // Bc 80 and 128 were up to 4 % slower, 112 the same
     Tile<128, 128, 96, 3, 2>,

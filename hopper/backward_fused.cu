@@ -4,7 +4,7 @@
 //     S = Q K^T,  P = exp(S - lse),  dP = dO V^T,  dS = P o (dP - D)          dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
 // A block computes one work tile after another: Bc keys of one head, 64 for each consumer warpgroup. It walks the tiles
-// of Br queries that see one of the keys, in each query head of the group, so no other block adds to their dK and dV.
+// of Br queries that see one of the keys, in each query head of the group. So no other block adds to this dK and dV.
 //
 //     thread 0, thread 96   shared memory      each consumer warpgroup, in registers           threads 32, 64
 //         +-- once ----> Kj, Vj ---------+

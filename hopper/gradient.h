@@ -18,8 +18,8 @@ inline GradientTensor gradient_tensor(const Gradient &g, void *data, const Strid
     return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
 }
 
-// Stores rows i and i + 8 of head h, factor times an accumulator, where they are below `rows`; 0 where counts(i) is
-// false.
+// Stores factor times an accumulator to rows i and i + 8 of head h, if they are below `rows`. Rows where counts(i) is
+// false become 0.
 template <class T, int Count, class Counts>
 __device__ void store_gradient(const GradientTensor &to, int b, int h, int i, int rows, int d, float factor,
                                const float (&x)[Count], const Counts &counts) {

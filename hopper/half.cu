@@ -307,7 +307,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
         ping_pong.pass_turn();
         const bool is_last = j0 + Bc >= end;
-        if (!is_last) {  // other warpgroups need more tiles
+        if (!is_last) {  // tiles that only other warpgroups need
             wgmma_wait<0>(Oi);
             V.consumer_release();
             for (j0 += Bc; j0 < end; j0 += Bc) {
@@ -330,7 +330,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         } else if constexpr (Tile::O == StoreO::through_V) {
             Pipeline<Tile::Stages> my_V = V;  // consumer w takes the stage of the w-th next Vj
             for (int n = 0; n < warpgroup; ++n) my_V.advance();
-            my_V.producer_acquire();  // all have read this work tile's Vj there
+            my_V.producer_acquire();  // all consumers have read this work tile's Vj from that stage
             stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
             __syncwarp();
             if (lane == 0) arrive(shared.O_staged[warpgroup]);

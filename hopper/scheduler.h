@@ -27,7 +27,7 @@ inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpa
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
 struct alignas(16) WorkTile {
-    int b, h, i0, i1;  // b < 0: no work tile is left
+    int b, h, i0, i1;  // b < 0: no more work tiles
     Keys visible;      // the keys that any of its rows sees
     BandOf<int> band;  // its batch's mask
     int key_head;      // the head of K and V that head h reads

@@ -1,7 +1,7 @@
 """Attention of sequences that lie packed, one behind the other, and its gradients.
 
 The forward pass takes blocks of queries, which share all keys by a stride of 0. Then dk and dv would have a
-copy for each block. So the backward pass pads the sequences instead, some at a time.
+copy for each block. So the backward pass pads the sequences instead, a few at a time.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Sequences(torch.autograd.Function):
 def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
     """dq, dk and dv of packed sequences; lse and dlse are (Hq, total_q).
 
-    So many sequences are padded at a time that they have at most twice the tokens of all, or are one.
+    Pads as many sequences at a time as have at most twice the tokens of all, but at least one.
     """
     total_q, total_k, B = len(q), len(k), len(cu_q) - 1
     # A last row takes what is in no sequence.

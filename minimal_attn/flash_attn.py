@@ -63,7 +63,7 @@ def flash_attn_func(
         window_size: (left, right): query i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right. A negative
             number is no bound.
         alibi_slopes: must be None.
-        deterministic: not used.
+        deterministic: not used; torch.use_deterministic_algorithms decides.
         return_attn_probs: return softmax_lse, too. Probabilities are never stored.
         s_aux: attention sinks (Hq,), float32, float16 or bfloat16: one more score for each row of a head,
             whose value is 0. softmax_lse counts it.

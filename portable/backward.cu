@@ -4,7 +4,7 @@
 //     float16     any                                        half_backward.cu, tensor cores
 //     bfloat16    8.0 and newer                              half_backward.cu, tensor cores
 //     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32_backward.cu, tensor cores
-//     others                                                 paper's, flash_backward.cu
+//     any other call                                         flash_backward.cu, paper's
 #include "portable/portable.h"
 
 namespace minimal_attn {

@@ -13,9 +13,10 @@
 //     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
 //     __syncthreads, first      | the block         | Qi of the first item is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; Qi has been read:
-//                               |                   | the next item's may overwrite it
-//     __syncthreads after join  | the block         | the same the other way round
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; all have read Qi,
+//                               |                   | so the next item's Qi may overwrite it
+//     __syncthreads after join  | the block         | the next item's Qi is in shared memory; all have read Oi, li, mi,
+//                               |                   | so the next item's may overwrite them
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
@@ -155,7 +156,7 @@ __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
 
 // Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
 // can be read. The next kernel's blocks may start as soon as all blocks are here.
-__device__ void wait_for_the_last_kernel() {
+__device__ void wait_for_the_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -172,9 +173,9 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     unsigned char *const stages = shared + warp * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    if (!p.same_chunks) wait_for_the_last_kernel();  // which may write the lengths
+    if (!p.same_chunks) wait_for_the_kernel_before();  // which may write the lengths
     WorkItem item(a, p);
-    if (p.same_chunks) wait_for_the_last_kernel();
+    if (p.same_chunks) wait_for_the_kernel_before();
     Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
     loader.fill(a, p);
     Rows rows;
@@ -225,14 +226,14 @@ __global__ void __launch_bounds__(kJoinThreads)
     constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
     __shared__ float2 lm[Parts];
     __shared__ float4 O[Parts][D / 4];
-    if (!p.same_chunks) wait_for_the_last_kernel();
+    if (!p.same_chunks) wait_for_the_kernel_before();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
     const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
     const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
-    if (p.same_chunks) wait_for_the_last_kernel();
+    if (p.same_chunks) wait_for_the_kernel_before();
     pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
     Part sum = join<4>(
@@ -296,8 +297,8 @@ int stages_for(const Device &device, int rows) {
     return stages;
 }
 
-// Whether all batches have the same keys, and differ in seqlens_k and leftpad_k, as packed sequences do (flash_attn.py).
-// Each could see all of them, so that the workspace would grow with the square of the number of sequences.
+// Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
+// could see all of the keys, so the workspace would grow with the square of the number of sequences.
 bool share_keys(const Attention &a) {
     return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);
 }
@@ -307,9 +308,8 @@ constexpr int64_t kLittleWorkspace = 64 << 20;
 
 namespace portable {
 
-// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, B 1 and B 8. 16 rows: 1024 keys
-// 1.5 and 0.95, 4096 keys 2.6 and 1.1. 32 rows: 1024 keys 1.3 and 0.6, 4096 keys 2.4 and 0.9, 16384 keys 3.7 and 1.15.
-// float32, 16 rows, 4096 keys: 5 and 1.9. The choice must not depend on B, or a row's bits would.
+// docs/decode.md has the measurements behind the bounds of rows and Nk. The choice must not depend on B, or a row's bits
+// would.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;

@@ -22,7 +22,7 @@ template <Pass pass>
 struct View {
     BandOf<int> band;
     int Nq;
-    Interval rows, columns;  // that see anything. Memory of the others may hold anything
+    Interval rows, columns;  // that see anything. Other rows may hold NaN
 
     __device__ View(const Attention &a, int64_t b) : band(narrow(band_of(a, b))), Nq(a.Nq) {
         Interval queries = {0, 0};

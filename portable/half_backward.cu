@@ -1,5 +1,5 @@
 // half_backward.cu: the backward pass in float16 and bfloat16 on the tensor cores, by mma.sync (mma.cuh). Sums are
-// float32. Numbers are the steps of flash_backward.cu. docs/backward.md has the budget and what was tried.
+// float32. Numbers are the steps of flash_backward.cu. docs/backward.md has the budget.
 //
 //     pass   | a block owns | and walks                            | 11., 17.              | 16., 21., 22.
 //     dK_dV  | Kj, Vj       | Qi, dOi of all query heads that      | Sij^T  = Kj Qi^T      | dVj += Pij^T dOi
@@ -7,8 +7,8 @@
 //     dQ     | Qi, dOi      | Kj, Vj                               | Sij = Qi Kj^T         | dQi += dSij Kj
 //            |              |                                      | dPij = dOi Vj^T       |
 //
-// One code has both: a block owns rows of the scores S, and walks their columns. No two blocks share a result, so there
-// are no atomics, and the bits are the same on every run. That takes 7 products, one pass with atomics 5.
+// The same code computes both passes: a block owns rows of the scores S, and walks their columns. No two blocks share a
+// result: no atomics, and the same bits on every run. Two passes take 7 products; one pass with atomics would take 5.
 //
 //     role        | warps              | registers              | does
 //     every warp  | Tile::Threads / 32 | sums, S, dP, operands: | loads a part of each tile; computes S and dP of WarpRows rows
@@ -16,13 +16,13 @@
 //
 //     shared memory   | size              | written                             | read
 //     owned tiles     | 2 x Own x D       | once; the results in the end        | steps 11 and 17, by the warps of the rows
-//     walked tiles    | 2 x Walk x D each | while the last ones are computed on | steps 11 to 22, by all
+//     walked tiles    | 2 x Walk x D each | while the ones before are in use    | steps 11 to 22, by all
 //     lse, D (dK_dV)  | 2 x Walk floats   | likewise                            | steps 13 and 20
 //     operands P, dS  | of each warp      | after step 20, where Group > 1      | steps 16, 21, 22, by the rest of the group
 //
 //     barrier                       | arrives and waits | then
-//     wait_for_tiles                | the block         | the next walked tiles have arrived; all warps have read the last
-//                                   |                   | ones and the operands, so these may be overwritten
+//     wait_for_tiles                | the block         | the next walked tiles have arrived; all warps have read the ones
+//                                   |                   | before and the operands, so these may be overwritten
 //     __syncthreads, one Stage      | the block         | all warps have read the walked tiles, so the next ones may load
 //     wait_for_group, Group > 1     | a group of warps  | the operands of the whole group are there
 #include "portable/gradient_rows.h"

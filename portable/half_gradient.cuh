@@ -143,7 +143,7 @@ __device__ void wait_for_group(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(32 * Tile::Group) : "memory");
 }
 
-// 16., 21., 22. First the warp's own columns of P and dS, then those of the rest of its group, which has been waited for.
+// 16., 21., 22. First the warp's own columns of P and dS, then, behind wait_for_group, those of the group's other warps.
 // `walked` is the address of the group's first column, `operands` that of the group's operands.
 template <class T, class Tile>
 __device__ void add_products(Sums<Tile> &sums, const float (&P)[Tile::M][Tile::N][4],

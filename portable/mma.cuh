@@ -1,5 +1,5 @@
-// mma.cuh: the instructions of half.cu and tf32.cu. mma.sync multiplies on tensor cores, ldmatrix loads operands from
-// shared memory. The rows of a tile are swizzled: the eight rows that ldmatrix reads together lie in different banks.
+// mma.cuh: the tensor-core instructions of this folder. mma.sync multiplies, ldmatrix loads operands from shared
+// memory. The rows of a tile are swizzled: the eight rows that ldmatrix reads together lie in different banks.
 //
 // A warp multiplies fragments of 16 x 16 (A) and 16 x 8 (B) and adds to one of 16 x 8 (C). Lane l holds
 //

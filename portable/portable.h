@@ -1,12 +1,12 @@
-// portable.h: the backend's kernels, as forward.cu chooses between them. Each plans a call on the host and
-// launches it; each takes the dtypes that its plan function names.
+// portable.h: the backend's kernels, between which forward.cu and backward.cu choose. Each plans a call on the host and
+// launches it; each takes the dtypes that the comment above its plan function names.
 #pragma once
 
 #include "flash.h"
 
 namespace minimal_attn::portable {
 
-// Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
+// Names of the kernels, as minimal_attn.explain shows them. forward.cu and backward.cu compare the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
                       kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
                       kHalfBackward[] = "half backward, two passes",

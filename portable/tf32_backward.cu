@@ -18,10 +18,11 @@
 //     lse_i, Di     | Br each      | with dOi              | by all
 //     block         | 1            | once                  | for each tile of queries, since registers are scarce
 //
-//     barrier                        | then
-//     wait_for_tiles, for each tile  | Qi, dOi, lse_i and Di have arrived; all warps have read dSij
-//     after dVj                      | dSij is complete; all have read dOi, lse_i and Di: the next ones overwrite them
-//     after dKj                      | all have read Qi: the next one overwrites it
+//     barrier                        | of       | then
+//     wait_for_tiles, for each tile  | block    | Qi, dOi, lse_i and Di have arrived; all warps have read dSij
+//     __syncthreads, after dVj       | block    | dSij is complete; dOi, lse_i, Di are read: the next ones may load
+//     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
+//     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
 #include "portable/gradient_rows.h"
 #include "portable/key_tiles.cuh"
 #include "portable/tf32.cuh"

@@ -27,7 +27,7 @@
 // KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its scale: have arrived; are read
 // tile_loaded            | a group's thread 0, TMA  | a splitter group    | its float32 tile is in shared memory
 // named, 1 + group       | the group                | the group           | its votes, jobs, extremes; in fallback.h tiles
-// named, kAllConsumers   | consumers                | consumers           | no work tile is left: memory for the fallback
+// named, kAllConsumers   | consumers                | consumers           | no more work tiles: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
