@@ -118,8 +118,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         }
         pack_operand<T>(A, X);
         second.consumer_wait();
-        zero_blind_rows((is_dV ? shared.dOi : shared.Qi)[second.stage()], keys, i0, p.a.Nq,
-                              Tile::kZeroed + !is_dV);
+        zero_blind_rows((is_dV ? shared.dOi : shared.Qi)[second.stage()], keys, i0, p.a.Nq, Tile::kZeroed + !is_dV);
         issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kdO : kQ) + second.stage() * Tile::Bytes);
         // Each lane has read lse, or D and P: the operand depends on them.
         first.consumer_release();

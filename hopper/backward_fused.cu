@@ -260,8 +260,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
             compute_P(S, shared.lse[Q.stage()] + thread % 4 * 2, p.c);  // beside dP^T
-            if (i0 < full_begin || i0 > full_end) 
-                mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()], 0));
