@@ -238,7 +238,8 @@ Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
 
-// Their backward passes.
+// Their backward passes. A plan of paper's has this kernel.
+constexpr const char *kPaperBackward = "Algorithm 4";
 Plan plan_paper_backward(const Gradient &gradient, const Device &device);
 const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_portable_backward(const Gradient &gradient, const Device &device);

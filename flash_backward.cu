@@ -283,7 +283,7 @@ Plan plan_paper_backward(const Gradient &g, const Device &device) {
     const Attention &a = g.a;
     const Tiles tiles = tiles_of(a, device.shared_memory / 4);
     const int64_t workspace = g.out_dtype == Dtype::float32 ? 0 : a.B * a.Hq * a.Nq * 4 * a.d;
-    return {"Algorithm 4", 0, tiles.Br, tiles.Bc, tiles.D, a.B * a.Hkv, kThreads, tiles.floats() * 4, workspace};
+    return {kPaperBackward, 0, tiles.Br, tiles.Bc, tiles.D, a.B * a.Hkv, kThreads, tiles.floats() * 4, workspace};
 }
 
 const char *launch_paper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {

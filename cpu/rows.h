@@ -79,7 +79,8 @@ void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, fl
 
 // The rows of Q and O of the tile that this thread probably takes next, and its first Kj and Vj if its head is another.
 template <class T>
-[[gnu::always_inline]] inline void prefetch_tile(const Attention &a, const QueryTile &t, bool same_head) {
+[[gnu::noinline]] void prefetch_tile(const Attention &a, const QueryTile &t, bool same_head) {
+    asm volatile("");  // else GCC drops the calls, as above
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), a.d);
         if (a.o_dtype == Dtype::float32)

@@ -81,7 +81,7 @@ __device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int b
 // The same for a tile of queries, whose rows may see no key of any tile.
 template <class Tile>
 __device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
-    const int end = keys.band.keys.end - keys.band.first;
+    const int end = empty(keys.band.keys) ? 0 : keys.band.keys.end - keys.band.first;
     // TMA has set the rows from Nq on to 0.
     zero_rows_outside<Tile::Br, Tile::Boxes>(tile, keys.band.keys.begin - keys.band.last - i0,
                                              end < Nq ? end - i0 : Tile::Br, barrier);

@@ -174,9 +174,10 @@ def check_range(name, x, end):
         raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
 
 
-def refuse_grad(only, **tensors):
-    """For a function that has no gradients; `only` is the one that has."""
+def refuse_grad(where, **tensors):
+    """For `where`, which has no gradients."""
     for name, x in tensors.items():
         if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-            todo = f"only {only} has gradients yet; use torch.no_grad(), or a detached {name}"
-            raise RuntimeError(f"{name} must not require grad, but does: {todo}")
+            todo = f"use torch.no_grad(), or a detached {name}"
+            why = f"{where} has no gradients: {todo}"
+            raise RuntimeError(f"{name} must not require grad, but does, and {why}")

@@ -10,23 +10,36 @@
 //                 |       | up to 255            | of its own in shared memory, adds it to its own Oi, li, mi
 //
 //     barrier                   | arrives           | then
-//     wait_for_step, __syncwarp | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
+//     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
-//     __syncthreads before Qi   | the block         | all warps have read the last tile's Qi: it may be overwritten
-//     __syncthreads after Qi    | the block         | this tile's Qi is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory
-//     __syncthreads after join  | the block         | they have been read and may be overwritten
+//     __syncthreads, first      | the block         | Qi of the first item is in shared memory
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; Qi has been read:
+//                               |                   | the next item's may overwrite it
+//     __syncthreads after join  | the block         | the same the other way round
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
-// Loads run ahead of the products, into the next chunk: memory is busy while a chunk ends.
+// Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
 namespace {
 
-constexpr int kMostStages = 4, kJoinThreads = 256;
+constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
+
+// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice.
+__device__ void stream16(unsigned to, const void *from, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0), "l"(policy)
+                 : "memory");
+#else
+    copy16(to, from, exists);
+#endif
+}
 
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
 // and columns past d become zeros.
@@ -40,43 +53,46 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
         const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
-        copy16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
+        stream16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
 
-// Waits until the oldest of this warp's loads has arrived: all but the last stages - 1.
-__device__ void wait_for_step(int stages) {
-    if (stages == 4)
-        __pipeline_wait_prior(3);
-    else if (stages == 3)
-        __pipeline_wait_prior(2);
-    else if (stages == 2)
-        __pipeline_wait_prior(1);
-    else
-        __pipeline_wait_prior(0);
-    __syncwarp();
-}
-
-// A warp's loads, `stages` steps ahead of its products.
+// A warp's loads. They run ahead of its products, into the block's next items.
 template <class T, class Tile>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
+    const unsigned stages;  // this warp's, in shared memory
+    const int warp;
     WorkItem item;
-    unsigned end;  // the position where the block's share ends
-    int warp, j, j_end;
+    int j = 0, j_end = 0, loaded = 0, used = 0;  // the next step's first key; the item's end; steps
 
-    __device__ Loader(const WorkItem &first, unsigned end, int warp) : item(first), end(end), warp(warp) { begin(); }
-    __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.position < end ? item.end() : 0; }
+    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp), item(first) {
+        begin();
+    }
+    __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.end(); }
+    __device__ int stage(const Decode &p, int step) const { return p.stages == 2 ? step % 2 : 0; }
 
-    // Begins to load the next step, if there is one.
-    __device__ void load(const Attention &a, const Decode &p, unsigned to) {
-        while (j >= j_end && item.position < end) advance(a, p, item), begin();
-        if (j < j_end) {
+    // Begins to load the next steps, until each stage has one.
+    __device__ void fill(const Attention &a, const Decode &p) {
+        while (loaded - used < p.stages) {
+            while (j >= j_end && item.exists) item.advance(a, p), begin();
+            if (!item.exists) return;
+            const unsigned to = stages + stage(p, loaded++) * StageBytes;
             load_step<Tile, T>(a, to, a.k, a.k_stride, item, j);
             load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, item, j);
+            __pipeline_commit();
             j += Step;
         }
-        __pipeline_commit();
+    }
+
+    // Waits until the oldest step has arrived, and returns its stage.
+    __device__ int wait(const Decode &p) const {
+        if (loaded - used == 2)
+            __pipeline_wait_prior(1);
+        else
+            __pipeline_wait_prior(0);
+        __syncwarp();
+        return stage(p, used);
     }
 };
 
@@ -98,11 +114,10 @@ struct Sum {
     __device__ void scale(float x) { sum *= x, lost *= x; }
 };
 
-// Steps 11 and 12 over the parts first, first + step, ... below count. Four at a time: their loads are under way
+// Steps 11 and 12 over the parts first, first + step, ... below count. Batch at a time: their loads are under way
 // together. lm(n) and o(n) read a part's (l, m) and o.
-template <class LM, class O>
+template <int Batch, class LM, class O>
 __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
-    constexpr int Batch = 4;
     float m = -INFINITY;
     Sum l, x[4];
 #pragma unroll 1
@@ -134,11 +149,11 @@ __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
 // ------------------------------------------------------------------------------ the kernels
 
 // Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
-// can be read. Then the next kernel's blocks may start.
-__device__ void begin_beside_the_last_kernel() {
+// can be read. The next kernel's blocks may start as soon as all blocks are here.
+__device__ void wait_for_the_last_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
@@ -152,50 +167,48 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     unsigned char *const stages = shared + warp * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    const unsigned stages_at = (unsigned)__cvta_generic_to_shared(stages);
-
-    unsigned end;
-    WorkItem item = first_item(a, p, end);
-    Loader<T, Tile> loader(item, end, warp);
-    for (int stage = 0; stage < p.stages; ++stage) loader.load(a, p, stages_at + stage * StageBytes);
+    if (!p.same_chunks) wait_for_the_last_kernel();  // which may write the lengths
+    WorkItem item(a, p);
+    if (p.same_chunks) wait_for_the_last_kernel();
+    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
+    loader.fill(a, p);
     Rows rows;
-    int64_t tile = -1;
-    for (int stage = 0; item.position < end; advance(a, p, item)) {
-        if (tile != item.output_tile(a, p)) {
-            tile = item.output_tile(a, p);
-            __syncthreads();
-            rows.load_queries(a, p, item, Q_tile);
-            __syncthreads();
-        }
+    rows.load_queries(a, p, item);
+    rows.take_queries(a, p, item, Q_tile);
+    __syncthreads();
+    while (item.exists) {
+        WorkItem next = item;
+        next.advance(a, p);
+        rows.load_queries(a, p, next);
         rows.clear();
         for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
-            wait_for_step(p.stages);
-            const T *const Kj = (const T *)(stages + stage * StageBytes), *const Vj = Kj + StageBytes / 2 / sizeof(T);
-            rows.add_step(a, Kj, Vj, j);
+            const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
+            rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
             __syncwarp();
-            loader.load(a, p, stages_at + stage * StageBytes);
-            stage = stage + 1 == p.stages ? 0 : stage + 1;
+            ++loader.used;
+            loader.fill(a, p);
         }
         const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+        const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
         rows.store(O + warp * rows_of_O * D, lm[warp], count);
         __syncthreads();
-        const int64_t first = (tile * p.most_chunks + item.chunk) * Tile::Rows;
+        rows.take_queries(a, p, next, Q_tile);
         for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
             const int r = n / (D / 4), x = n % (D / 4) * 4;
-            const Part part = join(
+            const Part part = join<kWarps>(
                 0, 1, kWarps, [&](int n) { return lm[n][r]; },
                 [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
             if (x == 0) p.lm[first + r] = {part.l, part.m};
             *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
         }
         __syncthreads();
+        item = next;
     }
 }
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    begin_beside_the_last_kernel();
     if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
 }
 
@@ -207,23 +220,24 @@ __global__ void __launch_bounds__(kJoinThreads)
     constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
     __shared__ float2 lm[Parts];
     __shared__ float4 O[Parts][D / 4];
+    if (!p.same_chunks) wait_for_the_last_kernel();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
     const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
     const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
-    begin_beside_the_last_kernel();
+    if (p.same_chunks) wait_for_the_last_kernel();
     pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
-    Part sum = join(
+    Part sum = join<4>(
         part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
         [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
     if (x == 0) lm[part] = {sum.l, sum.m};
     O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
     __syncthreads();
     if (part > 0) return;
-    sum = join(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
+    sum = join<Parts>(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
     const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
     if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
     store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
@@ -269,17 +283,12 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
     return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
-// Two blocks on a multiprocessor if each then has two stages or more; else one, with as many stages as fit.
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
-    const auto fits = [&](int stages, int bytes) {
-        return Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes <= bytes;
-    };
-    const int half = (device.shared_memory + 1024) / 2 - 1024;
-    for (int least = 2; least > 0; --least)
-        for (int stages = kMostStages; stages >= least; --stages)
-            if (fits(stages, least == 2 && fits(2, half) ? half : device.shared_memory)) return stages;
-    return 0;
+    int stages = kMostStages;
+    while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory)
+        --stages;
+    return stages;
 }
 
 // Whether all batches have the same keys, and differ in seqlens_k and leftpad_k, as packed sequences do (flash_attn.py).
@@ -293,13 +302,14 @@ constexpr int64_t kLittleWorkspace = 64 << 20;
 
 namespace portable {
 
-// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, 4096 keys, B 1 and B 8:
-// 16 rows 2.6 and 1.1, 32 rows 2.4 and 0.7, float32 with 16 rows 5 and 1.9. At 128 keys B 1 1.0, B 64 2.0.
-// The choice must not depend on B, or a row's bits would.
+// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, B 1 and B 8. 16 rows: 1024 keys
+// 1.5 and 0.95, 4096 keys 2.6 and 1.1. 32 rows: 1024 keys 1.3 and 0.6, 4096 keys 2.4 and 0.9, 16384 keys 3.7 and 1.15.
+// float32, 16 rows, 4096 keys: 5 and 1.9. The choice must not depend on B, or a row's bits would.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
+    const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
-        !is_aligned(a.v, a.v_stride, element, a.d) || rows > (on_tensor_cores ? 32 : 16) || a.Nk < 128)
+        !is_aligned(a.v, a.v_stride, element, a.d) || rows > most_rows || a.Nk < 128)
         return false;
     if (a.block_table && a.page_size % 16 != 0) return false;
     const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
@@ -332,8 +342,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        const int64_t items = describe<Tile>(a, (char *)workspace, p).items;
-        p.share = items / plan.grid, p.rest = items % plan.grid;
+        describe<Tile>(a, (char *)workspace, p);
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
         const auto kernel = decode_kernel<T, Tile>;

@@ -9,8 +9,8 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
 // Keys of a chunk. The key heads of a batch have about kChunks chunks together, which keep a GPU busy. At least
 // kLeastChunk: a step of 16 keys for each warp. At most kMostChunk: blocks end together, and the partial results of 4
-// rows are only 0.4 % of K and V (bfloat16, d 128).
-constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
+// rows are only 0.2 % of K and V (bfloat16, d 128).
+constexpr int kLeastChunk = 64, kMostChunk = 2048, kChunks = 128;
 
 // The chunks of the keys that a batch's queries see.
 struct Chunks {
@@ -34,10 +34,9 @@ struct Decode {
     int group;         // Hq / Hkv
     int rows, tiles;   // queries of a key head, group * Nq; tiles of them
     int most_chunks;   // of any batch
-    bool same_chunks;  // whether each batch has the chunks of batch 0; then the host fills the next three:
+    bool same_chunks;  // whether each batch has the chunks of batch 0, which the host then fills in
     Chunks chunks;
-    unsigned share, rest;  // items of a block; the first `rest` blocks take one more
-    int stages;            // of a warp
+    int stages;  // of a warp
     bool aligned_o;
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
@@ -48,92 +47,56 @@ __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
     return p.same_chunks ? p.chunks : chunks_of(a, b);
 }
 
-// The time of one chunk, in any unit. Its end takes half as long as kLeastChunk keys.
-__device__ unsigned weight_of(const Decode &p, const Chunks &chunks) {
-    return p.same_chunks ? 1 : 2 * chunks.size / kLeastChunk + 1;
-}
-
-// One chunk of keys for one tile of queries. Items are ordered by b, key head, chunk, tile. position is the weight of
-// all items before this one.
+// One chunk of keys for one tile of queries. Items are numbered by b, key head, chunk, tile. Block x takes item x and
+// each gridDim.x-th after it: blocks that run at the same time read neighbouring keys, and tiles share a chunk in L2.
 struct WorkItem {
-    int b, h_kv, chunk, tile;
+    int b = 0, h_kv, chunk, tile = 0;
     Chunks chunks;
-    unsigned position;
+    unsigned index, before = 0;  // this item's number; the items of all batches before b
+    bool exists;
 
+    __device__ WorkItem(const Attention &a, const Decode &p) : index(blockIdx.x) { find(a, p); }
+    __device__ void advance(const Attention &a, const Decode &p) { index += gridDim.x, find(a, p); }
     __device__ int64_t output_tile(const Attention &a, const Decode &p) const {
         return ((int64_t)b * a.Hkv + h_kv) * p.tiles + tile;
     }
     __device__ int begin() const { return chunks.begin + chunk * chunks.size; }
     __device__ int end() const { return min(begin() + chunks.size, chunks.seen.end); }
-};
 
-__device__ void advance(const Attention &a, const Decode &p, WorkItem &item) {
-    item.position += weight_of(p, item.chunks);
-    if (++item.tile < p.tiles) return;
-    item.tile = 0;
-    if (++item.chunk < item.chunks.count) return;
-    item.chunk = 0;
-    if (++item.h_kv < a.Hkv) return;
-    item.h_kv = 0;
-    if (++item.b < a.B) item.chunks = chunks_of(a, p, item.b);
-}
-
-// This block's first item, and the position where its share of the work ends. Only the device knows the lengths, so
-// every warp adds up the batches' weights, 32 batches at a time.
-__device__ WorkItem first_item(const Attention &a, const Decode &p, unsigned &end) {
-    const int lane = threadIdx.x % 32, B = (int)a.B;
-    const unsigned repeats = (unsigned)a.Hkv * p.tiles;
-    const auto weight_of_batch = [&](int b) {
-        const Chunks chunks = chunks_of(a, p, b);
-        return chunks.count * weight_of(p, chunks) * repeats;
-    };
-    unsigned share = p.share, rest = p.rest;
-    if (!p.same_chunks) {
-        unsigned total = 0;
-        for (int b = lane; b < B; b += 32) total += weight_of_batch(b);
-        for (int n = 1; n < 32; n *= 2) total += __shfl_xor_sync(~0u, total, n);
-        share = total / gridDim.x, rest = total - share * gridDim.x;
-    }
-    const unsigned begin = blockIdx.x * share + min(blockIdx.x, rest);
-    end = begin + share + (blockIdx.x < rest);
-
-    WorkItem item{};
-    unsigned before = 0;  // the weight of the batches before b
-    if (p.same_chunks) {
-        item.b = begin / weight_of_batch(0), before = item.b * weight_of_batch(0);
-    } else {
-        for (; item.b < B; item.b += 32) {
-            const unsigned own = item.b + lane < B ? weight_of_batch(item.b + lane) : 0;
-            unsigned sum = own;
+    // What item `index` is, which isn't in a batch before b. Where only the device knows the lengths, a warp adds up the
+    // batches' numbers of items, 32 batches at a time.
+    __device__ void find(const Attention &a, const Decode &p) {
+        const int lane = threadIdx.x % 32, B = (int)a.B;
+        const auto items_of = [&](int b) { return (unsigned)(chunks_of(a, p, b).count * a.Hkv * p.tiles); };
+        if (p.same_chunks) {
+            const unsigned items = items_of(0);
+            b = index / items, before = b * items;
+        } else {
+            for (; b < B; b += 32) {
+                const unsigned own = b + lane < B ? items_of(b + lane) : 0;
+                unsigned sum = own;
 #pragma unroll
-            for (int n = 1; n < 32; n *= 2) {
-                const unsigned lower = __shfl_up_sync(~0u, sum, n);
-                if (lane >= n) sum += lower;
+                for (int n = 1; n < 32; n *= 2) {
+                    const unsigned lower = __shfl_up_sync(~0u, sum, n);
+                    if (lane >= n) sum += lower;
+                }
+                const unsigned past = __ballot_sync(~0u, before + sum > index);
+                if (past) {
+                    const int found = __ffs(past) - 1;
+                    before += __shfl_sync(~0u, sum - own, found), b += found;
+                    break;
+                }
+                before += __shfl_sync(~0u, sum, 31);
             }
-            const unsigned past = __ballot_sync(~0u, before + sum > begin);
-            if (past) {
-                const int found = __ffs(past) - 1;
-                before += __shfl_sync(~0u, sum - own, found), item.b += found;
-                break;
-            }
-            before += __shfl_sync(~0u, sum, 31);
         }
+        exists = b < B;
+        if (!exists) return;
+        chunks = chunks_of(a, p, b);
+        unsigned n = index - before;
+        if (p.tiles > 1) tile = n % p.tiles, n /= p.tiles;
+        h_kv = n / chunks.count, chunk = n - h_kv * chunks.count;
     }
-    item.position = end;
-    if (item.b >= B) return item;
-    item.chunks = chunks_of(a, p, item.b);
-    const unsigned weight = weight_of(p, item.chunks);
-    unsigned n = begin - before;
-    if (!p.same_chunks) n = (n + weight - 1) / weight;
-    item.position = before + n * weight;
-    if (p.tiles > 1) item.tile = n % p.tiles, n /= p.tiles;
-    item.h_kv = n / item.chunks.count, item.chunk = n - item.h_kv * item.chunks.count;
-    if (item.h_kv == a.Hkv) {
-        item.h_kv = 0;
-        if (++item.b < B) item.chunks = chunks_of(a, p, item.b);
-    }
-    return item;
-}
+};
 
 // Row r of a tile: query i of head h.
 struct Row {

@@ -38,24 +38,35 @@ __device__ const T *query(const Attention &a, int b, const Row &row) {
 // Half types. A lane has rows lane / 4 and lane / 4 + 8 of the tile, in fragments as mma.cuh describes them.
 template <class T, class Tile>
 struct MmaRows {
-    static constexpr int D = Tile::D;
+    static constexpr int D = Tile::D, PerRow = D / 8, Vectors = Tile::Rows * PerRow / kThreads;  // of 16 bytes of Qi
+    uint4 next_Qi[Vectors];
     unsigned Qi;  // this lane's address
     float Oi[D / 8][4], li[2], mi[2];
     Keys keys[2];
 
-    // 8. Qi to shared memory
-    __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item, T *Q_tile) {
-        constexpr int PerRow = D / 8;
-        const int lane = threadIdx.x % 32, row0 = item.tile * Tile::Rows;
-        for (int n = threadIdx.x; n < Tile::Rows * PerRow; n += kThreads) {
-            const int x = n % PerRow;
-            const Row row = row_of(p, item.h_kv, row0 + n / PerRow);
-            const bool exists = row.exists && 8 * x < a.d;
-            *(uint4 *)(Q_tile + swizzle<D, T>(n / PerRow, x)) =
-                exists ? *(const uint4 *)(query<T>(a, item.b, row) + 8 * x) : uint4{};
+    // 8. Qi of the next item to registers, while the last item's Qi is in use
+    __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item) {
+#pragma unroll
+        for (int n = 0; n < Vectors; ++n) {
+            const int at = threadIdx.x + n * kThreads, x = at % PerRow * 8;
+            const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + at / PerRow);
+            const bool exists = item.exists && row.exists && x < a.d;
+            next_Qi[n] = exists ? *(const uint4 *)(query<T>(a, item.b, row) + x) : uint4{};
+        }
+    }
+
+    // ... and to shared memory
+    __device__ void take_queries(const Attention &a, const Decode &p, const WorkItem &item, T *Q_tile) {
+        if (!item.exists) return;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < Vectors; ++n) {
+            const int at = threadIdx.x + n * kThreads;
+            *(uint4 *)(Q_tile + swizzle<D, T>(at / PerRow, at % PerRow)) = next_Qi[n];
         }
         const BandOf<int> band = narrow(band_of(a, item.b));
-        for (int r = 0; r < 2; ++r) keys[r] = keys_of_row(band, row_of(p, item.h_kv, row0 + lane / 4 + 8 * r).i);
+        for (int r = 0; r < 2; ++r)
+            keys[r] = keys_of_row(band, row_of(p, item.h_kv, item.tile * Tile::Rows + lane / 4 + 8 * r).i);
         Qi = lane_address<D>(Q_tile, lane % 16, lane / 16);
     }
 
@@ -182,8 +193,11 @@ struct FmaRows {
         load4(x, tile + swizzle<D, T>(row, column(c) / Element) + column(c) % Element);
     }
 
+    __device__ void load_queries(const Attention &, const Decode &, const WorkItem &) {}
+
     // 8. Qi to registers
-    __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item, T *) {
+    __device__ void take_queries(const Attention &a, const Decode &p, const WorkItem &item, T *) {
+        if (!item.exists) return;
         const BandOf<int> band = narrow(band_of(a, item.b));
         rows = min(Rows, p.rows - item.tile * Rows);
 #pragma unroll

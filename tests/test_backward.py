@@ -79,9 +79,12 @@ def test_options(backend, dtype, name):
         (1, 1, 1, 1, 1, 1),
         (2, 3, 3, 65, 1, 33),
         (1, 6, 1, 3, 130, 80),
+        (1, 6, 2, 260, 300, 96),
         (1, 2, 2, 200, 129, 128),
         (1, 2, 1, 100, 90, 200),
         (1, 1, 1, 70, 70, 256),
+        (1, 2, 1, 2500, 20, 16),  # dk and dv are set aside after 64 tiles of queries
+        (1, 2, 1, 20, 700, 100),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
@@ -156,6 +159,30 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
         check(cuda_backend, torch.randn_like(q), q, k, v, **band)
 
 
+@pytest.mark.parametrize(
+    "d, limit, tile",
+    [
+        (40, 227, (64, 64, 64)),
+        (100, 227, (32, 64, 128)),
+        (128, 163, (16, 128, 128)),
+        (256, 227, (32, 64, 256)),
+        (200, 163, (32, 32, 256)),
+    ],
+)
+def test_every_tile_of_tf32(cuda_backend, shared_memory_limit, d, limit, tile):
+    """Shared memory in KB: an A100 has 163."""
+    if cuda_backend.name != "portable":
+        pytest.skip("a tile of portable")
+    if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < limit << 10:
+        pytest.skip("too little shared memory")
+    shared_memory_limit(limit << 10)
+    for band in {}, dict(causal=True), dict(window_size=(150, 60)):
+        q, k, v = cuda_backend.qkv(B=1, Nq=310, Nk=350, d=d)
+        found = cuda_backend.explain(q, k, v, backward=True, **band)
+        assert (found.kernel, (found.Br, found.Bc, found.d)) == ("float32 backward on tensor cores", tile)
+        check(cuda_backend, torch.randn_like(q), q, k, v, **band)
+
+
 def test_explain(backend, dtype):
     """What backward does; the arguments are forward's."""
     q, k, v = backend.qkv(dtype=dtype)
@@ -176,7 +203,7 @@ def sdpa_gradients(do, q, k, v, **options):
 
 def hard_inputs(backend, name, dtype, d):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=300, Nk=300, d=d)
-    do = torch.randn_like(q)
+    do = backend.randn(*q.shape)
     rows = 10 ** torch.linspace(-8, 2, 300, device=q.device)[:, None]
     one_hot = torch.zeros_like(do)
     one_hot[:, :, ::10, 5] = 1
@@ -219,7 +246,8 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
             for dim in (None, -1, -2) if name in MILD and not options else (None,):
                 error, bound = (worst_error(t, expected, dim) for t in (x, peer))
                 bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
-                factor = 1.2 if dim is None and name in MILD else 1.6  # small samples vary
+                # Small samples vary: the worst row most, and the few large rows of dO.
+                factor = 2.5 if dim else 1.2 if name in MILD and name != "rows of dO" else 1.6
                 bound *= factor
                 if name in HARD:  # P has the rounding of a score, which PyTorch may sum in more chains
                     bound = max(bound, torch.finfo(torch.float32).eps * largest_score)
@@ -240,11 +268,22 @@ def test_padding_may_be_nan(backend, dtype, causal):
             t[0, :, :15] = t[1, :, :37] = torch.nan  # positions -10 + i and -37 + i
     for form in forms(backend, dtype):
         found = grads(backend, do, q, k, v, **options)
-        # In float32 NaN in Qi makes the tile the fallback's.
-        if form == "in any order" or (backend.name == "hopper" and dtype == torch.float32):
+        if form == "in any order" or (backend.name == "hopper" and dtype == torch.float32):  # fallback
             torch.testing.assert_close(found, expected[form])
         else:
             assert all(map(torch.equal, found, expected[form]))
+
+
+@pytest.mark.parametrize("lengths", [dict(seqlens_k=(80, 0)), dict(leftpad_k=(0, 90))], ids=str)
+def test_a_batch_without_keys_may_be_nan(backend, dtype, lengths):
+    q, k, v = backend.qkv(dtype=dtype)
+    do = torch.randn_like(q)
+    for t in q, k, v, do:
+        t[1] = torch.nan
+    options = {name: backend.ints(*values) for name, values in lengths.items()}
+    for form in forms(backend, dtype):
+        for actual in grads(backend, do, q, k, v, **options):
+            assert not actual[1].any() and actual[0].any() and actual.isfinite().all(), form
 
 
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window_size=(40, 30))], ids=str)
@@ -298,9 +337,9 @@ def test_every_instruction_set(seed, name):
 
 @pytest.mark.skipif(not cuda_backends(), reason="there is no GPU")
 def test_small_shared_memory(shared_memory_limit, cuda_backend):
-    for limit in 48 << 10, 64 << 10, 99 << 10:
+    for limit in 48 << 10, 64 << 10, 99 << 10, 163 << 10:
         shared_memory_limit(limit)
-        for d in 64, 256:
+        for d in 64, 128, 256:
             q, k, v = cuda_backend.qkv(d=d)
             check(cuda_backend, torch.randn_like(q), q, k, v, causal=True)
 
