@@ -92,12 +92,12 @@ __device__ void load_tiles(T *to, const Tensor &x, const Tensor &y, int64_t b, i
 // Which rows a block owns. Those that see most, if causal, start first: the first keys, the last queries.
 template <class Tile>
 struct Owned {
-    int64_t b, h;
-    int N, row0;
+    int64_t b;
+    int h, N, row0;
     __device__ Owned(const Attention &a, int64_t index) : N(Tile::walks_queries ? a.Nk : a.Nq) {
         const int tiles = (N + Tile::Own - 1) / Tile::Own, tile = (int)(index % tiles);
         const int64_t heads = Tile::walks_queries ? a.Hkv : a.Hq, head = index / tiles;
-        b = head / heads, h = head % heads, row0 = (Tile::walks_queries ? tile : tiles - 1 - tile) * Tile::Own;
+        b = head / heads, h = (int)(head % heads), row0 = (Tile::walks_queries ? tile : tiles - 1 - tile) * Tile::Own;
     }
 };
 
@@ -176,11 +176,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0 + lane % 4 * 2;
             compute_P_dS<Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
                                walks_queries ? lse + Walk : row_D);
-            if (column < by_all.begin || column + Tile::Columns > by_all.end) {
-                int64_t b = owned.b;  // The mask is computed anew: kept, it would take registers.
-                asm volatile("" : "+l"(b));
-                hide<Tile>(S, dP, View<Tile::pass>(a, b), row_warp + lane / 4, column + lane % 4 * 2);
-            }
+            if (column < by_all.begin || column + Tile::Columns > by_all.end)
+                hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
         }
         n = next_n, column0 = next;
