@@ -291,7 +291,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
                                      : launch_kernel<HalfKernels, __nv_bfloat16>(a, plan, workspace, stream);
 }
 
-// PTX for sm_75 may be what runs on a newer GPU, so the loaded code is asked and not the device.
+// PTX for sm_75 may be what runs on a newer GPU, so what counts is the loaded code, not the device.
 const char *is_code_since_ampere(bool &yes) {
     cudaFuncAttributes attributes;
     const auto kernel = with_tile(0, HalfKernels::D64(),
