@@ -71,8 +71,8 @@ bool wants_grad(const T &) {
     return false;
 }
 
-// Gradients in an earlier state (o, l, m), or in sinks. The state counts as one more key of each row with the score
-// lse_in = m + log(l) and the value o; a sink as one with its own score and the value 0.
+// Gradients in an earlier state (o, l, m), or in sinks. The state counts as one more key of each row, with the score
+// lse_in = m + log(l) and the value o. A sink counts as one with its own score and the value 0.
 struct EarlierGradients {
     Tensor o, l, m, sinks;
 };

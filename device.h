@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <set>
@@ -104,6 +105,23 @@ inline const char *why_not(cudaError_t error) {
     if (error == cudaSuccess) return nullptr;
     cudaGetLastError();  // clear it, or the next launch of another library reports it
     return cudaGetErrorString(error);
+}
+
+// Launches a kernel whose shared memory differs from call to call. Several launches take more blocks than a grid can
+// have; the kernel's last parameter is the number of the launch's first block.
+template <class Kernel, class... Arguments>
+const char *launch_blocks(Kernel *kernel, const Plan &plan, CUstream_st *stream, const Arguments &...arguments) {
+    // Between the two calls below another host thread could allow less shared memory, for its own tiles.
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
+    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
+        const int grid = (int)std::min(plan.grid - first, most);
+        kernel<<<grid, plan.threads, plan.shared_memory, stream>>>(arguments..., first);
+        error = cudaGetLastError();
+    }
+    return why_not(error);
 }
 
 }  // namespace minimal_attn

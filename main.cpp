@@ -239,8 +239,8 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
 const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
 const float *floats_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; }
 
-// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score m = sink
-// and the value 0, thus o = 0 and l = 1; a sink of -inf is no key.
+// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score sink and
+// the value 0: m = sink, l = 1, o = 0. A sink of -inf is no key.
 Results earlier_state(const Arguments &a) {
     if (a.o) return {has_contiguous_rows(*a.o) ? *a.o : aligned_copy(*a.o), a.l->contiguous(), a.m->contiguous()};
     if (!a.sinks) return {};

@@ -18,8 +18,8 @@ struct KeyTile {
     bool ends_sum() const { return (keys.begin / Bc + 1) % tiles_per_sum == 0; }
 };
 
-// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows, if one page has them all; else
-// they are copied to the buffer, and zeros fill each row up to a multiple of 16.
+// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows, if one page has them all. Else
+// they are copied to the buffer, where zeros fill each row up to a multiple of 16.
 template <class T>
 const float *load_keys(const KeyRows<T> &x, Keys keys, int d, bool in_place, float *buffer, int64_t *row) {
     if constexpr (std::is_same_v<T, float>)

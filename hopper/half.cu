@@ -135,7 +135,7 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
     }
 }
 
-// Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13): each of the first Vj goes
+// Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13). Each of the first Vj goes
 // where one consumer has staged its O, so the thread stores this O first. No Vj waits for more than one consumer.
 template <class Tile>
 __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {

@@ -6,15 +6,15 @@
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
 //
-// A block that waits for a tile can't deadlock: tiles are split in the order of heads, as work tiles are, by blocks
-// that already run, and a splitter has published all that it split before it waits (docs/float32.md).
+// A block that waits for a tile can't deadlock. Tiles are split by blocks that already run, in the order of heads, as
+// work tiles are. A splitter has published all that it split before it waits (docs/float32.md).
 #pragma once
 #include "hopper/float32/tile.h"
 
 namespace minimal_attn::hopper {
 
 // Splitters are at most so many work tiles a block ahead of the consumers. 1, 2 and 6 are up to 2 % slower at d 64,
-// N 512; without a bound d 64, N 2048 loses 7 %, since K and V fall out of the L2 cache.
+// N 512. Without a bound K and V fall out of the L2 cache: d 64, N 2048 loses 7 %.
 constexpr int kTilesAhead = 4;
 
 // All begin as 0. Floats, which are not negative, are stored as their bits, so that atomicMax compares them.
