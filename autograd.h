@@ -45,6 +45,12 @@ using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, 
                            const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
                            std::string_view backend, std::optional<at::ScalarType> out_dtype);
 Backward backward;  // what the operator computes (main.cpp)
+// The same, into the tensors that `results` has, which are not checked. What is missing is allocated.
+Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {});
+// Whether a kernel made for speed computes the gradients of tensors like q, (B, H, N, d). If not, paper's does, and a
+// drop-in lets PyTorch compute them.
+bool has_fast_backward(const Tensor &q);
 
 // An operator for calls from C++, looked up once: faster than torch.ops.
 template <class Signature>
@@ -65,8 +71,8 @@ bool wants_grad(const T &) {
     return false;
 }
 
-// Gradients in an earlier state (o, l, m), or in sinks. The state counts as one more key of each row with the score
-// lse_in = m + log(l) and the value o; a sink as one with its own score and the value 0.
+// Gradients in an earlier state (o, l, m), or in sinks. The state counts as one more key of each row, with the score
+// lse_in = m + log(l) and the value o. A sink counts as one with its own score and the value 0.
 struct EarlierGradients {
     Tensor o, l, m, sinks;
 };

@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <map>
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -69,11 +72,56 @@ cudaError_t allow_shared_memory(Kernel *kernel, int bytes) {
     return error;
 }
 
+// Memory of a stream that is 0 between its kernels, since each sets it back: a memset would cost 1.2 us a call. Null if
+// the caller has to set its own to 0: while a graph is captured, which may run on any stream, and after kMostStreams.
+constexpr int kZeroBytes = 32 << 10, kMostStreams = 64;
+inline void *zeros_of(cudaStream_t stream, int64_t bytes) {
+    static std::mutex one_at_a_time;
+    static std::map<std::pair<int, unsigned long long>, void *> zeros;  // of each device and stream
+    cudaStreamCaptureStatus capture;
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error == cudaSuccess && (bytes > kZeroBytes || capture != cudaStreamCaptureStatusNone)) return nullptr;
+    unsigned long long id;
+    int device;
+    if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    void *memory = nullptr;
+    if (error == cudaSuccess) {
+        const std::lock_guard<std::mutex> lock(one_at_a_time);
+        const auto found = zeros.find({device, id});
+        if (found != zeros.end()) return found->second;
+        if (zeros.size() == kMostStreams) return nullptr;
+        error = cudaMallocAsync(&memory, kZeroBytes, stream);
+        if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kZeroBytes, stream);
+        if (error == cudaSuccess) zeros[{device, id}] = memory;
+    }
+    if (error == cudaSuccess) return memory;
+    cudaGetLastError();  // clear it: the caller goes on without
+    return nullptr;
+}
+
 // Null, or why nothing was launched.
 inline const char *why_not(cudaError_t error) {
     if (error == cudaSuccess) return nullptr;
     cudaGetLastError();  // clear it, or the next launch of another library reports it
     return cudaGetErrorString(error);
+}
+
+// Launches a kernel whose shared memory differs from call to call. Several launches take more blocks than a grid can
+// have; the kernel's last parameter is the number of the launch's first block.
+template <class Kernel, class... Arguments>
+const char *launch_blocks(Kernel *kernel, const Plan &plan, CUstream_st *stream, const Arguments &...arguments) {
+    // Between the two calls below another host thread could allow less shared memory, for its own tiles.
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
+    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
+        const int grid = (int)std::min(plan.grid - first, most);
+        kernel<<<grid, plan.threads, plan.shared_memory, stream>>>(arguments..., first);
+        error = cudaGetLastError();
+    }
+    return why_not(error);
 }
 
 }  // namespace minimal_attn

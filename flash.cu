@@ -23,17 +23,16 @@
 //     before step 16   O, l and m are complete in HBM                 -> they are read
 // Between steps 6 and 16 the same thread always reads and writes the same numbers of O, l and m in HBM.
 //
-// What the contract (flash.h) adds to the paper: softmax_scale (step 9), a mask (steps 5, 7, 10), an earlier state
-// (O, l, m) to go on with (step 2), scores of -inf alone (step 16), any Nq, Nk and d, and query heads that share a key
-// head.
+// What the contract (flash.h) adds to the paper: softmax_scale (step 9); a mask (steps 5, 7, 10); an earlier state
+// (O, l, m) to go on with (step 2); rows whose scores are all -inf (step 16); any Nq, Nk and d; query heads that share
+// a key head.
 //
-// What FlashAttention-2 changes (see portable/): the loop over i becomes the outer one and is spread over the grid, so
-// that one head fills many multiprocessors. Oi, li and mi then stay in registers, and Oi is divided by li once.
+// What FlashAttention-2 changes (see portable/): the loop over i becomes the outer one. Its tiles are spread over the
+// grid, so one head fills many multiprocessors. Oi, li and mi stay in registers, and Oi is divided by li once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <mutex>
 
 #include "device.h"
 #include "flash.h"
@@ -55,8 +54,8 @@ struct Tiles {
     MINIMAL_ATTN_HOST_DEVICE int floats() const { return Br * (Q_stride() + S_stride() + 5) + 2 * Bc * D; }
 };
 
-// O, l and m in HBM between two tiles. O and m are the results themselves if those are float32 and wanted, else part of
-// the workspace. l is always in the workspace, in float64: a float32 sum of a thousand tiles may be wrong by 1e-5.
+// O, l and m in HBM between two tiles. O and m are the results themselves if those are float32 and wanted. Else they
+// are part of the workspace. l always is, in float64: a float32 sum of a thousand tiles may be wrong by 1e-5.
 struct State {
     float *O;
     Strides O_stride;
@@ -183,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;
         });
 
-    // 3., 4. Divide Q, O, l and m into Tr tiles of Br rows, which begin at i0, K and V into Tc of Bc keys, at j0
+    // 3., 4. Divide Q, O, l, m into Tr tiles of Br rows; tile i begins at row i0. Divide K, V into Tc tiles of Bc keys;
+    // tile j begins at key j0
     // 5. for 1 <= j <= Tc, among the keys that some query sees
     const Keys seen = keys_of_any(band, 0, a.Nq);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
@@ -300,18 +300,7 @@ const char *launch(const Attention &a, const Plan &plan, const State &state, CUs
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
                          is_aligned(a.v, a.v_stride, element, a.d) && is_aligned(a.o_in, a.o_in_stride, 4, a.d) &&
                          is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
-    const auto kernel = algorithm_1<T>;
-    // Between the two calls below another thread could ask for less shared memory, for its own tiles.
-    static std::mutex one_at_a_time;
-    const std::lock_guard<std::mutex> lock(one_at_a_time);
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
-    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
-    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
-        const int grid = (int)std::min(plan.grid - first, most);
-        kernel<<<grid, kThreads, plan.shared_memory, stream>>>(a, state, tiles, aligned, first);
-        error = cudaGetLastError();
-    }
-    return why_not(error);
+    return launch_blocks(algorithm_1<T>, plan, stream, a, state, tiles, aligned);
 }
 
 }  // namespace

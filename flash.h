@@ -47,10 +47,11 @@ struct Attention {
     int64_t block_table_stride, pages;
     int page_size;
 
-    // The mask. Batch b has the keys leftpad_k[b] <= j < n, where n = seqlens_k[b], both clamped; without them 0 and
-    // Nk. Of these, query i sees i + p + first <= j <= i + p + last. p is offset[b] if offset is given, else n - Nq if
-    // offset_from_end, else 0 (an int offset is already added to first and last). Without a bound these are -+kNoBound,
-    // so that sums can't overflow. The arrays are (B,) on the device of q, or null.
+    // The mask. Batch b has the keys leftpad_k[b] <= j < n with n = seqlens_k[b], both clamped; without them 0 and Nk.
+    // Of these, query i sees i + p + first <= j <= i + p + last. The arrays are (B,) on the device of q, or null.
+
+    // The position p is offset[b] if offset is given, else n - Nq if offset_from_end, else 0. An int offset is already
+    // added to first and last. Without a bound these are -+kNoBound, so that sums can't overflow.
     const int *seqlens_k, *leftpad_k, *offset;
     bool offset_from_end;
     int64_t first, last;
@@ -84,6 +85,7 @@ struct Gradient {
     Dtype out_dtype;
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
+    bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 };
 
 // Whether anything but the number of keys bounds what a query sees.
@@ -179,8 +181,8 @@ struct RowEnd {
     bool reads_Oi, reads_o_in;
 };
 
-// The end of a row where Oi is divided by l once, as in FlashAttention-2: joins li, mi and the undivided Oi with the
-// earlier state's l_in and m_in, as if that were one more tile. Without a state l_in = 0 and m_in = -inf.
+// The end of a row where Oi is divided by l once, as in FlashAttention-2. li, mi and the undivided Oi are joined with
+// the earlier state, as if that were one more tile. Without a state l_in = 0 and m_in = -inf.
 MINIMAL_ATTN_HOST_DEVICE inline RowEnd end_of_row(bool sees_key, float li, float mi, float l_in, float m_in) {
     if (!sees_key) return {l_in, m_in, 0.f, 1.f, false, true};
     // Nothing has counted yet. If every score was -inf, 0 / 0, as in softmax
@@ -237,15 +239,22 @@ Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
 
-// Their backward passes.
+// Their backward passes. A plan of paper's has this kernel.
+constexpr const char *kPaperBackward = "Algorithm 4";
 Plan plan_paper_backward(const Gradient &gradient, const Device &device);
 const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+Plan plan_portable_backward(const Gradient &gradient, const Device &device);
+const char *launch_portable_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+namespace hopper {
+Plan plan_half_backward(const Gradient &gradient, const Device &device);
+const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
+}  // namespace hopper
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
 const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 
-// For tests. The instruction sets that this CPU has, the best first, null at the end; and the best one that plan_cpu
-// may choose from now on: returns the one until now, or null where this CPU hasn't `name`.
+// For tests. The instruction sets that this CPU has, the best first, null at the end.
 const char *const *cpu_instructions();
+// Sets the best one that plan_cpu may choose. Returns the last setting, or null if this CPU has no `name`.
 const char *limit_cpu_instructions(const char *name);
 
 }  // namespace minimal_attn

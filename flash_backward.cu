@@ -5,8 +5,8 @@
 //     dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D)           o: number by number
 //     dQ = softmax_scale * dS K,  dK = softmax_scale * dS^T Q
 //
-// Launch. Grid: one block of 256 threads for each key head of each batch. It walks the query heads that share the key
-// head one after the other, so dK and dV are sums of one block: no atomics, the same bits on every run.
+// Launch. Grid: one block of 256 threads for each key head of each batch. It walks the query heads that share this key
+// head. So dK and dV are sums of one block: no atomics, and the same bits on every run.
 //
 // What lives where. HBM keeps Q, K, V, O, dO, lse, and between two tiles dQ, in float32. The shared memory of a block has
 // (float32, where D is d rounded up to a multiple of 4):
@@ -27,14 +27,13 @@
 //     before step 26    dQ is complete                                   -> it is read
 // In steps 16, 21 and 22 the same thread always reads and writes the same numbers of dVj, dQ and dKj.
 //
-// What the contract (flash.h) adds to the paper: one number lse = m + log l for each row, a mask (steps 6, 9, 12), the
-// gradient of lse (step 19), any Nq, Nk and d, and query heads that share a key head. There is no dropout: no steps 1,
-// 14, 15, 18.
+// What the contract (flash.h) adds to the paper: one number lse = m + log l for each row; a mask (steps 6, 9, 12); the
+// gradient of lse (step 19); any Nq, Nk and d; query heads that share a key head. Steps 1, 14, 15 and 18 are missing:
+// they are dropout.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <mutex>
 
 #include "device.h"
 #include "flash.h"
@@ -263,18 +262,7 @@ Tiles tiles_of(const Attention &a, int M) {
 template <class T>
 const char *launch(const Gradient &g, const Plan &plan, float *dQ, const Strides &dQ_stride, CUstream_st *stream) {
     const Tiles tiles = {plan.Br, plan.Bc, plan.D};
-    const auto kernel = algorithm_4<T>;
-    // Between the two calls below another host thread could allow less shared memory, for its own tiles.
-    static std::mutex one_at_a_time;
-    const std::lock_guard<std::mutex> lock(one_at_a_time);
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
-    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
-    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
-        const int grid = (int)std::min(plan.grid - first, most);
-        kernel<<<grid, kThreads, plan.shared_memory, stream>>>(g, dQ, dQ_stride, tiles, first);
-        error = cudaGetLastError();
-    }
-    return why_not(error);
+    return launch_blocks(algorithm_4<T>, plan, stream, g, dQ, dQ_stride, tiles);
 }
 
 }  // namespace
@@ -283,7 +271,7 @@ Plan plan_paper_backward(const Gradient &g, const Device &device) {
     const Attention &a = g.a;
     const Tiles tiles = tiles_of(a, device.shared_memory / 4);
     const int64_t workspace = g.out_dtype == Dtype::float32 ? 0 : a.B * a.Hq * a.Nq * 4 * a.d;
-    return {"Algorithm 4", 0, tiles.Br, tiles.Bc, tiles.D, a.B * a.Hkv, kThreads, tiles.floats() * 4, workspace};
+    return {kPaperBackward, 0, tiles.Br, tiles.Bc, tiles.D, a.B * a.Hkv, kThreads, tiles.floats() * 4, workspace};
 }
 
 const char *launch_paper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {

@@ -30,6 +30,7 @@
 #include "overload.h"
 #include "portable/portable.h"
 #include "sdpa.h"
+#include "tensors.h"
 
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -69,29 +70,7 @@ const char *cuda_architectures() {
 #endif
 }
 
-// What every backend reads: rows of d neighbours.
-bool has_contiguous_rows(const Tensor &t) { return t.stride(3) == 1 || t.size(3) == 1; }
-
-// A copy that every backend reads. Heads and batches of an expanded tensor (stride 0) are copied once.
-Tensor aligned_copy(const Tensor &t) {
-    Tensor once = t;
-    for (int i = 0; i < 2; ++i)
-        if (t.stride(i) == 0 && t.size(i) > 0) once = once.narrow(i, 0, 1);
-    const int64_t chunk = 16 / t.element_size(), padded = (t.size(3) + chunk - 1) / chunk * chunk;
-    const Tensor copy = at::empty({once.size(0), once.size(1), t.size(2), padded}, t.options()).narrow(3, 0, t.size(3));
-    return copy.copy_(once).expand(t.sizes());
-}
-
 #ifdef WITH_CUDA
-// What TMA reads: addresses and strides that are multiples of 16 bytes, and rows that don't overlap.
-bool has_aligned_rows(const Tensor &t) {
-    const int64_t chunk = 16 / t.element_size();
-    bool fits = (uintptr_t)t.const_data_ptr() % 16 == 0 && has_contiguous_rows(t) &&
-                (t.stride(2) >= t.size(3) || t.size(2) <= 1);
-    for (int i = 0; i < 3; ++i) fits &= t.size(i) <= 1 || t.stride(i) % chunk == 0;
-    return fits;
-}
-
 std::string refusal_of_hopper(const Tensor &q) {
     const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
     if (gpu->major != 9 || gpu->minor != 0)
@@ -139,8 +118,17 @@ const std::vector<Backend> &backends() {
              if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
+         },
+         [](const Gradient &g, const Device &device) {
+             return g.a.dtype == Dtype::float32 ? plan_portable_backward(g, device)
+                                                : hopper::plan_half_backward(g, device);
+         },
+         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+             return g.a.dtype == Dtype::float32 ? launch_portable_backward(g, plan, workspace, stream)
+                                                : hopper::launch_half_backward(g, plan, workspace, stream);
          }},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
+         plan_portable_backward, launch_portable_backward},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward},
 #endif
@@ -183,31 +171,6 @@ const Backend *check_backend(const Arguments &a) {
 
 // ---------------------------------------------------------------------------------------------- results
 
-// A dense tensor of q's shape in the order of its strides, so that transpose(1, 2) of it is as free as of q.
-Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
-    const auto size = q.sym_sizes(), stride = q.sym_strides();
-    std::array<int, 3> order = {0, 1, 2};  // outermost first; sorted by insertion
-    for (int i = 1; i < 3; ++i) {
-        int at = i;
-        for (int j = i - 1; j >= 0; --j) {
-            const int outer = order[j], inner = order[at];
-            // A dimension of size 1 or stride 0 has no place of its own.
-            if (size[outer] == 1 || size[inner] == 1 || stride[outer] == 0 || stride[inner] == 0) continue;
-            if (stride[outer] >= stride[inner]) break;
-            std::swap(order[j], order[at]);
-            at = j;
-        }
-    }
-    std::array<SymInt, 4> strides;
-    strides[3] = 1;
-    SymInt step = size[3];
-    for (int i = 2; i >= 0; --i) {
-        strides[order[i]] = step;
-        step = step * size[order[i]].max(1);
-    }
-    return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
-}
-
 // What the caller gets and hasn't given.
 void allocate(const Arguments &a, Returns returns, Results &results) {
     const bool is_state = returns == Returns::state;
@@ -221,14 +184,6 @@ void allocate(const Arguments &a, Returns returns, Results &results) {
 }
 
 // ---------------------------------------------------------------------------------------------- a call
-
-Dtype dtype_of(const Tensor &t) {
-    return t.scalar_type() == at::kFloat  ? Dtype::float32
-           : t.scalar_type() == at::kHalf ? Dtype::float16
-                                          : Dtype::bfloat16;
-}
-
-Strides strides_of(const Tensor &t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
 int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kNoBound
     const __int128 sum = (__int128)x + y;
@@ -271,46 +226,21 @@ void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Dev
                      const char *(*launch)(const Call &, const Plan &, void *, CUstream_st *), const Tensor &q) {
     const Plan plan = make_plan(call, gpu_of(q));
     check_launch(plan.error, q);
-    const Tensor workspace = plan.workspace > 0 ? at::empty({plan.workspace}, q.options().dtype(at::kByte)) : Tensor();
+    // From PyTorch's allocator directly: a tensor would cost 0.5 us more.
+    const c10::DataPtr workspace =
+        plan.workspace > 0 ? c10::GetAllocator(q.device().type())->allocate(plan.workspace) : c10::DataPtr();
     CUstream_st *stream = nullptr;
 #ifdef WITH_CUDA
     if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
 #endif
-    void *const memory = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
-    check_launch(launch(call, plan, memory, stream), q);
-}
-
-// As int32, contiguous in the last dimension. Values beyond int32 are clamped, which changes a result only if an offset
-// and a window both are that large. A block_table's row that all batches share (stride 0) stays one.
-Tensor int32_of(const MaybeTensor &t) {
-    if (!t) return {};
-    constexpr int64_t most = std::numeric_limits<int>::max();
-    const Tensor once = t->dim() == 2 && t->size(0) > 1 && t->stride(0) == 0 ? t->narrow(0, 0, 1) : *t;
-    const Tensor ints = once.scalar_type() == at::kInt ? once : once.to(at::kLong).clamp(-most, most).to(at::kInt);
-    return (ints.stride(-1) == 1 ? ints : ints.contiguous()).expand(t->sizes());
-}
-
-// The keys (B, Hkv, Nk, d) that the block_table finds in pages (pages, Hkv, page_size, d), for a backend that doesn't
-// read pages. For an expanded table (stride 0) they are copied once.
-Tensor gather(const Tensor &pages, const Tensor &block_table) {
-    const int64_t B = block_table.size(0), Nk = block_table.size(1) * pages.size(2);
-    const Tensor once = B > 1 && block_table.stride(0) == 0 ? block_table.narrow(0, 0, 1) : block_table;
-    // index_select moves one number a thread: a complex one has 16 bytes.
-    const int64_t chunk = 16 / pages.element_size();
-    bool fits = (uintptr_t)pages.const_data_ptr() % 16 == 0 && pages.storage_offset() % chunk == 0 &&
-                pages.size(3) % chunk == 0 && pages.stride(3) == 1;
-    for (int i = 0; i < 3; ++i) fits &= pages.stride(i) % chunk == 0;
-    const Tensor tokens = (fits ? pages.view(at::kComplexDouble) : pages).transpose(1, 2);
-    // (.., page_size, Hkv, d)
-    const Tensor copy = tokens.index_select(0, once.clamp(0, pages.size(0) - 1).flatten()).view(pages.scalar_type());
-    return copy.view({once.size(0), Nk, pages.size(1), pages.size(3)}).transpose(1, 2).expand({B, -1, -1, -1});
+    check_launch(launch(call, plan, workspace.get(), stream), q);
 }
 
 const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
 const float *floats_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; }
 
-// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score m = sink
-// and the value 0, thus o = 0 and l = 1; a sink of -inf is no key.
+// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score sink and
+// the value 0: m = sink, l = 1, o = 0. A sink of -inf is no key.
 Results earlier_state(const Arguments &a) {
     if (a.o) return {has_contiguous_rows(*a.o) ? *a.o : aligned_copy(*a.o), a.l->contiguous(), a.m->contiguous()};
     if (!a.sinks) return {};
@@ -393,16 +323,9 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     return results;
 }
 
-// What autograd calls, and minimal_attn.backward: the operator minimal_attn::backward.
-Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
-                   const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
-                   std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-                   std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend_name,
-                   std::optional<at::ScalarType> out_dtype) {
-    const MaybeTensor none;
-    const Arguments a{q,         k,         v,      causal,  window_size,  softmax_scale,
-                      seqlens_k, leftpad_k, offset, offsets, backend_name, none,
-                      none,      none,      none,   none};
+Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results) {
+    const Tensor &q = a.q, &k = a.k, &v = a.v;
     check_q_k_v(a);
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);
@@ -411,8 +334,9 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(q.is_cuda() ? std::optional(q.device()) : std::nullopt);
 #endif
-    Gradients results{empty_like_q(q, dtype), empty_like_q(k, dtype), empty_like_q(v, dtype)};
     auto &[dq, dk, dv] = results;
+    for (const auto &[t, like] : {std::pair{&dq, &q}, {&dk, &k}, {&dv, &v}})
+        if (!t->defined()) *t = empty_like_q(*like, dtype);
     if (!backend) return results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
     while (!backend->plan_backward) ++backend;  // the last backend of each device has a backward pass
@@ -426,7 +350,7 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
     const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
     Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
-    const Tensor lengths = int32_of(seqlens_k), pads = int32_of(leftpad_k), positions = int32_of(offsets);
+    const Tensor lengths = int32_of(a.seqlens_k), pads = int32_of(a.leftpad_k), positions = int32_of(a.offsets);
     g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
     g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
     g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
@@ -435,8 +359,30 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    g.deterministic = at::globalContext().deterministicAlgorithms();
     plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
+}
+
+bool has_fast_backward(const Tensor &q) {
+    Gradient g{};
+    g.a.dtype = g.out_dtype = dtype_of(q);
+    g.a.B = q.size(0), g.a.Hq = g.a.Hkv = q.size(1), g.a.Nq = g.a.Nk = (int)q.size(2), g.a.d = (int)q.size(3);
+    for (const Backend &backend : backends())
+        if (backend.plan_backward && backend.device == q.device().type() && backend.refusal(q).empty())
+            return std::string_view(backend.plan_backward(g, gpu_of(q)).kernel) != kPaperBackward;
+    return false;
+}
+
+Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                   const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
+                   std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
+                   std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
+                   std::optional<at::ScalarType> out_dtype) {
+    const MaybeTensor none;
+    const Arguments a{q,      k,       v,       causal, window_size, softmax_scale, seqlens_k, leftpad_k,
+                      offset, offsets, backend, none,   none,        none,          none,      none};
+    return differentiate(a, do_, o, lse, dlse, out_dtype);
 }
 
 namespace {
@@ -486,13 +432,13 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
     return call(Overload<forward<Tensor>>::call);
 }
 
-// What forward would do with these arguments, for minimal_attn.explain; launches nothing.
+// What forward or backward would do with these arguments, for minimal_attn.explain; launches nothing.
 pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
                        std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
                        const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
                        Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
-                       const MaybeTensor &block_table) {
+                       const MaybeTensor &block_table, Flag backward) {
     using namespace pybind11::literals;
     const std::array<SymInt, 2> window = {window_size.first, window_size.second};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
@@ -504,6 +450,8 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     check_options(a);
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
+    TORCH_CHECK_VALUE(!backward || !block_table, "block_table must be None with backward=True, but was given");
+    while (backward && !taken->plan_backward) ++taken;
     check_state(a);
     if (out) check_out(a, *out);
     if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
@@ -533,7 +481,11 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
-    const Plan plan = q.numel() > 0 ? taken->plan(attention, gpu_of(q)) : Plan{"nothing to compute"};
+    Gradient gradient{attention};
+    gradient.out_dtype = attention.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
+    const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"}
+                      : backward     ? taken->plan_backward(gradient, gpu_of(q))
+                                     : taken->plan(attention, gpu_of(q));
     return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace, "copied"_a = copied,
@@ -564,6 +516,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
     m.def("restore_sdpa", &sdpa::restore_operators, "Let them take PyTorch's kernels again");
+    m.def("has_fast_backward", &has_fast_backward, "Whether gradients of tensors like q have a kernel of their own");
     m.def("sdpa_calls", &sdpa::calls, "How many calls they had since the import, by what became of them");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");

@@ -1,8 +1,8 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
 // PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
-// which takes our o and log-sum-exp. On a CPU ours replaces that, too. On CUDA it stays PyTorch's, which is faster than
-// `paper`. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
+// which is replaced as well. Both passes exchange o and the log-sum-exp as PyTorch's do, so that each works with PyTorch's
+// other one. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,8 +12,11 @@
 
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_cuda_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_cuda_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
 #endif
 
@@ -60,7 +63,7 @@ struct Call {
 };
 
 inline Outcome outcome_of(const Call &c, bool return_debug_mask) {
-    if (c.attn_mask) return mask;
+    if (c.attn_mask && c.attn_mask->defined()) return mask;  // autograd passes an undefined one
     if (c.dropout_p != 0) return dropout;
     if (return_debug_mask) return debug_mask;
     const auto type = c.q.scalar_type();
@@ -87,22 +90,47 @@ enum class Layout { of_q, tokens_first };
 // Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
 enum class Aligned { first, last };
 
-// Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.
-inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
-                      Aligned aligned = Aligned::first) {
+// function(arguments): the call as run() and differentiate() take it.
+template <class Function>
+auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
     static const MaybeTensor none;
     static const std::array<SymInt, 2> window = {-1, -1};
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
-    const Arguments a{c.q,    c.k,  c.v,    c.is_causal, window, c.scale, none, none,
-                      offset, none, "auto", none,        none,   none,    none, none};
-    const Tensor &q = c.q;
-    const int64_t row = q.size(1) * q.size(3);
-    const Tensor o = layout == Layout::of_q
-                         ? at::empty_like(q)
-                         : at::empty_strided(q.sizes(), {q.size(2) * row, q.size(3), row, 1}, q.options());
-    const bool has_rows = o.stride(3) == 1 || o.size(3) == 1;
-    return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {has_rows ? o : Tensor(), {}, {}, lse}).o;
+    return function(Arguments{c.q, c.k, c.v, c.is_causal, window, c.scale, none, none, offset, none, "auto", none, none,
+                              none, none, none});
 }
+
+inline Tensor empty_in(Layout layout, const Tensor &t) {
+    if (layout == Layout::of_q) return at::empty_like(t);
+    const int64_t row = t.size(1) * t.size(3);
+    return at::empty_strided(t.sizes(), {t.size(2) * row, t.size(3), row, 1}, t.options());
+}
+
+// Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.
+inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
+                      Aligned aligned = Aligned::first) {
+    const Tensor o = empty_in(layout, c.q);
+    const bool has_rows = o.stride(3) == 1 || o.size(3) == 1;
+    return with_arguments(c, aligned, [&](const Arguments &a) {
+        return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {has_rows ? o : Tensor(), {}, {}, lse}).o;
+    });
+}
+
+// dq, dk and dv, from an lse of at least Nq rows.
+inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                                  Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
+    const auto result = [&](const Tensor &t) {
+        const Tensor like = empty_in(layout, t);
+        return like.stride(3) == 1 || like.size(3) == 1 ? like : Tensor();
+    };
+    return with_arguments(c, aligned, [&](const Arguments &a) {
+        const Tensor rows = lse.narrow(2, 0, c.q.size(2)).reshape(c.q.sizes().slice(0, 3));
+        return differentiate(a, do_, o, rows, {}, std::nullopt, {result(c.q), result(c.k), result(c.v)});
+    });
+}
+
+// Whether the backward pass of a call is ours, too.
+inline bool serves_backward(const Call &c) { return outcome_of(c, false) == served && has_fast_backward(c.q); }
 
 inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
     return at::empty(size, c.q.options().dtype(at::kFloat));
@@ -120,11 +148,11 @@ inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, co
 inline Gradients flash_cpu_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
                                     const Tensor &o, const Tensor &lse, double dropout_p, bool is_causal,
                                     const MaybeTensor &attn_mask, std::optional<double> scale) {
-    if (outcome_of({q, k, v, attn_mask, dropout_p, is_causal, scale}, false) != served)
+    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
+    if (!serves_backward(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(do_, q, k, v, o, lse, dropout_p, is_causal,
                                                                              attn_mask, scale);
-    static const std::array<SymInt, 2> window = {-1, -1};
-    return backward(do_, q, k, v, o, lse, {}, is_causal, window, scale, {}, {}, SymInt(0), {}, "auto", std::nullopt);
+    return compute_backward(call, do_, o, lse, Layout::tokens_first);
 }
 
 #ifdef WITH_CUDA
@@ -177,6 +205,41 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
     const auto seed = [&] { return at::empty({}, options); };
     return {o, lse, seed(), seed()};
 }
+
+inline Gradients flash_cuda_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
+                                     const Tensor &o, const Tensor &lse, const Tensor &cum_seq_q,
+                                     const Tensor &cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p,
+                                     bool is_causal, const Tensor &seed, const Tensor &seed_offset,
+                                     std::optional<double> scale) {
+    const Call call{q, k, v, {}, dropout_p, is_causal, scale};
+    if (serves_backward(call)) return compute_backward(call, do_, o, lse, Layout::of_q, Aligned::last);
+    return at::cuda::_scaled_dot_product_flash_attention_backward(
+        do_, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, seed_offset, scale);
+}
+
+inline Gradients cudnn_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                                const Tensor &lse, const Tensor &seed, const Tensor &seed_offset,
+                                const Tensor &attn_bias, const Tensor &cum_seq_q, const Tensor &cum_seq_k,
+                                int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                                std::optional<double> scale) {
+    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    if (serves_backward(call)) return compute_backward(call, do_, o, lse);
+    return at::cuda::_scaled_dot_product_cudnn_attention_backward(do_, q, k, v, o, lse, seed, seed_offset, attn_bias,
+                                                                  cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+                                                                  is_causal, scale);
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
+    const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_bias, const Tensor &o,
+    const Tensor &lse, const Tensor &seed, const Tensor &seed_offset, double dropout_p,
+    std::array<bool, 4> grad_input_mask, bool is_causal, std::optional<double> scale) {
+    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    if (!serves_backward(call))
+        return at::cuda::_scaled_dot_product_efficient_attention_backward(
+            do_, q, k, v, attn_bias, o, lse, seed, seed_offset, dropout_p, grad_input_mask, is_causal, scale);
+    const auto [dq, dk, dv] = compute_backward(call, do_, o, lse, Layout::tokens_first);
+    return {dq, dk, dv, Tensor()};
+}
 #endif
 
 // While this list has elements, our kernels come before PyTorch's.
@@ -191,7 +254,10 @@ inline void override_operators() {
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__)
         .impl("_scaled_dot_product_flash_attention", &flash_cuda)
         .impl("_scaled_dot_product_cudnn_attention", &cudnn)
-        .impl("_scaled_dot_product_efficient_attention", &efficient_cuda);
+        .impl("_scaled_dot_product_efficient_attention", &efficient_cuda)
+        .impl("_scaled_dot_product_flash_attention_backward", &flash_cuda_backward)
+        .impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_backward)
+        .impl("_scaled_dot_product_efficient_attention_backward", &efficient_cuda_backward);
 #endif
 }
 

@@ -124,7 +124,7 @@ def cpp(cxx, cuda, targets):
 
 def cu(cxx, cuda, targets):
     codes = [code for codes in targets.values() for code in codes]
-    flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-I."]
+    flags = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-I."]
     flags += ["-diag-suppress=177"]  # functions that aren't called: Hopper's, when compiled for other GPUs
     flags += ["-Xcompiler=-Wall,-Wno-unused-function,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
     flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
@@ -244,7 +244,9 @@ class Build(build_ext):
 
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
-LONGEST = ["portable/half.cu", "main.cpp", "hopper/half.cu", "cpu/forward.cpp", "hopper/float32/forward.cu"]
+LONGEST = ["portable/half_backward.cu", "main.cpp", "hopper/half.cu", "hopper/float32/forward.cu"]
+LONGEST += ["portable/tf32_backward.cu", "portable/tf32.cu", "portable/half.cu", "cpu/backward.cpp"]
+LONGEST += ["cpu/forward.cpp"]
 
 
 def longest_first(source):

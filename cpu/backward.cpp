@@ -1,6 +1,6 @@
-// cpu/backward.cpp: the backward pass on the CPU. A thread takes a tile of Bc keys of a key head and walks the tiles
-// of queries that see it (gradient.h), then takes the next. So dKj and dVj are sums of one thread. dQi is a sum over
-// tiles of keys, to which threads add in the order of the keys: the bits don't depend on the threads.
+// cpu/backward.cpp: the backward pass on the CPU. A thread takes a tile of Bc keys of a key head, walks the tiles of
+// queries that see it (gradient.h), and takes the next. So dKj and dVj are sums of one thread. dQi is a sum over tiles
+// of keys. Threads add to it in the order of the keys, so its bits don't depend on the number of threads.
 //
 // A tile of keys waits only for tiles that were taken before it. So the earliest unfinished tile never waits, and all
 // tiles end. The first tiles of all key heads are taken first, so that threads rarely wait.

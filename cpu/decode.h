@@ -61,21 +61,46 @@ void add_PV(int n, int64_t D, int64_t c, const Vec *alpha, const KeyTile &tile, 
     if constexpr (R > 1) add_PV<C, R / 2>(n, D, c, alpha, tile, Pij, Oi);
 }
 
-// At most C rows of Q. Step 12 multiplies C rows; those that the tile doesn't have stay 0.
-template <class T, int C = few_rows>
-void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
-    constexpr int fewer = C > 4 ? C / 2 : C - 1;
+// Step 12 multiplies C rows of Q, at least as many as the tile has. The rest of Pij stays 0.
+constexpr int fewer_rows(int C) { return C > 4 ? C / 2 : C - 1; }
+
+// Steps 9 to 12 for one tile of keys. The rows of the next tile, up to key `prefetch_end`, are prefetched.
+template <int C = few_rows>
+[[gnu::noinline]] void update_few(const Attention &a, const Band &band, const QueryTile &t, const KeyTile &keys_tile,
+                                  int prefetch_end, const Buffers &buffers) {
     if constexpr (C > 1)
-        if (t.rows <= fewer) return forward_few<T, fewer>(a, t, next, buffers);
+        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, band, t, keys_tile, prefetch_end, buffers);
+    const KeyTile tile = keys_tile;  // a copy, which fits registers
     constexpr int R = sums / C >= 8 ? 8 : 4;
+    const int64_t D = round_up(a.d, 16);
+    const int j = tile.keys.begin, n = tile.keys.end - j, n_vectors = round_up(n, W);
+    Vec alpha[C] = {};
+    for (int row = 0; row < t.rows; ++row) {
+        float *Si = buffers.Sij + row * Bc;
+        dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
+            if (row > 0 || tile.keys.end + key >= prefetch_end) return;
+            prefetch(tile.Kj + (n + key) * tile.K_row, D), prefetch(tile.Vj + (n + key) * tile.V_row, D);
+        });
+        const Keys keys = keys_of_row(band, t.query(row));
+        std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
+        std::fill(Si + clamp(keys.end - j, 0, n), Si + n_vectors, -INFINITY);
+        alpha[row] = update_softmax_of_row(n, Si, buffers.mi + row * W, buffers.li + row * W);
+    }
+    add_PV<C, R>(n, D, 0, alpha, tile, buffers.Sij, buffers.Oi);
+}
+
+template <class T>
+void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    int C = few_rows;
+    while (C > 1 && t.rows <= fewer_rows(C)) C = fewer_rows(C);
     const int64_t D = round_up(a.d, 16);
     const Band band = band_of(a, t.b);
     const Keys seen = keys_of_any(band, t.query(0), t.query(t.rows - 1) + 1);
-    float *Pij = buffers.Sij, *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
+    float *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
 
     // 8. Qi, Oi, li, mi
     load_queries<T>(a, t, t.rows, buffers);
-    std::fill(Pij, Pij + C * Bc, 0.f);
+    std::fill(buffers.Sij, buffers.Sij + C * Bc, 0.f);
     std::fill(Oi, Oi + C * D, 0.f);
     std::fill(li, li + C * W, 0.f);
     std::fill(mi, mi + C * W, -INFINITY);
@@ -94,20 +119,7 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
         const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !row_by_row, buffers);
-        const int n = tile.keys.end - j, n_vectors = round_up(n, W);
-        Vec alpha[C] = {};
-        for (int row = 0; row < t.rows; ++row) {
-            float *Si = Pij + row * Bc;
-            dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
-                if (row > 0 || !row_by_row || tile.keys.end + key >= seen.end) return;
-                prefetch(tile.Kj + (n + key) * tile.K_row, D), prefetch(tile.Vj + (n + key) * tile.V_row, D);
-            });
-            const Keys keys = keys_of_row(band, t.query(row));
-            std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
-            std::fill(Si + clamp(keys.end - j, 0, n), Si + n_vectors, -INFINITY);
-            alpha[row] = update_softmax_of_row(n, Si, mi + row * W, li + row * W);
-        }
-        add_PV<C, R>(n, D, 0, alpha, tile, Pij, Oi);
+        update_few(a, band, t, tile, row_by_row ? seen.end : tile.keys.end, buffers);
         if (buffers.Oi_held && tile.ends_sum())
             for (int row = 0; row < t.rows; ++row) hold_rows(row);
         j = tile.keys.end;

@@ -112,9 +112,9 @@ const char *limit_cpu_instructions(const char *name) {
     return cpu::sets[before].name;
 }
 
-// Br is 128, or 64 where there are too few tiles for all threads: 128 is up to 7 % faster than 64 from N 512 on, on two
-// Intel cores, and 4 % on two AMD cores. With AMX it is 256, since each tile of queries splits its keys again: 1 to 9
-// %. Results have the same bits whatever Br is.
+// Br is 128, or 64 if the tiles were too few for all threads. From N 512 on, 128 is up to 7 % faster on two Intel
+// cores, 4 % on two AMD cores. With AMX each tile of queries splits its keys again, so Br is 256: 1 to 9 % faster.
+// Results have the same bits whatever Br is.
 Plan plan_cpu(const Attention &a, const Device &) {
     Plan plan{};
     plan.tile = cpu::choose_set(a);

@@ -91,6 +91,13 @@ void load_queries(const Gradient &g, const Band &band, const QueryTile &t, const
     }
 }
 
+// sum(j, c) += sum over i of A(i, j) B(i, c), for dVj and dKj
+[[gnu::noinline]] void add_transposed_product(int keys, int64_t D, int rows, const float *A, const float *B,
+                                              float *sum) {
+    multiply_columns<max_R>(keys, D, rows, A, 1, Bc, B, D,
+                            [&](int x, int column, Vec AB) { vec(sum + x * D + column) += AB; });
+}
+
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
 void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int j0, int keys,
                   const GradientBuffers &buffers) {
@@ -107,34 +114,26 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         }
-    multiply_columns<max_R>(keys, D, t.rows, P, 1, Bc, buffers.dOi, D,
-                            [&](int x, int column, Vec PdO) { vec(buffers.dVj + x * D + column) += PdO; });
+    add_transposed_product(keys, D, t.rows, P, buffers.dOi, buffers.dVj);
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS, [&](int x, int column, Vec dP) {
         const Vec p = vec(P + x * Bc + column);
         return p == 0.f ? Vec{} : a.softmax_scale * p * (dP - buffers.Di[x]);
     });
-    multiply_columns<max_R>(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D,
-                            [&](int x, int column, Vec dSQ) { vec(buffers.dKj + x * D + column) += dSQ; });
+    add_transposed_product(keys, D, t.rows, dS, buffers.Qi, buffers.dKj);
 }
 
 // Step 21: dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits. The first of
-// key_tiles begins the sum, the last one writes the result.
-template <class T>
-void add_dQ(const Gradient &g, const QueryTile &t, Keys key_tiles, int key_tile, int keys, float *dQi,
-            std::atomic<int> &turn, const GradientBuffers &buffers) {
-    const Attention &a = g.a;
-    const int64_t D = round_up(a.d, 16);
+// key_tiles begins the sum; after the last one dQi is complete.
+[[gnu::noinline]] void add_dQ(int rows, int64_t D, Keys key_tiles, int key_tile, int keys, float *dQi,
+                              std::atomic<int> &turn, const GradientBuffers &buffers) {
     const bool is_first = key_tile == key_tiles.begin;
     while (turn.load(std::memory_order_acquire) != key_tile - key_tiles.begin) std::this_thread::yield();
-    multiply_columns<max_R>(t.rows, D, keys, buffers.dSij, Bc, 1, buffers.Kj, D, [&](int x, int column, Vec dSK) {
+    multiply_columns<max_R>(rows, D, keys, buffers.dSij, Bc, 1, buffers.Kj, D, [&](int x, int column, Vec dSK) {
         Vec &dq = vec(dQi + x * D + column);
         dq = is_first ? dSK : dq + dSK;
     });
     turn.store(key_tile - key_tiles.begin + 1, std::memory_order_release);
-    if (key_tile + 1 < key_tiles.end) return;
-    for (int lane = 0; lane < t.rows; ++lane)
-        store_row<T>(dQi + lane * D, a.d, g.dq, g.dq_stride, t.b, t.head(lane), t.query(lane), g.out_dtype);
 }
 
 // All of Algorithm 4 for a tile of keys.
@@ -160,7 +159,12 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
         load_queries<T>(g, band, queries, workspace.D, buffers);
         compute_tile(a, band, queries, t.j0, keys.end - t.j0, buffers);
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
-        add_dQ<T>(g, queries, key_tiles, t.j0 / Bc, keys.end - t.j0, dQi, workspace.turns[bh * Tr + i], buffers);
+        const int key_tile = t.j0 / Bc;
+        add_dQ(queries.rows, D, key_tiles, key_tile, keys.end - t.j0, dQi, workspace.turns[bh * Tr + i], buffers);
+        if (key_tile + 1 < key_tiles.end) continue;
+        for (int lane = 0; lane < queries.rows; ++lane)
+            store_row<T>(dQi + lane * D, a.d, g.dq, g.dq_stride, t.b, queries.head(lane), queries.query(lane),
+                         g.out_dtype);
     }
     // 24. dKj, dVj
     for (int j = t.j0; j < std::min(t.j0 + Bc, a.Nk); ++j) {

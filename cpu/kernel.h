@@ -126,11 +126,11 @@ void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
                  buffers.li_lost + lane, buffers.Oi_held + lane * D, buffers.Oi_lost + lane * D);
 }
 
-// Steps 9 to 12 for one strip and one tile of keys. What it computes depends on the strip's rows and the tile's place
-// alone, not on the other strips of the thread's tile: so results have the same bits for any Br and number of threads.
+// Steps 9 to 12 for one strip and one tile of keys. The result depends on the strip's rows and on the tile's place, not
+// on other strips. So it has the same bits for any Br and any number of threads.
 template <int R>
-void update(const Attention &a, const Band &band, const QueryTile &t, const Strip<R> &strip, const KeyTile &tile,
-            bool with_amx, const Buffers &buffers) {
+[[gnu::noinline]] void update(const Attention &a, const Band &band, const QueryTile &t, const Strip<R> &strip,
+                              KeyTile tile, bool with_amx, const Buffers &buffers) {
     Keys keys = {std::max(tile.keys.begin, strip.seen_by_any.begin), std::min(tile.keys.end, strip.seen_by_any.end)};
     if (empty(keys)) return;
     if (with_amx) keys = tile.keys;  // split as a whole

@@ -18,8 +18,8 @@ struct KeyTile {
     bool ends_sum() const { return (keys.begin / Bc + 1) % tiles_per_sum == 0; }
 };
 
-// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows, if one page has them all; else
-// they are copied to the buffer, and zeros fill each row up to a multiple of 16.
+// Step 6: rows of Kj or Vj as float32. With in_place these are the tensor's own rows, if one page has them all. Else
+// they are copied to the buffer, where zeros fill each row up to a multiple of 16.
 template <class T>
 const float *load_keys(const KeyRows<T> &x, Keys keys, int d, bool in_place, float *buffer, int64_t *row) {
     if constexpr (std::is_same_v<T, float>)
@@ -79,7 +79,8 @@ void end_row(const Attention &a, const QueryTile &t, int lane, bool sees_key, fl
 
 // The rows of Q and O of the tile that this thread probably takes next, and its first Kj and Vj if its head is another.
 template <class T>
-[[gnu::always_inline]] inline void prefetch_tile(const Attention &a, const QueryTile &t, bool same_head) {
+[[gnu::noinline]] void prefetch_tile(const Attention &a, const QueryTile &t, bool same_head) {
+    asm volatile("");  // else GCC drops the calls, as above
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), a.d);
         if (a.o_dtype == Dtype::float32)

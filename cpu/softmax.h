@@ -52,8 +52,8 @@ void hold(int64_t n, const Vec (&alpha)[R], float *x, float *held, float *lost) 
 // Adds li and Oi to the held sums. These are relative to mi_held, an earlier maximum, so they are rescaled first.
 // D: channels.
 template <int R>
-void hold_sums(int64_t D, const float *mi, float *li, float *Oi, float *mi_held, float *li_held, float *li_lost,
-               float *Oi_held, float *Oi_lost) {
+[[gnu::noinline]] void hold_sums(int64_t D, const float *mi, float *li, float *Oi, float *mi_held, float *li_held,
+                                 float *li_lost, float *Oi_held, float *Oi_lost) {
     Vec alpha[R];
     for (int r = 0; r < R; ++r) {
         const Vec m = vec(mi + r * W);

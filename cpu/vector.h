@@ -69,7 +69,7 @@ template <int s = 1>
     if constexpr (2 * s < W) transpose<2 * s>(x);
 }
 
-inline void transpose(const float *from, int64_t from_row, float *to, int64_t to_row) {
+[[gnu::noinline]] inline void transpose(const float *from, int64_t from_row, float *to, int64_t to_row) {
     Vec x[W];
 #pragma GCC unroll 16
     for (int r = 0; r < W; ++r) x[r] = vec(from + r * from_row);

@@ -51,8 +51,8 @@ def main():
             tokens[name] = model.generate(**options)[:, longest:].cpu()
             seconds[name] = min(seconds[name], time.perf_counter() - begin)
     for name in names:
-        same, all = int((tokens[name] == tokens["eager"]).sum()), tokens[name].numel()
-        print(f"{name:12}  {all / seconds[name]:6.0f} tokens/s, {same} of {all} tokens are eager's")
+        same, total = int((tokens[name] == tokens["eager"]).sum()), tokens[name].numel()
+        print(f"{name:12}  {total / seconds[name]:6.0f} tokens/s, {same} of {total} tokens are eager's")
     print("calls of attention layers:", dict(minimal_attn.huggingface.calls))
 
 

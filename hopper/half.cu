@@ -37,6 +37,7 @@
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. racecheck doesn't see
 // that the __syncwarp before an arrival orders all lanes' reads of the work tile (docs/ptxas.md).
 #include "hopper/epilogue.h"
+#include "hopper/half.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
 
@@ -55,6 +56,8 @@ template <int D_, int Br_, int Bc_, int QStages_, int Stages_, StoreO O_, int Bl
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr StoreO O = O_;
+    // wait_turn also synchronises the 4 warps of a consumer: all have read Qi before one writes O there.
+    static constexpr bool kTakesTurns = O == StoreO::through_Q;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
@@ -98,36 +101,6 @@ __device__ void store_staged_O(const Parameters &p, const WorkTile &work, int wa
 
 // ------------------------------------------------------------------------------ producer threads
 
-// Steps 5 and 6 of Algorithm 1 for Kj, or for Vj. Calls before_load() before each load.
-template <class Tile, class BeforeLoad>
-__device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeline<Tile::Stages> &pipeline,
-                           unsigned char (*tiles)[Tile::KBytes], const BeforeLoad &before_load) {
-    for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Tile::Bc) {
-        before_load();
-        pipeline.producer_acquire();
-        load_tile<Tile::Bc, Tile::Boxes>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b, pipeline.full());
-        pipeline.advance();
-    }
-}
-
-// Thread 0 takes a work tile when it has begun to load the last Kj of the one before: as late as possible, so that
-// blocks end at about the same time (d 256, N 8192 causal: 5 %).
-template <class Tile>
-__device__ void schedule_and_load_K(const Parameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    Pipeline<Tile::Stages> K{shared.K};
-    const TileScheduler<Tile> scheduler{p};
-    for (int n = -1;; tile_queue.advance()) {
-        tile_queue.producer_acquire();
-        n = scheduler.next(n);
-        const WorkTile work = scheduler.tile(n);
-        shared.work[tile_queue.stage()] = work;
-        arrive(tile_queue.full());
-        if (work.b < 0) return;
-        load_tiles<Tile>(p.K, work, K, shared.Kj, [] {});
-    }
-}
-
 // Thread 32 loads Qi (step 8), 64 rows for each consumer. With through_Q it then stores O of the work tile before
 // (step 13). It can't deadlock, since kQueueStages = QStages = 2: the next Qi in O's stage belongs to a work tile that
 // thread 0 publishes only after this O is staged.
@@ -162,7 +135,7 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
     }
 }
 
-// Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13): each of the first Vj goes
+// Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13). Each of the first Vj goes
 // where one consumer has staged its O, so the thread stores this O first. No Vj waits for more than one consumer.
 template <class Tile>
 __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
@@ -185,7 +158,7 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
             O.advance();
             ++warpgroup;
         };
-        if (work.b >= 0) load_tiles<Tile>(p.V, work, V, shared.Vj, store_next_O);
+        if (work.b >= 0) load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, store_next_O);
         while (warpgroup < Tile::Consumers) store_next_O();
         if (work.b < 0) return;
         last = work;
@@ -193,50 +166,6 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
-
-// Step 9: starts Sij = Qi Kj^T.
-template <class T, class Tile, int Count>
-__device__ void issue_QK(float (&Sij)[Count], const unsigned char *Qi, const unsigned char *Kj) {
-    constexpr int QBox = 64 * 128, KBox = Tile::Bc * 128;
-    const Descriptor Q = descriptor(Qi, 0), K = descriptor(Kj, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int x = 0; x < Tile::D; x += 16)
-        wgmma_ABt(T(), Sij, Q + x / kBoxColumns * QBox + x % kBoxColumns * 2,
-                  K + x / kBoxColumns * KBox + x % kBoxColumns * 2, x > 0);
-    wgmma_commit();
-}
-
-// Step 12: starts Oi += Pij Vj.
-template <class T, class Tile, int CountO, int CountP>
-__device__ void issue_PV(float (&Oi)[CountO], const uint32_t (&Pij)[CountP], const unsigned char *Vj) {
-    const Descriptor V = descriptor(Vj, Tile::Bc * 128);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < Tile::Bc; j += 16) wgmma_AB(T(), Oi, &Pij[j / 4], V + j * 128);
-    wgmma_commit();
-}
-
-// A thread's numbers of the accumulator Sij, in pairs, are its registers of the operand Pij.
-template <class T, int Count>
-__device__ void pack_P(uint32_t (&Pij)[Count], const float (&Sij)[2 * Count]) {
-#pragma unroll
-    for (int x = 0; x < Count; ++x) Pij[x] = pack<T>(Sij[2 * x], Sij[2 * x + 1]);
-}
-
-// Consumers issue their products in turns, so that the softmax of one runs beside the products of another. wait_turn
-// also synchronises the 4 warps of a consumer, which through_Q needs: all have read Qi before one writes O there.
-template <class Tile>
-struct PingPong {
-    int warpgroup;
-    __device__ void wait_turn() const {
-        if constexpr (Tile::O == StoreO::through_Q) named_barrier_sync(Tile::kTurn + warpgroup, 256);
-    }
-    __device__ void pass_turn() const {
-        if constexpr (Tile::O == StoreO::through_Q)
-            named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
-    }
-};
 
 // Masks Sij and, where the state is wanted, keeps the largest score of a thread's two rows, since a stale maximum isn't
 // exact. Most tiles need neither and skip both by one branch.
@@ -260,7 +189,7 @@ template <class T, int Count>
 __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
     const bool needs_max = update_row_max(Sij, softmax, c);
     exponentiate(Sij, softmax, c);
-    pack_P<T>(Pij, Sij);
+    pack_operand<T>(Pij, Sij);
     return needs_max;
 }
 
@@ -281,16 +210,6 @@ constexpr float kMostByStaleMax = 256.f;
 // were 3 % slower at d 128; at d 256 any count from 8 on gives the same time.
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
-
-// Sets the rows of Vj from key `end` on to 0, since Pij = 0 times NaN is NaN. Each warpgroup sets all of them.
-template <class Tile>
-__device__ void zero_rows_from(unsigned char *Vj, int end, int Nk, int j0, int warpgroup) {
-    if (end - j0 >= Tile::Bc || end == Nk) return;  // TMA has set rows from Nk on to 0
-    for (int at = (end - j0) * 128 + threadIdx.x % 128 * 16; at < Tile::Bc * 128; at += 128 * 16)
-        for (int box = 0; box < Tile::Boxes; ++box) *(uint4 *)(Vj + box * Tile::Bc * 128 + at) = uint4{};
-    fence_async();
-    named_barrier_sync(Tile::kVZeroed + warpgroup, 128);
-}
 
 // Moves m from the stale maximum to the exact one, as if by one more tile with the largest scores.
 template <int Count>
@@ -325,7 +244,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         tile_queue.consumer_wait();
         has_work = shared.work[tile_queue.stage()].b >= 0;
         if (has_work) Q.consumer_wait(), K.consumer_wait();
-        issue_QK<T, Tile>(Sij, shared.Qi[warpgroup][Q.stage()], shared.Kj[K.stage()]);
+        issue_ABt<T, D>(Sij, descriptor(shared.Qi[warpgroup][Q.stage()]), descriptor(shared.Kj[K.stage()]));
     };
     begin_work_tile();
     wgmma_wait<0>(Sij);
@@ -347,9 +266,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         for (; j0 + Bc < my_end; j0 += Bc) {  // step 5: for j
             K.consumer_wait();
             ping_pong.wait_turn();
-            issue_QK<T, Tile>(Sij, shared.Qi[warpgroup][Q.stage()], shared.Kj[K.stage()]);  // step 9 for j + 1
+            issue_ABt<T, D>(Sij, descriptor(shared.Qi[warpgroup][Q.stage()]),
+                            descriptor(shared.Kj[K.stage()]));  // step 9 for j + 1
             V.consumer_wait();
-            issue_PV<T, Tile>(Oi, Pij, shared.Vj[V.stage()]);  // step 12 for j
+            issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));  // step 12 for j
             ping_pong.pass_turn();
             wgmma_wait<1>(Sij);
             mask_and_track_max(Sij, largest, a, work, row, j0 + Bc, fully_visible);
@@ -362,7 +282,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
             V.consumer_release();
             if (!needs_max) {
                 stale_softmax<kEarly<Tile>, Bc / 2>(P, sum, Sij, softmax, c);
-                pack_P<T>(Pij, P);
+                pack_operand<T>(Pij, P);
             }
             const bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
             if (__all_sync(~0u, fits)) {
@@ -383,11 +303,11 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         tile_queue.advance();
         ping_pong.wait_turn();
         V.consumer_wait();
-        zero_rows_from<Tile>(shared.Vj[V.stage()], work.band.keys.end, a.Nk, j0, warpgroup);
-        issue_PV<T, Tile>(Oi, Pij, shared.Vj[V.stage()]);
+        zero_rows_from<Bc>(shared.Vj[V.stage()], work.band.keys.end, a.Nk, j0, Tile::kVZeroed + warpgroup);
+        issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
         ping_pong.pass_turn();
         const bool is_last = j0 + Bc >= end;
-        if (!is_last) {  // other warpgroups need more tiles
+        if (!is_last) {  // tiles that only other warpgroups need
             wgmma_wait<0>(Oi);
             V.consumer_release();
             for (j0 += Bc; j0 < end; j0 += Bc) {
@@ -410,7 +330,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         } else if constexpr (Tile::O == StoreO::through_V) {
             Pipeline<Tile::Stages> my_V = V;  // consumer w takes the stage of the w-th next Vj
             for (int n = 0; n < warpgroup; ++n) my_V.advance();
-            my_V.producer_acquire();  // all have read this work tile's Vj there
+            my_V.producer_acquire();  // all consumers have read this work tile's Vj from that stage
             stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
             __syncwarp();
             if (lane == 0) arrive(shared.O_staged[warpgroup]);
@@ -440,7 +360,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared.tile_queue, shared.work, shared.K, shared.Kj);
         if (threadIdx.x == 32) load_Q_and_store_O<Tile>(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O<Tile>(p, shared);
     };
@@ -491,7 +411,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         const auto kernel =
             a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile> : half_hopper_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, workspace, sizeof(int), stream);
+        return launch_kernel<Tile>(kernel, p, plan, workspace, plan.workspace, stream);
     });
 }
 

@@ -16,7 +16,7 @@ Plan make_plan(const Attention &a, const Device &device, const char *kernel, int
 }
 
 // Fills the parameters that all kernels have, sets the counters, which begin the workspace, to 0, and launches. Without
-// a workspace the kernel may begin while the one before it in the stream ends (programmatic dependent launch).
+// these the kernel may begin while the one before it in the stream ends (programmatic dependent launch).
 template <class Tile, class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, void *workspace,
                           int64_t counter_bytes, cudaStream_t stream) {
@@ -41,9 +41,9 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     if (p.same_band) p.band = narrow(band_of(a, 0));
     p.tile_counter = plan.workspace > 0 ? (int *)workspace : nullptr;
 
-    if (p.tile_counter) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
+    if (counter_bytes > 0) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
-    overlap.val.programmaticStreamSerializationAllowed = !p.tile_counter;
+    overlap.val.programmaticStreamSerializationAllowed = counter_bytes == 0;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,
                                     stream,          &overlap,           1};
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);

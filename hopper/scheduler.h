@@ -1,10 +1,12 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
-// A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out:
-// head after head; the last heads are interleaved, longest tiles first. If tiles are few or all alike, their order is
-// fixed: round after round, to and fro, so that the block with the longest tile of one round gets the shortest of the
-// next. A fixed order needs no counter set to 0, and the kernel can overlap the one before it. With a float32 workspace
-// blocks always take work tiles from a counter (float32/forward.cu, produce).
+// A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out,
+// head after head. The last heads are interleaved, longest tiles first.
+//
+// If tiles are few or all alike, their order is fixed: round after round, to and fro. So the block with the longest
+// tile of one round gets the shortest of the next. A fixed order needs no counter that a memset sets to 0, and the
+// kernel can overlap the one before it. With a float32 workspace blocks always take work tiles from a counter
+// (float32/forward.cu, produce).
 #pragma once
 #include <algorithm>
 
@@ -19,15 +21,15 @@ constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 // heads: 2 and 3 were up to 3 % slower, 8 the same. K and V of all interleaved heads must fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Under a mask the order is fixed up to 2 tiles a block; for 16-bit types up to 4, with at most 2048 keys that stay in
-// the L2 cache: at N 1000 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096, where tiles differ more, 2 % slower.
+// Under a mask the order is fixed up to 2 tiles a block. For 16-bit types it is so up to 4, with at most 2048 keys that
+// stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096 it was 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
 inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset; }
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
 struct alignas(16) WorkTile {
-    int b, h, i0, i1;  // b < 0: no work tile is left
+    int b, h, i0, i1;  // b < 0: no more work tiles
     Keys visible;      // the keys that any of its rows sees
     BandOf<int> band;  // its batch's mask
     int key_head;      // the head of K and V that head h reads

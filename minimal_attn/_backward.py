@@ -8,9 +8,27 @@ import torch
 from torch import Tensor
 
 from minimal_attn._errors import unknown_keyword, wrong_type
+from minimal_attn._load import _C
 
 if TYPE_CHECKING:
     from typing_extensions import Never
+
+
+def has_fast_backward(q: Tensor) -> bool:
+    """Whether gradients of tensors like q have a fast kernel. If not, drop-ins leave them to PyTorch."""
+    return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype)
+
+
+def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
+    if (device, dtype) not in _known:
+        tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in (64, 128, 256))
+        _known[device, dtype] = all(map(_C.has_fast_backward, tensors))
+    return _known[device, dtype]
+
+
+_known: dict[tuple[torch.device, torch.dtype], bool] = {}
+# What torch.compiler.assume_constant_result does, which imports the compiler in a second.
+_has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backward(
@@ -35,26 +53,28 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
 
-    Autograd calls this where minimal_attn.forward's inputs require grad. By hand it serves keys in chunks:
-    (o, l, m) may cover more keys than k and v. Then dk and dv are those of these keys, and dq is this chunk's
-    part of a sum over all chunks.
+    Autograd calls the same operator where minimal_attn.forward's inputs require grad. By hand it serves keys
+    in chunks: (o, l, m) may cover more keys than k and v. Then dk and dv are those of these keys, and dq is
+    this chunk's part of a sum over all chunks.
 
     Args:
-        do: the gradient in o, (B, Hq, Nq, d), in q's dtype or float32.
-        q, k, v: the queries, keys and values of forward.
-        o: its result over all keys, in q's shape, in q's dtype or float32.
+        do: the gradient in o, (B, Hq, Nq, d), in q's dtype, or float32, which is rounded to q's dtype.
+        q: the queries (B, Hq, Nq, d), float32, float16 or bfloat16, d from 1 to 256.
+        k, v: the keys and values (B, Hkv, Nk, d) in q's dtype; there is no block_table. Hkv divides Hq.
+        o: forward's result over all keys, in q's shape, in q's dtype, or float32, which is rounded to it.
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
         dlse: the gradient in the log-sum-exp, float32 (B, Hq, Nq). None: 0.
         causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset: those of the forward call with these
             keys. Sinks are in l and m.
-        backend: "auto", or a name as in forward. "portable" and "hopper" have no backward pass yet: "paper"
-            computes it for them.
+        backend: "auto", or a name as in forward. Where that backend has no kernel for gradients of q's dtype
+            and d, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
 
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
         head are summed in dk and dv. What is hidden has gradients of exactly 0, whatever it holds. The same
-        inputs give the same bits, on a CPU with any number of threads.
+        inputs give the same bits, on a CPU with any number of threads. Only on Hopper, in half types with d
+        up to 128, the last bits of dq vary unless torch.use_deterministic_algorithms is on.
 
     Raises:
         TypeError, ValueError: as forward raises them.

@@ -45,7 +45,7 @@ _ELSEWHERE = {
     "page_table": "use block_table",
     "block_tables": "use block_table",
     "num_splits": "there is no split of the keys to choose",
-    "deterministic": "the same inputs always give the same bits",
+    "deterministic": "torch.use_deterministic_algorithms asks for the same bits on every run",
 }
 
 
@@ -96,6 +96,7 @@ _MUST_BE = {
     "return_lse": (lambda x: isinstance(x, bool), "True or False"),
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
+    "backward": (lambda x: isinstance(x, bool), "True or False"),
     "backend": (
         lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
         "a Unicode string",
@@ -173,9 +174,10 @@ def check_range(name, x, end):
         raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
 
 
-def refuse_grad(only, **tensors):
-    """For a function that has no gradients; `only` is the one that has."""
+def refuse_grad(where, **tensors):
+    """For `where`, which has no gradients."""
     for name, x in tensors.items():
         if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-            todo = f"only {only} has gradients yet; use torch.no_grad(), or a detached {name}"
-            raise RuntimeError(f"{name} must not require grad, but does: {todo}")
+            todo = f"use torch.no_grad(), or a detached {name}"
+            why = f"{where} has no gradients: {todo}"
+            raise RuntimeError(f"{name} must not require grad, but does, and {why}")

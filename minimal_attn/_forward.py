@@ -229,7 +229,7 @@ def forward(
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of `forward` does. `print` shows it as text."""
+    """What a call of `forward` or `backward` does. `print` shows it as text."""
 
     backend: str  #: the backend taken
     kernel: str  #: which of its kernels, or on the CPU which instructions
@@ -271,12 +271,13 @@ def explain(
     return_lse: bool = False,
     out: Tensor | None = None,
     block_table: Tensor | None = None,
+    backward: bool = False,
     **unknown: Never,
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
 
-    The arguments and their errors are those of `forward`, of whose gradients it says nothing. Nothing is
-    launched, copied or allocated.
+    The arguments and their errors are those of `forward`. With backward=True the answer is about the call of
+    `backward` that gives the gradients. Nothing is launched, copied or allocated.
     """
     if unknown:
         raise unknown_keyword("explain", unknown)
@@ -301,6 +302,7 @@ def explain(
                 return_lse,
                 out,
                 block_table,
+                backward,
             )
         )
     except TypeError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from types import TracebackType
@@ -42,11 +43,11 @@ class Peers:
     """The ranks of a process group, seen from one. As a context it ends the call on all ranks after an error.
 
     Arguments go through the group's store: it can tell which rank is missing, works with any backend and
-    doesn't synchronise a GPU. Blocks of keys and values go from rank r to rank r + 1.
+    doesn't synchronise a GPU. Blocks go from rank r to rank r + 1. `call` is what errors name.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, is_cuda: bool):
-        self.group, self.timeout, self.is_cuda = group, timeout, is_cuda
+    def __init__(self, group: dist.ProcessGroup, timeout: float, is_cuda: bool, call: str):
+        self.group, self.timeout, self.is_cuda, self.call = group, timeout, is_cuda, call
         self.rank, self.ranks = group.rank(), group.size()
         self.before, self.after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
         has_method = hasattr(group, "get_group_store")  # torch 2.8 has not
@@ -70,20 +71,24 @@ class Peers:
         else:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             if missing:
-                raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call ring.forward")
+                raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call {self.call}")
         everyone = [json.loads(text) for text in self.store.multi_get(keys)]
         # All ranks are in this call, so none still reads what was said in the last one.
         self.store.delete_key(f"{KEYS}/{call - 1}/{self.rank}")
         return everyone
 
-    def start(self, block: Tensor, coming: Tensor) -> None:
-        """Begins to send `block`, and to receive into `coming`. Empty ones go, too: NCCL needs all ranks."""
+    def start(self, transfers: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Begins to send the first of each pair, and to receive into the second; None where there is none.
+
+        Empty tensors go, too: NCCL needs all ranks.
+        """
+        ops = []
+        for tag, (going, coming) in enumerate(transfers):
+            if coming is not None:
+                ops.append(dist.P2POp(dist.irecv, coming, None, self.group, tag, self.before))
+                ops.append(dist.P2POp(dist.isend, going, None, self.group, tag, self.after))
         try:
-            ops = [
-                dist.P2POp(dist.irecv, coming, group=self.group, group_peer=self.before),
-                dist.P2POp(dist.isend, block, group=self.group, group_peer=self.after),
-            ]
-            self.works = dist.batch_isend_irecv(ops)
+            self.works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             text = f"lost rank {self.before} or {self.after} ({_line(error)})"
             raise _Lost(text, self.before, self.after) from None
@@ -91,11 +96,11 @@ class Peers:
     def finish(self) -> None:
         """Waits for what `start` began."""
         end = time.monotonic() + self.timeout
-        peers = [(self.before,), (self.after,)]
-        names = [f"got no keys from rank {self.before}", f"could not send keys to rank {self.after}"]
-        if len(self.works) == 1:  # NCCL makes one work of both
-            names, peers = [" or ".join(names)], [(self.before, self.after)]
-        for work, name, blamed in zip(self.works, names, peers, strict=True):
+        got, sent = f"got no keys from rank {self.before}", f"could not send keys to rank {self.after}"
+        kinds = [(got, (self.before,)), (sent, (self.after,))]
+        if len(self.works) == 1:  # NCCL makes one work of all
+            kinds = [(f"{got} or {sent}", (self.before, self.after))]
+        for work, (name, blamed) in zip(self.works, itertools.cycle(kinds)):
             try:
                 if self.is_cuda:
                     self._poll(work, end)
@@ -128,7 +133,7 @@ class Peers:
         first = self._report(f"rank {self.rank} {does}", error.blamed if lost else ())
         self._close()
         if lost:
-            raise RingError(f"ring.forward ended on all ranks: {first}") from None
+            raise RingError(f"{self.call} ended on all ranks: {first}") from None
 
     def _report(self, text: str, blamed: tuple[int, ...]) -> str:
         """Tells the others of a failure, unless one told before. Returns what was told first."""

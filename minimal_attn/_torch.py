@@ -82,10 +82,10 @@ def _sharding_rule(operator):
     The rule has the operator's arguments, with a DTensorSpec for each tensor, and returns pairs:
     placements of the results and of the arguments. DTensor redistributes arguments that fit no pair.
     """
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     names = [argument.name for argument in operator._schema.arguments]
-    whole = Replicate()
+    returns, whole = len(operator._schema.returns), Replicate()
 
     def rule(*args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -101,18 +101,21 @@ def _sharding_rule(operator):
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.
         parts = [math.prod(some) for n in range(len(sizes)) for some in combinations(sizes, n + 1)]
-        if Hkv == 1:  # each query head reads the one key head, whose gradient is a sum over them
-            by_head = {} if "do" in given else by_head | {"k": whole, "v": whole}
+        if Hkv == 1:  # each query head reads the one key head
+            by_head |= {"k": whole, "v": whole}
         elif any(Hkv % n for n in parts if n <= Hkv):
             by_head = {}
 
-        def placements(of, result):
+        # Each query head has a part of the gradients of the key head that it reads.
+        of_heads = [Shard(1), Partial(), Partial()] if Hkv == 1 and "do" in given else [Shard(1)] * returns
+
+        def placements(of, results):
             is_tensor = {name: hasattr(x, "placements") for name, x in given.items()}
             inputs = [of.get(name, whole) if is_tensor[name] else None for name in given]
-            return [result] * len(operator._schema.returns), inputs
+            return results, inputs
 
-        choices = [placements({}, whole), placements(by_batch, Shard(0))]
-        return choices + [placements(by_head, Shard(1))] * bool(by_head)
+        choices = [placements({}, [whole] * returns), placements(by_batch, [Shard(0)] * returns)]
+        return choices + [placements(by_head, of_heads)] * bool(by_head)
 
     return rule
 

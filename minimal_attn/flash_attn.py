@@ -6,15 +6,15 @@ flash_attn/flash_attn_interface.py). What differs:
     dtypes, devices         float32 as well; CPUs as well; any page size, and lengths of int32 or int64
     s_aux                   an argument of its own at the end: attention sinks, as in FlashAttention-3's forks
     softmax_lse             -inf in a row that sees no key, as in FlashAttention-3 (flash_attn 2 has +inf)
-    gradients               of flash_attn_func alone; the others refuse inputs that require grad
-    deterministic           accepted; the same inputs always give the same bits
+    gradients               of all but flash_attn_with_kvcache and a block_table, as there; in s_aux, too
+    deterministic           accepted; for gradients torch.use_deterministic_algorithms decides
     num_splits              accepted and not used
     NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
 
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
     flash_attn_func         nothing
-    ..._varlen_func         q and the result, once each
+    ..._varlen_func         q and the result, once each; for gradients all tensors, padded (_packed.py)
     ..._with_kvcache        k and v into the cache
     block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
     and cache_batch_idx     pages (minimal_attn.explain says so)
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from minimal_attn._errors import check_range, is_known, known_max, refuse_grad
 from minimal_attn._forward import forward
+from minimal_attn._packed import attend, attend_packed, attend_sequences, divide_up
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
@@ -62,7 +63,7 @@ def flash_attn_func(
         window_size: (left, right): query i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right. A negative
             number is no bound.
         alibi_slopes: must be None.
-        deterministic: not used.
+        deterministic: not used; torch.use_deterministic_algorithms decides.
         return_attn_probs: return softmax_lse, too. Probabilities are never stored.
         s_aux: attention sinks (Hq,), float32, float16 or bfloat16: one more score for each row of a head,
             whose value is 0. softmax_lse counts it.
@@ -79,7 +80,7 @@ def flash_attn_func(
     options = _options(softmax_scale, causal, window_size)
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
-    out, lse = _attend(q, k, v, s_aux, return_attn_probs, **options)
+    out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -135,13 +136,12 @@ def flash_attn_varlen_func(
         out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
         of no sequence is 0.
 
-    Raises: as flash_attn_func, and RuntimeError: an input requires grad while grad mode is on.
+    Raises: as flash_attn_func, and RuntimeError: an input requires grad with a block_table.
     """
     options = _options(softmax_scale, causal, window_size)
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
-    refuse_grad("flash_attn_func", q=q, k=k, v=v, s_aux=s_aux)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = len(cu_seqlens_q) - 1
     if B < 1:
@@ -149,22 +149,22 @@ def flash_attn_varlen_func(
     _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
     _check_packed("q", cu_seqlens_q, max_seqlen_q, len(q))
     _check_packed("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else float("inf"))
-    begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     if block_table is not None:
+        refuse_grad("a block_table", q=q, k=k, v=v, s_aux=s_aux)
         _check("block_table", block_table, q, (B, "n"), _INTS)
-        lengths, room = end - begin, block_table.shape[1] * k.shape[1]
+        lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
         if (longest := known_max(lengths)) > room:
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
         # One row has the pages of all sequences, so that a backend that copies pages copies each once.
-        block_table = block_table[:, : _divide_up(int(max_seqlen_k), k.shape[1])]
+        block_table = block_table[:, : divide_up(int(max_seqlen_k), k.shape[1])]
         begin = torch.arange(B, device=q.device) * (block_table.shape[1] * k.shape[1])
         end, options["block_table"] = begin + lengths, block_table.reshape(1, -1)
+        arguments = q, k, v, cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs
+        out, lse = attend_packed(*arguments, **options)
     else:
-        k, v = k[None], v[None]
-    out, lse = _attend_packed(
-        q, k, v, cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs, **options
-    )
+        bounds = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+        out, lse = attend_sequences(q, k, v, s_aux, *bounds, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -234,7 +234,7 @@ def flash_attn_with_kvcache(
     options = _options(softmax_scale, causal, window_size)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
-    refuse_grad("flash_attn_func", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
+    refuse_grad("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = len(q), k_cache.shape
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
@@ -270,68 +270,11 @@ def flash_attn_with_kvcache(
         v_cache[row, position] = v
     k, v = (k_cache, v_cache) if block_table is not None else (k_cache[:B], v_cache[:B])
     options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad, block_table=block_table)
-    out, lse = _attend(q, k, v, s_aux, return_softmax_lse, **options)
+    out, lse = attend(q, k, v, s_aux, return_softmax_lse, **options)
     return (out, lse) if return_softmax_lse else out
 
 
-# ---------------------------------------------------------------------------------------------- attention
-
-
-def _attend(q, k, v, s_aux, wants_lse, **options):
-    """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
-    out, lse = results if wants_lse else (results, None)
-    return out.transpose(1, 2), lse
-
-
-def _attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (1, total_k, Hkv,
-    d), or of the pages in options' block_table (1, n).
-
-    forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
-    How many blocks there are at most is known without the lengths. The last block has no query and no key.
-    """
-    total, B, device = len(q), len(begin), q.device
-    if total == 0:  # forward's checks, and its empty results
-        out, lse = _attend(q[None], k, v, s_aux, wants_lse, **options)
-        return out[0], lse[0] if wants_lse else None
-    blocks_of_longest = max(1, _divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
-    rows = max(1, _divide_up(max_seqlen_q, blocks_of_longest))
-    n_blocks = min(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
-    q_begin, q_end = cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
-    blocks = _divide_up(q_end - q_begin, rows)
-    next_block = blocks.cumsum(0)
-    first_block = next_block - blocks
-
-    # A sequence's blocks go from its end to its begin: under a causal mask the longest is the first. The last
-    # one may begin before the sequence, with rows that are computed for nothing.
-    block = torch.arange(n_blocks, device=device)
-    b = torch.searchsorted(next_block, block, right=True)
-    is_used = b < B
-    b = b.clamp(max=B - 1)
-    to_end = (block - first_block[b] + 1) * rows  # from the block's first query to the sequence's end
-    token = (q_end[b] - to_end)[:, None] + torch.arange(rows, device=device)
-    queries = q.index_select(0, token.clamp(0, total - 1).flatten()).unflatten(0, (n_blocks, rows))
-    options |= dict(seqlens_k=end[b] * is_used, leftpad_k=begin[b] * is_used, offset=end[b] - to_end)
-    # hopper splits float32 keys once a batch, here for each block: O(N^2) of workspace.
-    if q.is_cuda and q.dtype == torch.float32:
-        options["backend"] = "portable"
-    if "block_table" in options:
-        options["block_table"] = options["block_table"].expand(n_blocks, -1)
-    else:
-        k, v = (x.expand(n_blocks, -1, -1, -1) for x in (k, v))
-    out, lse = _attend(queries, k, v, s_aux, wants_lse, **options)
-
-    token = torch.arange(total, device=device)
-    b = torch.searchsorted(q_end, token, right=True)
-    is_inside = (b < B) & (token >= q_begin[0])
-    b = b.clamp(max=B - 1)
-    from_end = q_end[b] - 1 - token
-    row = (first_block[b] + from_end // rows) * rows + rows - 1 - from_end % rows
-    row = torch.where(is_inside, row, n_blocks * rows - 1)
-    lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
-    return out.flatten(0, 1).index_select(0, row), lse
+# ---------------------------------------------------------------------------------------------- arguments
 
 
 def _check_pages(block_table, lengths, name, cache):
@@ -342,13 +285,6 @@ def _check_pages(block_table, lengths, name, cache):
         first_key = torch.arange(block_table.shape[1]) * cache.shape[1]
         block_table = torch.where(first_key < lengths[:, None], block_table, 0)
     check_range("block_table", block_table, len(cache))
-
-
-def _divide_up(x, y):
-    return (x + y - 1) // y
-
-
-# ---------------------------------------------------------------------------------------------- arguments
 
 
 def _options(softmax_scale, causal, window_size):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import minimal_attn
+from minimal_attn._backward import has_fast_backward
 
 try:
     import transformers
@@ -245,8 +246,8 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
         if name not in _HARMLESS and not (name in _PACKED and isinstance(mask, Mask)):
             return f"argument {name}"
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
-    if wants_grad and torch.is_grad_enabled() and q.device.type != "cpu":
-        return "gradients, which PyTorch's kernels compute faster on a GPU"
+    if wants_grad and torch.is_grad_enabled() and not has_fast_backward(q):
+        return "gradients, which PyTorch's kernels compute faster on this GPU"
     if isinstance(mask, Mask):
         if mask.why:
             return mask.why

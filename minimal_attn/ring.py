@@ -3,7 +3,8 @@
 Every rank computes the attention of its own queries. Blocks of keys and values travel around the ring, while
 each rank computes with the block that it has (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise
 Transformers for Near-Infinite Context", arXiv:2310.01889). The softmax state (o, l, m) goes from block to
-block in float32, so the result has the same digits on any number of ranks.
+block in float32, so the result has the same digits on any number of ranks. In the backward pass the blocks
+travel again, and their gradients with them.
 
 The sequence is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n - 1 - r ("zigzag"). Under a
 causal mask every rank then has the same work at every step (the balance is the aim of striped attention,
@@ -15,11 +16,12 @@ Brandon et al., arXiv:2311.09431; this order is the one of Llama 3's context par
     rank, ranks = dist.get_rank(), dist.get_world_size()
     q, k, v = (ring.shard(x, rank, ranks) for x in (q, k, v))
     o = ring.forward(q, k, v, causal=True)
+    o.square().mean().backward()           # on all ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
@@ -27,59 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import minimal_attn
-from minimal_attn._forward import State
+from minimal_attn._around import Ring
 from minimal_attn._peers import Peers, RingError, named
+from minimal_attn._zigzag import length, segments, shard, unshard
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["RingError", "forward", "segments", "shard", "unshard"]
-
-
-# ------------------------------------------------------------------------------------ the zigzag
-
-
-def segments(N: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Which positions of a sequence of length N belong to a rank: at most two ranges (begin, end), ascending.
-
-    Chunk i of the 2 * ranks is i * N // (2 * ranks) up to (i + 1) * N // (2 * ranks), so lengths differ by at
-    most one. Empty chunks are left out; neighbours are one range.
-    """
-    ends = [i * N // (2 * ranks) for i in range(2 * ranks + 1)]
-    last = 2 * ranks - 1 - rank
-    if last == rank + 1:
-        parts = [(ends[rank], ends[last + 1])]
-    else:
-        parts = [(ends[rank], ends[rank + 1]), (ends[last], ends[last + 1])]
-    return [(begin, end) for begin, end in parts if begin < end]
-
-
-def shard(x: Tensor, rank: int, ranks: int, dim: int = 2) -> Tensor:
-    """The rank's part of a whole sequence: a contiguous copy of x's `segments` along `dim`.
-
-    Position embeddings need the true positions: shard(torch.arange(N), rank, ranks, dim=0).
-    """
-    parts = [x.narrow(dim, begin, end - begin) for begin, end in segments(x.shape[dim], rank, ranks)]
-    return torch.cat(parts or [x.narrow(dim, 0, 0)], dim)
-
-
-def unshard(shards: Sequence[Tensor], dim: int = 2) -> Tensor:
-    """The whole sequence from all ranks' parts, in the order of the ranks: the inverse of `shard`."""
-    lengths = [x.shape[dim] for x in shards]
-    parts = {}
-    for rank, x in enumerate(shards):
-        where = segments(sum(lengths), rank, len(shards))
-        if lengths[rank] != _length(where):
-            raise ValueError(f"shards must have the lengths that ring.shard gives them, but have {lengths}")
-        parts |= zip(where, x.split([end - begin for begin, end in where], dim), strict=True)
-    return torch.cat([parts[where] for where in sorted(parts)] or list(shards), dim)
-
-
-def _length(parts: list[tuple[int, int]]) -> int:
-    return sum(end - begin for begin, end in parts)
-
-
-# ------------------------------------------------------------------------------------ the attention
 
 
 class _Options(TypedDict, total=False):
@@ -123,7 +80,9 @@ def forward(
     """minimal_attn.forward of a sequence that is sharded over the ranks of a process group.
 
     All ranks of the group call it together, with the same arguments except for the tensors' values and
-    lengths. Positions, `causal`, `window_size` and `offset` refer to the whole sequence.
+    lengths. Positions, `causal`, `window_size` and `offset` refer to the whole sequence. Where q, k or v
+    requires grad, all ranks must also run the backward pass together. A rank's loss is its own: the gradients
+    are those of the sum of all ranks' losses.
 
     Args:
         q: this rank's queries (B, Hq, Nq, d), as `shard` cuts them, float32, float16 or bfloat16. Nq may
@@ -136,8 +95,8 @@ def forward(
         offset: position of the whole sequence's query 0 among its keys. None: the last query sees the last
             key.
         return_lse: return the log-sum-exp of the scaled scores, too.
-        timeout: seconds that a rank waits for the others: once for their arguments, and once for each block.
-            It should exceed the time between the first and the last rank's call.
+        timeout: seconds that a rank waits for the others: once for their arguments, and once for each block,
+            in both passes. It should exceed the time between the first and the last rank's call.
 
     Returns:
         o (B, Hq, Nq, d) of this rank's queries, in q's dtype and order of strides. With `return_lse` the
@@ -146,32 +105,57 @@ def forward(
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or differs between ranks. Every rank raises
             the same error, nothing was sent, and the group can be used further.
-        RingError: a rank died, stalled or raised another error, or did not call. The ranks that are left
-            raise it, mostly at once, at the latest 4 seconds after `timeout`, with the same text if the
-            group's store still answers. A rank that has all blocks already returns its result. The group's
-            connections are closed.
-        RuntimeError: torch.distributed isn't initialised, or an input requires grad while grad mode is on.
+        RingError: a rank died, stalled or raised another error, or did not call, in either pass. The ranks
+            that remain raise it, mostly at once, at the latest 4 seconds after `timeout`, with the same text
+            if the group's store still answers. A rank that has all blocks already returns its result. The
+            group's connections are closed.
+        RuntimeError: torch.distributed isn't initialised, or a gradient is differentiated.
 
-    Memory besides the result: two blocks of keys and values, and float32 o, l and m twice.
+    Memory besides the result: two blocks of keys and values, and float32 o, l and m twice. The backward pass
+    takes two such blocks, three float32 ones of their gradients, and dq twice. Saved are q, k, v, o and lse.
     """
     if not dist.is_initialized():
         raise RuntimeError("ring.forward needs a process group: call torch.distributed.init_process_group")
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group that has this rank, but was {group!r}")
-    peers = Peers(group, timeout if _is_timeout(timeout) else 300.0, isinstance(q, Tensor) and q.is_cuda)
+    limit = timeout if _is_timeout(timeout) else 300.0
+    peers = Peers(group, limit, isinstance(q, Tensor) and q.is_cuda, "ring.forward")
     try:
         mine = _described(q, k, v, group, causal, window_size, softmax_scale, offset, timeout, backend)
     except Exception as error:
         mine = {"error": [type(error).__name__, str(error)]}
-    with peers:
-        everyone = peers.exchange(mine)
-    Nq, Nk = _agreed(everyone)
-    with peers, torch.no_grad():
-        band = window_size[0], 0 if causal else window_size[1]
-        offset = Nk - Nq if offset is None else offset
-        o, lse = _around(peers, q, k, v, Nq, Nk, offset, band, softmax_scale=softmax_scale, backend=backend)
+    Nq, Nk = _agreed(_exchanged(peers, mine))
+    band = window_size[0], 0 if causal else window_size[1]
+    offset = Nk - Nq if offset is None else offset
+    options = dict(softmax_scale=softmax_scale, backend=backend)
+    o, lse = _RingAttention.apply(q, k, v, Ring(peers, Nq, Nk, offset, band, options))
     return (o, lse) if return_lse else o
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        with ring.peers:
+            o, lse = ring.forward(q, k, v)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse):
+        last = ctx.ring.peers
+        peers = Peers(last.group, last.timeout, last.is_cuda, "ring.forward's backward pass")
+        _check_same(_exchanged(peers, {}), "call")
+        with peers:
+            return *dataclasses.replace(ctx.ring, peers=peers).backward(do, dlse, *ctx.saved_tensors), None
+
+
+def _exchanged(peers: Peers, mine: dict) -> list[dict]:
+    """What all ranks say, in their order."""
+    with peers:
+        return peers.exchange({"call": peers.call, **mine})
 
 
 def _is_timeout(x: object) -> bool:
@@ -191,14 +175,13 @@ def _described(q, k, v, group, causal, window_size, softmax_scale, offset, timeo
     if sender is None or (q.is_cuda and sender == "gloo"):
         needs = "nccl" if q.is_cuda else "gloo"
         raise ValueError(f"group must have {needs} for tensors on {q.device.type}, but has {backends}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise RuntimeError("ring.forward has no backward pass: detach q, k and v, or use torch.no_grad()")
     B, Hq, Nq, d = q.shape
     mine = {"B": B, "Hq": Hq, "Hkv": k.shape[1], "d": d, "q's length": Nq, "k's length": k.shape[2]}
     mine |= {"dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
     mine |= {"causal": bool(causal), "window_size": [int(bound) for bound in window_size]}
     mine["softmax_scale"] = None if softmax_scale is None else float(softmax_scale)
     mine["offset"] = None if offset is None else int(offset)
+    mine["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return mine
 
 
@@ -212,64 +195,22 @@ def _agreed(everyone: list[dict]) -> tuple[int, int]:
             raise error(f"rank {rank}: {text}" if ranks > 1 else text)
     totals = []
     for name in everyone[0]:
-        values = [its[name] for its in everyone]
         if name in ("q's length", "k's length"):
+            values = [its[name] for its in everyone]
             N = sum(values)
-            cut = [_length(segments(N, rank, ranks)) for rank in range(ranks)]
+            cut = [length(segments(N, rank, ranks)) for rank in range(ranks)]
             if values != cut:
                 raise ValueError(f"{name} must be {cut}, as ring.shard cuts {N}, but was {values}")
             totals.append(N)
-        elif any(value != values[0] for value in values):
-            different = [value for i, value in enumerate(values) if value not in values[:i]]
-            where = [named([rank for rank in range(ranks) if values[rank] == value]) for value in different]
-            was = " and ".join(f"{value} on {on}" for value, on in zip(different, where, strict=True))
-            raise ValueError(f"{name} must be the same on all ranks, but was {was}")
+        else:
+            _check_same(everyone, name)
     return totals[0], totals[1]
 
 
-def _around(peers, q, k, v, Nq, Nk, offset, band, **options) -> tuple[Tensor, Tensor]:
-    """o and the log-sum-exp of this rank's queries, after all blocks have come by."""
-    # Without a mask positions don't matter, and all queries of the rank are one part.
-    parts = [(0, q.shape[2])] if band == (-1, -1) else segments(Nq, peers.rank, peers.ranks)
-    sizes = [end - begin for begin, end in parts]
-    queries = q.split(sizes, 2) if parts else ()
-    states: list[State | None] = [None] * len(parts)
-    block = torch.stack((k, v)) if peers.ranks > 1 else (k, v)
-    for step in range(peers.ranks):
-        source = (peers.rank - step) % peers.ranks  # the rank that the present block came from
-        is_last = step == peers.ranks - 1
-        if not is_last:
-            coming = _length(segments(Nk, (source - 1) % peers.ranks, peers.ranks))
-            next_block = k.new_empty(2, *k.shape[:2], coming, k.shape[3])
-            peers.start(block, next_block)
-        keys = segments(Nk, source, peers.ranks)
-        for i, (begin, _) in enumerate(parts):
-            states[i] = _attend(queries[i], begin + offset, block, keys, states[i], band, **options)
-        if not is_last:
-            peers.finish()
-            block = next_block
-    o, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    for i, state in enumerate(states):
-        if state is not None:
-            o.split(sizes, 2)[i].copy_(state[0])
-            lse.split(sizes, 2)[i].copy_(state[2] + state[1].log())
-    return o, lse
-
-
-def _attend(q, first, block, parts, state, band, **options) -> State | None:
-    """The state of the queries at positions first, first + 1, ... after the block's keys, too."""
-    left, right = band
-    last = first + q.shape[2] - 1
-    if all(
-        (right == -1 or end - 1 <= first + right) and (left == -1 or begin >= last - left)
-        for begin, end in parts
-    ):  # every query sees every key, so their order doesn't matter
-        return minimal_attn.forward(q, *block, state=state, return_state=True, **options)
-    at = 0
-    for begin, end in parts:
-        k, v = (x[:, :, at : at + end - begin] for x in block)
-        at += end - begin
-        if (right == -1 or begin <= last + right) and (left == -1 or end - 1 >= first - left):
-            mask = dict(window_size=band, offset=first - begin)
-            state = minimal_attn.forward(q, k, v, **mask, state=state, return_state=True, **options)
-    return state
+def _check_same(everyone: list[dict], name: str) -> None:
+    values = [its[name] for its in everyone]
+    if any(value != values[0] for value in values):
+        different = [value for i, value in enumerate(values) if value not in values[:i]]
+        where = [named([rank for rank, its in enumerate(values) if its == value]) for value in different]
+        was = " and ".join(f"{value} on {on}" for value, on in zip(different, where, strict=True))
+        raise ValueError(f"{name} must be the same on all ranks, but was {was}")

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_variadic
 
+from minimal_attn._backward import has_fast_backward
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._load import _C
 
@@ -63,8 +64,9 @@ def scaled_dot_product_attention(
         What PyTorch's function raises, since arguments that don't fit go there.
 
     Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
-    gradients on a GPU is passed on; under activate() PyTorch's function comes back to these kernels. So is
-    one with dual tensors (torch.func.jvp), which PyTorch serves under sdpa_kernel(SDPBackend.MATH) alone.
+    gradients for which only `paper` has a kernel is passed on; under activate() PyTorch's function comes back
+    to these kernels. So is one with dual tensors (torch.func.jvp), which PyTorch serves under
+    sdpa_kernel(SDPBackend.MATH) alone.
     """
     served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     if isinstance(served, str):
@@ -130,8 +132,8 @@ def _served(
     if not query.device == key.device == value.device or query.device.type not in _DEVICES:
         return f"the device is not one of {', '.join(_DEVICES)}, which this build serves"
     wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
-    if wants_grad and torch.is_grad_enabled() and query.device.type != "cpu":
-        return "gradients are wanted, which PyTorch's kernels compute faster on a GPU"
+    if wants_grad and torch.is_grad_enabled() and not has_fast_backward(query):
+        return "gradients are wanted, which PyTorch's kernels compute faster on this GPU"
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in (query, key, value)
     ):
@@ -240,10 +242,11 @@ def activate() -> Activation:
     """Let F.scaled_dot_product_attention take these kernels, in the whole process and all threads.
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
-    FlashAttention; PyTorch's choice between them stays. What the kernels don't serve (masks, dropout,
-    float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before. Gradients on CUDA
-    are PyTorch's, from this o and log-sum-exp. From torch 2.11 on, torch.nn.attention's registry knows it as
-    "minimal_attn": current_flash_attention_impl(), restore_flash_attention_impl().
+    FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
+    (masks, dropout, float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before.
+    So do gradients for which only `paper` has a kernel, from this o and log-sum-exp. From torch 2.11 on,
+    torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
+    restore_flash_attention_impl().
 
     Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
     with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.

@@ -217,9 +217,9 @@ auto with_tiles_for(int d, const Use &use) {
     return use(typename Kernels::D256());
 }
 
-// Takes the first tile of the list that fits the shared memory of a block (64 KB on a T4; 99 on sm_86, sm_89 and
-// sm_120; 163 on an A100; 227 on Hopper), unless half of its rows or more would be empty. The last tile always fits: at
-// most 64 KB.
+// Takes the first tile of the list that fits the shared memory of a block, unless half of its rows or more would be
+// empty. A block has 64 KB on a T4, 99 on sm_86, sm_89 and sm_120, 163 on an A100, 227 on Hopper. The last tile, of at
+// most 64 KB, always fits.
 template <class Kernels, class Tile, class... Smaller>
 Plan plan_tile(const Attention &a, const Device &device, const char *name, TileList<Tile, Smaller...>, int index = 0) {
     if constexpr (sizeof...(Smaller) > 0)

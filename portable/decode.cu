@@ -13,9 +13,10 @@
 //     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
 //     __syncthreads, first      | the block         | Qi of the first item is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; Qi has been read:
-//                               |                   | the next item's may overwrite it
-//     __syncthreads after join  | the block         | the same the other way round
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; all have read Qi,
+//                               |                   | so the next item's Qi may overwrite it
+//     __syncthreads after join  | the block         | the next item's Qi is in shared memory; all have read Oi, li, mi,
+//                               |                   | so the next item's may overwrite them
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
@@ -28,18 +29,21 @@ constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
-// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice. `to` must not be
-// known to be the same in all lanes but for an offset: then ptxas of CUDA 13.0 gives the policy an invalid register.
+// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice. Elsewhere CUDA 13's
+// ptxas may put that policy into an odd register, an illegal instruction (docs/ptxas.md).
+template <int D>
 __device__ void stream16(unsigned to, const void *from, bool exists) {
-#if __CUDA_ARCH__ >= 800
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(exists ? 16 : 0), "l"(policy)
-                 : "memory");
-#else
-    copy16(to, from, exists);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (D <= 128) {
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                     "r"(exists ? 16 : 0), "l"(policy)
+                     : "memory");
+        return;
+    }
 #endif
+    copy16(to, from, exists);
 }
 
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
@@ -54,7 +58,8 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
         const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
-        stream16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
+        stream16<Tile::D>(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element,
+                          exists);
     }
 }
 
@@ -62,13 +67,12 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
 template <class T, class Tile>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
-    const int warp = threadIdx.x / 32;
     const unsigned stages;  // this warp's, in shared memory
+    const int warp;
     WorkItem item;
     int j = 0, j_end = 0, loaded = 0, used = 0;  // the next step's first key; the item's end; steps
 
-    __device__ Loader(const Decode &p, const unsigned char *shared, const WorkItem &first)
-        : stages((unsigned)__cvta_generic_to_shared(shared) + warp * p.stages * StageBytes), item(first) {
+    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp), item(first) {
         begin();
     }
     __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.end(); }
@@ -152,7 +156,7 @@ __device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
 
 // Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
 // can be read. The next kernel's blocks may start as soon as all blocks are here.
-__device__ void wait_for_the_last_kernel() {
+__device__ void wait_for_the_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -169,10 +173,10 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     unsigned char *const stages = shared + warp * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    if (!p.same_chunks) wait_for_the_last_kernel();  // which may write the lengths
+    if (!p.same_chunks) wait_for_the_kernel_before();  // which may write the lengths
     WorkItem item(a, p);
-    if (p.same_chunks) wait_for_the_last_kernel();
-    Loader<T, Tile> loader(p, shared, item);
+    if (p.same_chunks) wait_for_the_kernel_before();
+    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
     loader.fill(a, p);
     Rows rows;
     rows.load_queries(a, p, item);
@@ -222,14 +226,14 @@ __global__ void __launch_bounds__(kJoinThreads)
     constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
     __shared__ float2 lm[Parts];
     __shared__ float4 O[Parts][D / 4];
-    if (!p.same_chunks) wait_for_the_last_kernel();
+    if (!p.same_chunks) wait_for_the_kernel_before();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
     const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
     const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
-    if (p.same_chunks) wait_for_the_last_kernel();
+    if (p.same_chunks) wait_for_the_kernel_before();
     pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
     Part sum = join<4>(
@@ -293,8 +297,8 @@ int stages_for(const Device &device, int rows) {
     return stages;
 }
 
-// Whether all batches have the same keys, and differ in seqlens_k and leftpad_k, as packed sequences do (flash_attn.py).
-// Each could see all of them, so that the workspace would grow with the square of the number of sequences.
+// Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
+// could see all of the keys, so the workspace would grow with the square of the number of sequences.
 bool share_keys(const Attention &a) {
     return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);
 }
@@ -304,9 +308,8 @@ constexpr int64_t kLittleWorkspace = 64 << 20;
 
 namespace portable {
 
-// The bounds of rows and Nk: times as fast as Hopper's other kernels, H100, 32 / 8 heads, B 1 and B 8. 16 rows: 1024 keys
-// 1.5 and 0.95, 4096 keys 2.6 and 1.1. 32 rows: 1024 keys 1.3 and 0.6, 4096 keys 2.4 and 0.9, 16384 keys 3.7 and 1.15.
-// float32, 16 rows, 4096 keys: 5 and 1.9. The choice must not depend on B, or a row's bits would.
+// docs/decode.md has the measurements behind the bounds of rows and Nk. The choice must not depend on B, or a row's bits
+// would.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;

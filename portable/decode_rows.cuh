@@ -55,7 +55,7 @@ struct MmaRows {
         }
     }
 
-    // ... and to shared memory
+    // 8. ... then to shared memory, once all have read the last item's Qi
     __device__ void take_queries(const Attention &a, const Decode &p, const WorkItem &item, T *Q_tile) {
         if (!item.exists) return;
         const int lane = threadIdx.x % 32;
@@ -81,8 +81,8 @@ struct MmaRows {
         const int lane = threadIdx.x % 32;
         const unsigned K = lane_address<D>(Kj, lane / 16 * 8 + lane % 8, lane / 8 % 2);
         const unsigned V = lane_address<D>(Vj, lane % 16, lane / 16);
-        float Sij[2][4] = {},
-              odd[2][4] = {};  // up to D 128 two sums a score: each mma waits for the one before in its sum
+        // Up to D 128 a score is two sums: in one, each mma would wait for the one before.
+        float Sij[2][4] = {}, odd[2][4] = {};
 #pragma unroll
         for (int x = 0; x < D / 16; ++x) {
             unsigned q[4], k[4];

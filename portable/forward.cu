@@ -15,14 +15,9 @@ namespace minimal_attn {
 
 namespace {
 
-// Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from
-// NVIDIA's data sheets: A100 52 and 19.5, H100 165 and 67 (the first kind); RTX 3090 12 and 36, RTX 4090 28 and 83, L4
-// 20 and 30 (the second).
-constexpr int kSharedMemoryOfFastTf32 = 163 << 10;
-
 Plan plan_many_queries(const Attention &a, const Device &device) {
     if (a.dtype == Dtype::float16) return portable::plan_half(a, device);
-    if (a.dtype == Dtype::float32 && device.shared_memory < kSharedMemoryOfFastTf32)
+    if (a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)
         return portable::plan_float32(a, device);
     bool since_ampere = true;
     const char *error = portable::is_code_since_ampere(since_ampere);

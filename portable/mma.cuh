@@ -1,5 +1,5 @@
-// mma.cuh: the instructions of half.cu and tf32.cu. mma.sync multiplies on tensor cores, ldmatrix loads operands from
-// shared memory. The rows of a tile are swizzled: the eight rows that ldmatrix reads together lie in different banks.
+// mma.cuh: the tensor-core instructions of this folder. mma.sync multiplies, ldmatrix loads operands from shared
+// memory. The rows of a tile are swizzled: the eight rows that ldmatrix reads together lie in different banks.
 //
 // A warp multiplies fragments of 16 x 16 (A) and 16 x 8 (B) and adds to one of 16 x 8 (C). Lane l holds
 //
@@ -106,10 +106,10 @@ __device__ inline void copy16(unsigned to, const void *from, bool exists) {
 #endif
 }
 
-// Loads a tile of Rows x D into shared memory, swizzled, with zeros where row >= rows or column >= d. Rows of Vj past
-// seqlens_k must be zeros, since Pij = 0 times NaN is NaN.
+// Loads a tile of Rows x D into shared memory, swizzled, with zeros where row < first, row >= rows or column >= d. Rows of
+// Vj past seqlens_k must be zeros, since Pij = 0 times NaN is NaN.
 template <int Rows, int D, int Threads, class T>
-__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned) {
+__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned, int first = 0) {
     constexpr int Chunk = 16 / sizeof(T), Chunks = D / Chunk, RowsAtOnce = Threads / Chunks;
     static_assert(Rows % RowsAtOnce == 0 && (RowsAtOnce & (RowsAtOnce - 1)) == 0);
     unsigned thread = threadIdx.x;
@@ -118,17 +118,17 @@ __device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows
     const int row0 = thread / Chunks, chunk = thread % Chunks;
     const unsigned to = lane_address<D>(tile, row0, chunk);
     const T *const from = source + row0 * stride + Chunk * chunk;
-    const int count = Chunk * chunk < d ? rows - row0 : 0;
+    const int count = Chunk * chunk < d ? rows - row0 : 0, skipped = first > 0 ? first - row0 : 0;
     if (aligned) {
 #pragma unroll
         for (int row = 0; row < Rows; row += RowsAtOnce)
-            copy16((to + row * D * (int)sizeof(T)) ^ row % 8 * 16, from + row * stride, row < count);
+            copy16((to + row * D * (int)sizeof(T)) ^ row % 8 * 16, from + row * stride, row >= skipped && row < count);
     } else {
 #pragma unroll 1
         for (int row = 0; row < Rows; row += RowsAtOnce)
 #pragma unroll 1
             for (int x = 0; x < Chunk; ++x) {
-                const bool exists = row < count && Chunk * chunk + x < d;
+                const bool exists = row >= skipped && row < count && Chunk * chunk + x < d;
                 tile[swizzle<D, T>(row0 + row, chunk) + x] = exists ? from[row * stride + x] : T(0.f);
             }
     }

@@ -1,14 +1,21 @@
-// portable.h: the backend's kernels, as forward.cu chooses between them. Each plans a call on the host and
-// launches it; each takes the dtypes that its plan function names.
+// portable.h: the backend's kernels, between which forward.cu and backward.cu choose. Each plans a call on the host and
+// launches it; each takes the dtypes that the comment above its plan function names.
 #pragma once
 
 #include "flash.h"
 
 namespace minimal_attn::portable {
 
-// Names of the kernels, as minimal_attn.explain shows them. forward.cu compares the pointers.
+// Names of the kernels, as minimal_attn.explain shows them. forward.cu and backward.cu compare the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
-                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode";
+                      kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
+                      kHalfBackward[] = "half backward, two passes",
+                      kTf32Backward[] = "float32 backward on tensor cores";
+
+// Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from
+// NVIDIA's data sheets: A100 52 and 19.5, H100 165 and 67 (the first kind); RTX 3090 12 and 36, RTX 4090 28 and 83, L4
+// 20 and 30 (the second).
+inline constexpr int kSharedMemoryOfFastTf32 = 163 << 10;
 
 // float32.cu: float32, and bfloat16 where no tensor core multiplies it, on the FMA units.
 Plan plan_float32(const Attention &a, const Device &device);
@@ -18,9 +25,17 @@ const char *launch_float32(const Attention &a, const Plan &plan, void *workspace
 Plan plan_tf32(const Attention &a, const Device &device);
 const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
+// tf32_backward.cu: the gradients of float32 on the tensor cores, for the same GPUs.
+Plan plan_tf32_backward(const Gradient &g, const Device &device);
+const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
+
 // half.cu: float16 and bfloat16, on the tensor cores.
 Plan plan_half(const Attention &a, const Device &device);
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+
+// half_backward.cu: their gradients.
+Plan plan_half_backward(const Gradient &g, const Device &device);
+const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
 
 // decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);

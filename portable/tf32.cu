@@ -1,5 +1,5 @@
-// tf32.cu: attention in float32 on the tensor cores, by mma.sync. They multiply TF32s, which have 11 bits, so a float32
-// is a sum hi + lo of two, and a product is hi hi + hi lo + lo hi. docs/portable.md has the budget and what was tried.
+// tf32.cu: attention in float32 on the tensor cores, by mma.sync, as three products of TF32s (tf32.cuh).
+// docs/portable.md has the budget and what was tried.
 //
 //     role        | warps              | registers             | does
 //     every warp  | Tile::Threads / 32 | Oi, Sij or Pij, and   | loads a part of each tile; computes WarpRows rows of
@@ -11,11 +11,10 @@
 //     Vj            | Bc x D  | in step 9                  | step 12, by all
 //     block         | 1       | once                       | for each tile of keys, since registers are scarce
 //
-// The barriers are float32.cu's (common.cuh). Operands are split in registers: hi and lo in shared memory would take
-// twice the reads. A block whose result has an inf or NaN is computed again on the FMA units.
+// The barriers are float32.cu's (common.cuh). A block whose result has an inf or NaN is computed again on the FMA units.
 #include "portable/accumulators.cuh"
 #include "portable/float32_block.cuh"
-#include "portable/mma.cuh"
+#include "portable/tf32.cuh"
 
 namespace minimal_attn {
 namespace {
@@ -36,55 +35,6 @@ struct Tf32Tile {
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
     static_assert(Fallback::SharedBytes <= SharedBytes && Fallback::SumFloats <= SumFloats);
 };
-
-// Two operands that add up to x: hi is x rounded to 11 bits. lo is exact, and tensor cores ignore its last bit or none.
-__device__ void split(float x, unsigned &hi, unsigned &lo) {
-    hi = __float_as_uint(x) + 0x1000;  // tensor cores ignore the last 13 bits
-    lo = __float_as_uint(x - __uint_as_float(hi & 0xffffe000));
-}
-
-// 9. Sij = Qi Kj^T. Tensor cores truncate sums, so a sum has 16 channels, and in each eight the small products come
-// first. Float32 additions, which round, join the sums. Channels past d are zeros; 32 that all are zeros are skipped.
-template <class Tile>
-__device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], unsigned Qi, unsigned Kj, int d) {
-    constexpr int D = Tile::D, M = Tile::M, N = Tile::N;
-#pragma unroll 1
-    for (int x0 = 0; x0 < min(d, D); x0 += 32)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum[M][N][4] = {};
-#pragma unroll
-            for (int x = 2 * half; x < 2 * half + 2; ++x) {
-                unsigned q_hi[M][4], q_lo[M][4];
-#pragma unroll
-                for (int m = 0; m < M; ++m) {
-                    unsigned q[4];
-                    load_matrices(q, (Qi ^ 32 * x) + 4 * (x0 + 16 * m * D));
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) split(__uint_as_float(q[e]), q_hi[m][e], q_lo[m][e]);
-                }
-#pragma unroll
-                for (int n = 0; n < N; n += 2) {
-                    unsigned k[4], k_hi[2][2], k_lo[2][2];
-                    load_matrices(k, (Kj ^ 32 * x) + 4 * (x0 + 8 * n * D));
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) split(__uint_as_float(k[e]), k_hi[e / 2][e % 2], k_lo[e / 2][e % 2]);
-#pragma unroll
-                    for (int y = 0; y < 2 * M; ++y) mma_tf32(sum[y % M][n + y / M], q_lo[y % M], k_hi[y / M]);
-#pragma unroll
-                    for (int y = 0; y < 2 * M; ++y) mma_tf32(sum[y % M][n + y / M], q_hi[y % M], k_lo[y / M]);
-#pragma unroll
-                    for (int y = 0; y < 2 * M; ++y) mma_tf32(sum[y % M][n + y / M], q_hi[y % M], k_hi[y / M]);
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-                for (int n = 0; n < N; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) Sij[m][n][e] += sum[m][n][e];
-        }
-}
 
 // 10. - 11. Pij and li += rowsum(Pij). Pij is cut to 22 bits, so that hi + lo is Pij exactly; li sums the same numbers.
 template <class Tile>
@@ -107,70 +57,27 @@ __device__ void exponentials(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4]
     for (int r = 0; r < Rows<Tile>::R; ++r) rows.li[r] += l[r];
 }
 
-__device__ void load_floats(float (&x)[4], unsigned address) {
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(address));
-}
-
-__device__ void load_floats(float (&x)[2], unsigned address) {
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
-}
-
-// Where this lane reads Vj: row 2 (lane % 4) + y, and the lane's columns of the first group.
-template <class Tile>
-__device__ unsigned lane_address_V(const float *tile, int lane, int y) {
-    const int row = lane % 4 * 2 + y, column = lane / 4 * Tile::XAtOnce;
-    return lane_address<Tile::D>(tile, row, column / 4) + column % 4 * 4;
-}
-
-// 12. Oi = diag(alpha) Oi + Pij Vj. An accumulator of Sij is operand A if the keys change their order: A's columns are
-// keys 0, 2, 4, 6, 1, 3, 5, 7 of eight. A lane has XAtOnce neighbouring columns of a group of Vj, one for each
-// accumulator: one load reads them.
+// 12. Oi = diag(alpha) Oi + Pij Vj
 template <class Tile>
 __device__ void multiply_PV(Rows<Tile> &rows, const float (&Pij)[Tile::M][Tile::N][4],
                             const unsigned (&P_lo)[Tile::M][Tile::N][4], const float (&alpha)[Rows<Tile>::R],
                             const unsigned (&Vj)[2], int d) {
-    constexpr int D = Tile::D, M = Tile::M, XAtOnce = Tile::XAtOnce;
 #pragma unroll
-    for (int x0 = 0; x0 < Tile::X; x0 += XAtOnce) {
+    for (int x0 = 0; x0 < Tile::X; x0 += Tile::XAtOnce) {
         if (8 * x0 >= d) break;
-        float large[M][XAtOnce][4] = {}, small[M][XAtOnce][4] = {};  // the sums of hi hi, and of the other products
-#pragma unroll
-        for (int n = 0; n < Tile::N; ++n) {
-            float v[2][XAtOnce];
-#pragma unroll
-            for (int y = 0; y < 2; ++y)
-                load_floats(v[y], (Vj[y] ^ 32 * x0 % 128) + 8 * n * D * 4 + 32 * x0 / 128 * 128);
-            unsigned p_hi[M][4], p_lo[M][4];
-#pragma unroll
-            for (int m = 0; m < M; ++m)
+        multiply_columns<Tile::D, Tile::M, Tile::N, Tile::XAtOnce, 1, true>(
+            Vj, x0,
+            [&](int n, int m, unsigned (&hi)[4], unsigned (&lo)[4]) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    p_hi[m][e] = __float_as_uint(Pij[m][n][e % 2 * 2 + e / 2]);
-                    p_lo[m][e] = P_lo[m][n][e % 2 * 2 + e / 2];
+                    hi[e] = __float_as_uint(Pij[m][n][e % 2 * 2 + e / 2]);
+                    lo[e] = P_lo[m][n][e % 2 * 2 + e / 2];
                 }
-            unsigned v_hi[XAtOnce][2], v_lo[XAtOnce][2];
-#pragma unroll
-            for (int x = 0; x < XAtOnce; ++x)
-#pragma unroll
-                for (int y = 0; y < 2; ++y) split(v[y][x], v_hi[x][y], v_lo[x][y]);
-#pragma unroll
-            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][y / M], p_lo[y % M], v_hi[y / M]);
-#pragma unroll
-            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(large[y % M][y / M], p_hi[y % M], v_hi[y / M]);
-#pragma unroll
-            for (int y = 0; y < XAtOnce * M; ++y) mma_tf32(small[y % M][y / M], p_hi[y % M], v_lo[y / M]);
-        }
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int x = 0; x < XAtOnce; ++x)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float &o = rows.Oi[m][x0 + x][e];
-                    o = fmaf(o, alpha[2 * m + e / 2], large[m][x][e] + small[m][x][e]);
-                }
+            },
+            [&](int m, int x, int e, float PV) {
+                float &o = rows.Oi[m][x0 + x][e];
+                o = fmaf(o, alpha[2 * m + e / 2], PV);
+            });
     }
 }
 
@@ -251,10 +158,10 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     const auto load = [&](float *tile, const float *source, int64_t stride, int j0) {
         load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.band.keys.end - j0, a.d, aligned);
     };
-    // A: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
     const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
     const unsigned Kj = lane_address<D>(K_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    const unsigned Vj[2] = {lane_address_V<Tile>(V_tile, lane, 0), lane_address_V<Tile>(V_tile, lane, 1)};
+    const unsigned Vj[2] = {lane_address_columns<D, Tile::XAtOnce>(V_tile, lane, 0),
+                            lane_address_columns<D, Tile::XAtOnce>(V_tile, lane, 1)};
     // Kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN
     const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
 
@@ -285,7 +192,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
         const bool is_seen = warp_row < block.rows && j0 < seen.end && j0 + Bc > seen.begin;
         // 9.
         float Sij[M][N][4] = {};
-        if (is_seen) multiply_QK<Tile>(Sij, Qi, Kj, a.d);
+        if (is_seen) multiply_rows<D>(Sij, Qi, Kj, a.d);
         wait_for_tiles();
         if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
         if (!is_seen) continue;

@@ -206,6 +206,40 @@ def test_autocast(backend):
     close(torch.autograd.grad(y.sum(), (x, weight)), exact, bound=2e-2)
 
 
+def test_saved_tensors(backend):
+    """Hooks get them, and none has more than O(N d) elements."""
+    largest = {}
+    for N in 64, 512:
+        inputs, sizes = leaves(*backend.qkv(Nq=N, Nk=N)), []
+
+        def pack(t, sizes=sizes):
+            sizes.append(t.numel())
+            return t.cpu()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(backend.device)):
+            o = backend.forward(*inputs, causal=True)
+        expected = torch.autograd.grad(backend.forward(*inputs, causal=True).sum(), inputs)
+        assert all(map(torch.equal, torch.autograd.grad(o.sum(), inputs), expected))
+        largest[N] = max(sizes)
+    assert largest[512] == 8 * largest[64] == 2 * 4 * 512 * 64
+
+
+def test_compiled_autograd(backend):
+    """Of a compiled forward pass; an eager one is refused in PyTorch's words."""
+
+    def loss(q, k, v):
+        return backend.forward(q, k, v, causal=True).square().sum()
+
+    inputs = leaves(*backend.qkv())
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True, backend="aot_eager")):
+        compiled(*inputs).backward()
+        with pytest.raises(RuntimeError, match="compiled_args not implemented: MinimalAttnBackward"):
+            loss(*inputs).backward()
+    close([t.grad for t in inputs], expected)
+
+
 def test_in_place_change_is_found(backend):
     q, k, v = leaves(*backend.qkv())
     k2 = k * 1

@@ -15,7 +15,7 @@ ERROR_BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-
 
 
 def grads(backend, do, q, k, v, dlse=None, **options):
-    """By autograd, and by hand from the log-sum-exp: the same bits."""
+    """By autograd, and by hand from the log-sum-exp: the same bits, if they are promised."""
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     o, lse = backend.forward(*inputs, return_lse=True, **options)
     outputs, wanted = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
@@ -25,8 +25,18 @@ def grads(backend, do, q, k, v, dlse=None, **options):
         by_hand = minimal_attn.backward(
             do, q, k, v, o.detach(), lse.detach(), None, dlse=dlse, backend=backend.name, **options
         )
-    assert all(map(torch.equal, results, by_hand))
+    if torch.are_deterministic_algorithms_enabled():
+        assert all(map(torch.equal, results, by_hand))
     return results
+
+
+def forms(backend, dtype):
+    """The one that is on meanwhile: hopper's faster form for half types adds to dq in any order."""
+    yield "deterministic"
+    if backend.name == "hopper" and dtype != torch.float32:
+        torch.use_deterministic_algorithms(False)
+        yield "in any order"
+        torch.use_deterministic_algorithms(True)
 
 
 def check(backend, do, q, k, v, **options):
@@ -46,7 +56,7 @@ OPTIONS = {
     "causal": lambda b: dict(causal=True),
     "causal, empty rows": lambda b: dict(causal=True, offset=-40),
     "window": lambda b: dict(window_size=(20, 3)),
-    "window to the right": lambda b: dict(window_size=(-5 + 5, 30), offset=-10),
+    "window to the right": lambda b: dict(window_size=(0, 30), offset=-10),
     "scale": lambda b: dict(softmax_scale=-0.3),
     "scale 0": lambda b: dict(softmax_scale=0.0),
     "lengths": lambda b: dict(seqlens_k=b.ints(33, 0), causal=True),
@@ -69,9 +79,12 @@ def test_options(backend, dtype, name):
         (1, 1, 1, 1, 1, 1),
         (2, 3, 3, 65, 1, 33),
         (1, 6, 1, 3, 130, 80),
+        (1, 6, 2, 260, 300, 96),
         (1, 2, 2, 200, 129, 128),
         (1, 2, 1, 100, 90, 200),
         (1, 1, 1, 70, 70, 256),
+        (1, 2, 1, 2500, 20, 16),  # dk and dv are set aside after 64 tiles of queries
+        (1, 2, 1, 20, 700, 100),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
@@ -102,6 +115,86 @@ def test_strides(backend, dtype):
     check(backend, do.mT.contiguous().mT, q, k, v, causal=True)
 
 
+@pytest.fixture
+def in_any_order():
+    """Without deterministic algorithms, which all other tests ask for: hopper may add to dq in any order."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("d", [50, 128])
+def test_options_in_any_order(cuda_backend, in_any_order, name, d):
+    if cuda_backend.name != "hopper":
+        pytest.skip("hopper alone has another form")
+    q, k, v = cuda_backend.qkv(d=d, dtype=cuda_backend.random.choice([torch.float16, torch.bfloat16]))
+    check(cuda_backend, torch.randn_like(q), q, k, v, **OPTIONS[name](cuda_backend))
+
+
+FUSED, TWO = "half backward, fused", "half backward, two kernels"
+# d, whether deterministic algorithms are asked for -> kernel, (Br, Bc, d) of the tile that gives dK and dV
+HOPPER_TILES = [
+    (40, False, FUSED, (128, 128, 64)),
+    (100, False, FUSED, (64, 128, 128)),
+    (64, True, TWO, (128, 128, 64)),
+    (96, True, TWO, (64, 128, 128)),
+    (128, True, TWO, (64, 128, 128)),
+    (130, False, TWO, (64, 64, 192)),
+    (256, True, TWO, (64, 64, 256)),
+]
+
+
+@pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window_size=(150, 60))], ids=str)
+@pytest.mark.parametrize("d, deterministic, kernel, tile", HOPPER_TILES)
+def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic, kernel, tile):
+    """Several tiles of queries and of keys, and none of them whole."""
+    if cuda_backend.name != "hopper":
+        pytest.skip("a tile of hopper")
+    torch.use_deterministic_algorithms(deterministic)
+    for dtype in torch.float16, torch.bfloat16:
+        q, k, v = cuda_backend.qkv(B=1, Nq=410, Nk=450, d=d, dtype=dtype)
+        found = cuda_backend.explain(q, k, v, backward=True, **band)
+        assert (found.kernel, (found.Br, found.Bc, found.d)) == (kernel, tile)
+        check(cuda_backend, torch.randn_like(q), q, k, v, **band)
+
+
+@pytest.mark.parametrize(
+    "d, limit, tile",
+    [
+        (40, 227, (64, 64, 64)),
+        (100, 227, (32, 64, 128)),
+        (128, 163, (16, 128, 128)),
+        (256, 227, (32, 64, 256)),
+        (200, 163, (32, 32, 256)),
+    ],
+)
+def test_every_tile_of_tf32(cuda_backend, shared_memory_limit, d, limit, tile):
+    """Shared memory in KB: an A100 has 163."""
+    if cuda_backend.name != "portable" or minimal_attn._C.cuda_architectures() == "compute_75":
+        pytest.skip("a tile of portable, since Ampere")
+    if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < limit << 10:
+        pytest.skip("too little shared memory")
+    shared_memory_limit(limit << 10)
+    for band in {}, dict(causal=True), dict(window_size=(150, 60)):
+        q, k, v = cuda_backend.qkv(B=1, Nq=310, Nk=350, d=d)
+        found = cuda_backend.explain(q, k, v, backward=True, **band)
+        assert (found.kernel, (found.Br, found.Bc, found.d)) == ("float32 backward on tensor cores", tile)
+        check(cuda_backend, torch.randn_like(q), q, k, v, **band)
+
+
+def test_explain(backend, dtype):
+    """What backward does; the arguments are forward's."""
+    q, k, v = backend.qkv(dtype=dtype)
+    found = backend.explain(q, k, v, backward=True, causal=True)
+    assert found.kernel and found.Br > 0 and found.Bc > 0 and found.d >= 64 and found.grid > 0
+    assert found != backend.explain(q, k, v, causal=True)
+    with pytest.raises(TypeError, match="^backward must be True or False, but was 1"):
+        backend.explain(q, k, v, backward=1)
+    with pytest.raises(ValueError, match="^block_table must be None with backward=True, but was given"):
+        backend.explain(q, k, v, backward=True, block_table=backend.ints(0, 0)[:, None])
+
+
 def sdpa_gradients(do, q, k, v, **options):
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     o = F.scaled_dot_product_attention(*inputs, is_causal=options.get("causal", False))
@@ -110,7 +203,7 @@ def sdpa_gradients(do, q, k, v, **options):
 
 def hard_inputs(backend, name, dtype, d):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=300, Nk=300, d=d)
-    do = torch.randn_like(q)
+    do = backend.randn(*q.shape)
     rows = 10 ** torch.linspace(-8, 2, 300, device=q.device)[:, None]
     one_hot = torch.zeros_like(do)
     one_hot[:, :, ::10, 5] = 1
@@ -146,16 +239,19 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
     largest_score = (q.double() @ k.double().mT).abs().max().item() / d**0.5
     for options in {}, {"causal": True, "offset": 0}:
         exact = gradients(do, q, k, v, **options)
-        ours, peers = grads(backend, do, q, k, v, **options), sdpa_gradients(do, q, k, v, **options)
-        for which, x, peer, expected in zip("qkv", ours, peers, exact, strict=True):
+        peers = sdpa_gradients(do, q, k, v, **options)
+        ours = {form: grads(backend, do, q, k, v, **options) for form in forms(backend, dtype)}
+        results = [(form, *x) for form in ours for x in zip("qkv", ours[form], peers, exact, strict=True)]
+        for form, which, x, peer, expected in results:
             for dim in (None, -1, -2) if name in MILD and not options else (None,):
                 error, bound = (worst_error(t, expected, dim) for t in (x, peer))
                 bound = max(bound, torch.finfo(dtype).eps / 4)  # what rounding the result alone costs
-                factor = 1.2 if dim is None and name in MILD else 1.6  # small samples vary
+                # Small samples vary: the worst row most, and the few large rows of dO.
+                factor = 2.5 if dim else 1.2 if name in MILD and name != "rows of dO" else 1.6
                 bound *= factor
                 if name in HARD:  # P has the rounding of a score, which PyTorch may sum in more chains
                     bound = max(bound, torch.finfo(torch.float32).eps * largest_score)
-                assert error <= bound, f"d{which}, dim {dim}: {error:.1e}, SDPA {bound / factor:.1e}"
+                assert error <= bound, f"{form} d{which}, dim {dim}: {error:.1e}, SDPA {bound / factor:.1e}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -164,17 +260,30 @@ def test_padding_may_be_nan(backend, dtype, causal):
     q, k, v = backend.qkv(dtype=dtype)
     do = torch.randn_like(q)
     options = dict(leftpad_k=backend.ints(5, 0), seqlens_k=backend.ints(60, 33), causal=causal)
-    expected = grads(backend, do, q, k, v, **options)
+    expected = {form: grads(backend, do, q, k, v, **options) for form in forms(backend, dtype)}
     for t in k, v:
         t[0, :, :5] = t[0, :, 60:] = t[1, :, 33:] = torch.nan
     if causal:
         for t in q, do:
             t[0, :, :15] = t[1, :, :37] = torch.nan  # positions -10 + i and -37 + i
-    found = grads(backend, do, q, k, v, **options)
-    if backend.name == "hopper" and dtype == torch.float32:  # NaN in Qi: the tile is the fallback's
-        torch.testing.assert_close(found, expected)
-    else:
-        assert all(map(torch.equal, found, expected))
+    for form in forms(backend, dtype):
+        found = grads(backend, do, q, k, v, **options)
+        if form == "in any order" or (backend.name == "hopper" and dtype == torch.float32):  # fallback
+            torch.testing.assert_close(found, expected[form])
+        else:
+            assert all(map(torch.equal, found, expected[form]))
+
+
+@pytest.mark.parametrize("lengths", [dict(seqlens_k=(80, 0)), dict(leftpad_k=(0, 90))], ids=str)
+def test_a_batch_without_keys_may_be_nan(backend, dtype, lengths):
+    q, k, v = backend.qkv(dtype=dtype)
+    do = torch.randn_like(q)
+    for t in q, k, v, do:
+        t[1] = torch.nan
+    options = {name: backend.ints(*values) for name, values in lengths.items()}
+    for form in forms(backend, dtype):
+        for actual in grads(backend, do, q, k, v, **options):
+            assert not actual[1].any() and actual[0].any() and actual.isfinite().all(), form
 
 
 @pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window_size=(40, 30))], ids=str)
@@ -228,9 +337,9 @@ def test_every_instruction_set(seed, name):
 
 @pytest.mark.skipif(not cuda_backends(), reason="there is no GPU")
 def test_small_shared_memory(shared_memory_limit, cuda_backend):
-    for limit in 48 << 10, 64 << 10, 99 << 10:
+    for limit in 48 << 10, 64 << 10, 99 << 10, 163 << 10:
         shared_memory_limit(limit)
-        for d in 64, 256:
+        for d in 64, 128, 256:
             q, k, v = cuda_backend.qkv(d=d)
             check(cuda_backend, torch.randn_like(q), q, k, v, causal=True)
 

@@ -1,5 +1,7 @@
 """What only a GPU has: streams, graphs, other devices, shared memory, calls that don't synchronise."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import check_l_m, check_o
@@ -196,6 +198,24 @@ def test_does_not_synchronize(cuda_backend, dtype):
         backend.forward(q.mT.contiguous().mT, k, v, offset=counts, state=state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_threads_and_shapes_in_turn(cuda_backend, dtype):
+    """A call finds no counter as an earlier one set it: three threads, each with a stream and two shapes."""
+    inputs = [
+        cuda_backend.qkv(B=B, Hq=4, Hkv=2, Nq=N, Nk=N + 50, d=64, dtype=dtype) for B, N in ((2, 300), (1, 70))
+    ]
+    expected = [cuda_backend.forward(*tensors, causal=True) for tensors in inputs]
+    torch.cuda.synchronize()
+
+    def calls(_):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [[cuda_backend.forward(*tensors, causal=True) for tensors in inputs] for _ in range(20)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(o, e) for both in results for o, e in zip(both, expected, strict=True))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(calls, range(3))) == [True] * 3
 
 
 def test_graph(cuda_backend, dtype):

@@ -108,7 +108,7 @@ def compile_and_refuse(rank, ranks, device, seed):
 
 
 def differentiate(rank, ranks, device, seed):
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh(device.type, (ranks,))
     backend = Backend("cpu", seed)
@@ -116,12 +116,16 @@ def differentiate(rank, ranks, device, seed):
         tensors = [t.requires_grad_() for t in backend.qkv(Hkv=Hkv)]
         do = torch.ones_like(tensors[0])
         expected = torch.autograd.grad(minimal_attn.forward(*tensors, causal=True), tensors, do)
-        for given in [Shard(0)] + [Shard(1)] * (Hkv > 1) + [Shard(2)]:
-            shards = (distribute_tensor(t.detach(), mesh, [given], src_data_rank=None) for t in tensors)
-            inputs = [t.requires_grad_() for t in shards]
+        for given in Shard(0), Shard(1), Shard(2):
+            places = [given] + [given if given != Shard(1) or Hkv > 1 else Replicate()] * 2
+            shards = zip(tensors, places, strict=True)
+            inputs = [distribute_tensor(t.detach(), mesh, [p], src_data_rank=None) for t, p in shards]
+            inputs = [t.requires_grad_() for t in inputs]
             o = minimal_attn.forward(*inputs, causal=True)
             wanted = distribute_tensor(do, mesh, o.placements, src_data_rank=None)
-            for x, y in zip(torch.autograd.grad(o, inputs, wanted), expected, strict=True):
+            found = torch.autograd.grad(o, inputs, wanted)
+            assert given == Shard(2) or (o.placements, found[0].placements) == ((given,), (given,))
+            for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x.full_tensor(), y)
 
 

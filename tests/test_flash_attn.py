@@ -5,6 +5,7 @@ PYTHONPATH=. build/python tests/test_flash_attn.py 1000 [seed [backend]]    so m
 
 import contextlib
 import inspect
+import itertools
 import math
 import sys
 import traceback
@@ -14,7 +15,7 @@ import torch
 from conftest import DTYPES, Backend, check_o
 from reference import Attention, attention, gradients, relative_error
 
-from minimal_attn import flash_attn
+from minimal_attn import _packed, flash_attn
 from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 # flash-attention's own sizes: dropout, ALiBi, softcap, rotary embedding and the backward pass aside.
@@ -39,10 +40,14 @@ SELF_LENGTHS = [97, 128, 200, 257, 384, 512, 768, 1024, 1025, 2048]
 @contextlib.contextmanager
 def forced(backend):
     """The functions have no argument for a backend."""
-    before = flash_attn.forward
-    flash_attn.forward = lambda *qkv, **options: before(*qkv, **options | {"backend": backend.name})
+    before = _packed.forward, _packed.backward
+
+    def force(function):
+        return lambda *tensors, **options: function(*tensors, **options | {"backend": backend.name})
+
+    _packed.forward, _packed.backward = map(force, before)
     yield
-    flash_attn.forward = before
+    _packed.forward, _packed.backward = before
 
 
 @pytest.fixture
@@ -384,20 +389,29 @@ def test_nothing_packed(forced_backend):
 
 
 def test_one_long_sequence_among_short_ones_takes_little_memory(backend, monkeypatch):
-    """Blocks of queries, not the longest length for each sequence; the keys are where they were."""
+    """Blocks of queries, not the longest length for each sequence; the keys are where they were. The backward
+    pass pads a few sequences at a time."""
     seen = []
 
-    def forward(q, k, v, **options):
-        seen.append((q, k, v))
-        return real(q, k, v, **options)
+    def spy(name):
+        real = getattr(_packed, name)
 
-    real = flash_attn.forward
-    monkeypatch.setattr(flash_attn, "forward", forward)
-    q, k, v, cu_seqlens = packed(backend, [1] * 30 + [2000] + [5] * 30)
-    flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 2000, 2000, causal=True)
+        def function(*tensors, **options):
+            seen.append(tensors)
+            return real(*tensors, **options)
+
+        monkeypatch.setattr(_packed, name, function)
+
+    spy("forward")
+    spy("backward")
+    q, k, v, cu_seqlens = packed(backend, [1] * 30 + [1000] + [5] * 30)
+    out = flash_attn_varlen_func(q.requires_grad_(), k, v, cu_seqlens, cu_seqlens, 1000, 1000, causal=True)
     [(blocks, keys, values)] = seen
     assert blocks.numel() <= q.numel() + 62 * 192 * 2 * 32
     assert keys.data_ptr() == k.data_ptr() and values.data_ptr() == v.data_ptr()
+    seen.clear()
+    out.sum().backward()
+    assert len(seen) == 31 and max(t.numel() for tensors in seen for t in tensors[:5]) <= 2 * q.numel()
 
 
 def test_negative_windows_are_unbounded(forced_backend):
@@ -486,6 +500,70 @@ def test_gradients(backend):
     exact = gradients(do_heads_first, q, k, v, wanted=["sinks"], sinks=tensors[3], causal=True)
     for x, y in zip(torch.autograd.grad(out, inputs, do), exact, strict=True):
         assert relative_error((x.transpose(1, 2) if x.dim() == 4 else x).double(), y) < 5e-6
+
+
+SEQUENCES = {  # lengths of queries and of keys, options
+    "self": ([33, 0, 70, 1], [33, 0, 70, 1], dict(causal=True)),
+    "cross": ([5, 60, 0, 20], [40, 7, 12, 0], {}),
+    "window": ([50, 9], [70, 80], dict(window_size=(20, 3), softmax_scale=0.3)),
+    "one long": ([200, 1, 1, 1, 2], [150, 2, 1, 3, 1], dict(causal=True)),  # one sequence at a time
+    "queries before all keys": ([60, 30], [7, 9], dict(causal=True)),
+    "no key": ([4, 3], [0, 0], {}),
+}
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_gradients_of_packed_sequences(forced_backend, dtype, name, with_sinks):
+    """Of out and softmax_lse. Tokens of no sequence, here NaN, get 0."""
+    backend, (lengths_q, lengths_k, options) = forced_backend, SEQUENCES[name]
+    cu_q, cu_k = (backend.ints(*itertools.accumulate([2, *n])) for n in (lengths_q, lengths_k))
+    total_q, total_k = sum(lengths_q) + 4, sum(lengths_k) + 3
+    q, do = (backend.randn(total_q, 4, 40, dtype=dtype) for _ in range(2))
+    k, v = (backend.randn(total_k, 2, 40, dtype=dtype) for _ in range(2))
+    sinks, dlse = backend.randn(4) if with_sinks else None, backend.randn(4, total_q)
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, sinks) if t is not None]
+    results = flash_attn_varlen_func(
+        *inputs[:3],
+        cu_q,
+        cu_k,
+        max(lengths_q),
+        max(lengths_k),
+        return_attn_probs=True,
+        s_aux=inputs[3] if with_sinks else None,
+        **options,
+    )
+    outputs, above = list(results[:2]), [do, dlse]
+    outside = torch.ones(total_q, dtype=torch.bool, device=q.device)
+    expected = [torch.zeros_like(t, dtype=torch.float64) for t in inputs]
+    for b in range(len(lengths_q)):
+        rows, keys = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_q, cu_k))
+        outside[rows] = False
+        one = [t[at].transpose(0, 1)[None] for t, at in ((do, rows), (q, rows), (k, keys), (v, keys))]
+        known = options | (dict(sinks=sinks) if with_sinks else {})
+        exact = gradients(*one, dlse=dlse[None, :, rows], wanted=["sinks"] * with_sinks, **known)
+        for t, at, x in zip(expected[:3], (rows, keys, keys), exact, strict=False):
+            t[at] = x[0].transpose(0, 1)
+        if with_sinks:
+            expected[3] += exact[3]
+    above[1] = dlse.masked_fill(outside, 0)
+    bound = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    for x, t, y in zip(torch.autograd.grad(outputs, inputs, above), inputs, expected, strict=True):
+        assert x.dtype == t.dtype and (x - y).norm() <= bound * max(y.norm(), 1)
+
+
+def test_compiled_gradients_of_packed_sequences(backend):
+    q, k, v, cu_seqlens = packed(backend, [7, 0, 23])
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+
+    def loss(q, k, v):
+        return flash_attn_varlen_func(q * 2, k, v, cu_seqlens, cu_seqlens, 23, 23, causal=True).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(*inputs), expected)
 
 
 def main(count, seed=0, name="cpu"):

@@ -392,12 +392,16 @@ def test_no_kernel_spills():
     """Where registers don't suffice values go to the stack: slow, and nothing else would show it.
 
     Up to 8 words are let pass: so many ptxas leaves in float_kernel's largest tile for d = 64 on some GPUs.
-    More have half_kernel's largest tiles on sm_75, whose GPUs are too small for them, and tf32_kernel's tile
-    for an A100 on sm_90a, where it takes calls of at most 64 queries.
+    More have the largest tiles of half_kernel and gradient_kernel on sm_75, whose GPUs are too small for
+    them, and tf32_kernel's tile for an A100 on sm_90a, where it takes calls of at most 64 queries.
     """
     larger = {
         ("75", "HalfTileILi128ELi128ELi64E"): 72,
         ("75", "HalfTileILi256ELi64ELi64E"): 72,
+        ("75", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E"): 72,
+        ("75", "GradientTileILNS0_4PassE0ELi128ELi64E"): 72,
+        ("75", "GradientTileILNS0_4PassE0ELi128ELi128E"): 72,
+        ("75", "GradientTileILNS0_4PassE1ELi128ELi128E"): 72,
         ("90a", "Tf32TileILi256ELi64E"): 40,
     }
     built = minimal_attn._C.cuda_architectures().split()
@@ -445,6 +449,18 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
             loops = [code[int(a) : int(b)] for a, b in backward_branches(code)]
             multiplies = any("HGMMA" in loop and "MUFU.EX2" in loop for loop in loops)
             assert multiplies or "split" in name, f"{name} has no loop with HGMMA"
+
+
+def test_cache_policies_are_in_even_registers():
+    """ptxas of CUDA 13.0 may choose an odd one: an illegal instruction."""
+    if not minimal_attn._C.cuda_architectures().strip():
+        pytest.skip("this build has no machine code for GPUs")
+    if not (cuobjdump := find_tool("cuobjdump")):
+        pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump")
+    for path in (ROOT / "build").glob("temp.*/torch-*/portable/decode.cu.o"):
+        done = run(cuobjdump, "-sass", path)
+        assert done.returncode == 0, done.stderr
+        assert not re.findall(r"desc\[UR\d*[13579]\]", done.stdout)
 
 
 def backward_branches(code):

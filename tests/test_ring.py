@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DTYPES, check_o
-from reference import Attention, attention
+from reference import Attention, attention, gradients
 
 import minimal_attn
 from minimal_attn import ring
@@ -27,6 +27,7 @@ SERVER = multiprocessing.get_context("forkserver")
 # The last one is what use_deterministic_algorithms imports, in a second.
 SERVER.set_forkserver_preload(["torch.distributed", "minimal_attn.ring", "pytest", "torch._inductor.config"])
 TIMEOUT = 1.0  # seconds that a rank waits for another one that is gone
+BACKWARD = "ring.forward's backward pass"  # as errors name it
 LIMIT = 30  # seconds for a test's processes to end
 
 
@@ -176,6 +177,35 @@ def test_against_float64(ranks, transport, seed):
     raise_first(run(check_all, ranks, seed, ranks == 3, transport=transport))
 
 
+def check_gradients(rank, ranks, device, seed):
+    """Each size with one of the bands; the loss depends on o, or on o and the log-sum-exp."""
+    generator = torch.Generator().manual_seed(seed)
+    cases = zip(SIZES[:-1] + SIZES[:2], itertools.cycle(BANDS[seed % 6 :] + BANDS[: seed % 6]), strict=False)
+    for number, ((B, Hq, Hkv, Nq, Nk, d), band) in enumerate(cases):
+        dtype = DTYPES[(seed + number) % 3]
+        shapes = (B, Hq, Nq, d), (B, Hq, Nq, d), (B, Hkv, Nk, d), (B, Hkv, Nk, d)
+        do, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        dlse = torch.randn(B, Hq, Nq, generator=generator).to(device) if number % 2 else None
+        expected = gradients(do, q, k, v, dlse, **band)
+        inputs = [ring.shard(x, rank, ranks).requires_grad_() for x in (q, k, v)]
+        outputs = ring.forward(*inputs, **band, return_lse=True)[: 1 if dlse is None else 2]
+        above = [ring.shard(x, rank, ranks) for x in (do, dlse)[: len(outputs)]]
+        found = torch.autograd.grad(outputs, inputs, above)
+        for name, x, whole in zip("qkv", found, expected, strict=True):
+            mine = ring.shard(whole, rank, ranks)
+            size = max(whole.norm(), whole.numel() ** 0.5 / 10)  # where each row sees one key dq is 0
+            error = (x.double() - mine).norm() / max(size, 1e-9)
+            bound = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}[dtype]
+            assert x.dtype == dtype and error < bound, f"d{name}, case {number}, {dtype}, {band}: {error:.1e}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients(ranks, transport, seed):
+    if transport == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip("there are fewer GPUs")
+    raise_first(run(check_gradients, ranks, seed, transport=transport))
+
+
 def count_digits(rank, ranks, device, seed):
     """How many bfloat16 elements aren't the nearest ones: of one process, and of this rank."""
     q, k, v = torch.randn(3, 1, 1, 300, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -267,7 +297,7 @@ ODD = {  # what rank 1 does differently, the error on all ranks
     "shape": (lambda q, k, v: (q, k, v[:, :, 1:]), {}, ValueError, "rank 1: v must have k's shape"),
     "type": (lambda q, k, v: (q, None, v), {}, TypeError, "rank 1: k must be a dense tensor"),
     "offset": (lambda *qkv: qkv, dict(offset=torch.tensor([1])), TypeError, "rank 1: offset must be an int"),
-    "grad": (lambda q, k, v: (q.requires_grad_(), k, v), {}, RuntimeError, "rank 1: .* no backward pass"),
+    "grad": (lambda q, k, v: (q.requires_grad_(), k, v), {}, ValueError, "requires_grad .* True on rank 1"),
     "backend": (lambda *qkv: qkv, dict(backend="best"), ValueError, "rank 1: "),
 }
 
@@ -297,15 +327,27 @@ def test_odd_ranks():
             raise was(said)
 
 
+def different_passes(rank, ranks, device):
+    x = torch.randn(1, 1, 8, 16, requires_grad=True)
+    loss = ring.forward(x, x, x, timeout=20).sum()
+    with pytest.raises(ValueError, match="^call must be .* pass on rank 0 and ring.forward on rank 1$"):
+        loss.backward() if rank == 0 else ring.forward(x, x, x, timeout=20)
+    ring.forward(x, x, x, timeout=20).sum().backward()
+
+
+def test_different_passes():
+    raise_first(run(different_passes, 2))
+
+
 # ------------------------------------------------------------------------------------ lost ranks
 
 
-def lose_a_rank(rank, ranks, device, lost, when, how, timeout):
+def lose_a_rank(rank, ranks, device, lost, when, how, timeout, within="forward"):
     """The error of a call in which a rank is lost before the call, or within its `when`th product."""
-    q, k, v = torch.randn(3, 1, 2, 40, 16)
-    ring.forward(q, k, v, timeout=20)
+    q, k, v = torch.randn(3, 1, 2, 40, 16).requires_grad_(within == "backward")
+    o = ring.forward(q, k, v, timeout=20 if within == "forward" else timeout)
     calls = []
-    plain = minimal_attn.forward
+    plain = getattr(minimal_attn, within)
 
     def last(*arguments, **options):
         calls.append(0)
@@ -316,12 +358,12 @@ def lose_a_rank(rank, ranks, device, lost, when, how, timeout):
         return plain(*arguments, **options)
 
     if rank == lost:
-        minimal_attn.forward = last
+        setattr(minimal_attn, within, last)
         if when == 0:
             os.kill(os.getpid(), how)
     start = time.monotonic()
     try:
-        ring.forward(q, k, v, timeout=timeout)
+        ring.forward(q, k, v, timeout=timeout) if within == "forward" else o.sum().backward()
     except (ring.RingError, MemoryError) as error:
         return type(error), str(error), time.monotonic() - start
 
@@ -353,14 +395,24 @@ def test_lost_rank(how, lost, when):
         assert f"{TIMEOUT:g} s" in texts[0]
 
 
-def test_rank_that_raises():
+@pytest.mark.parametrize("how, when", [(signal.SIGKILL, 2), (signal.SIGSTOP, 0)])
+def test_lost_rank_of_the_backward_pass(how, when):
+    results = run(lose_a_rank, 3, 1, when, how, TIMEOUT, "backward", gone=[1])
+    kinds, texts, seconds = zip(*(result for result in results if result is not None), strict=True)
+    assert set(kinds) == {ring.RingError} and len(set(texts)) == 1, texts
+    assert texts[0].startswith(f"{BACKWARD} ended on all ranks") and "rank 1" in texts[0]
+    assert max(seconds) < TIMEOUT + 4
+
+
+@pytest.mark.parametrize("within, name", [("forward", "ring.forward"), ("backward", BACKWARD)])
+def test_rank_that_raises(within, name):
     """It raises its own error, and the others name it at once, long before the timeout."""
-    results = run(lose_a_rank, 4, 2, 1, "raises", 1000)
+    results = run(lose_a_rank, 4, 2, 1, "raises", 1000, within)
     assert results[2][:2] == (MemoryError, "there is none")
     for kind, text, seconds in results[:2] + results[3:]:
         assert (kind, text) == (
             ring.RingError,
-            "ring.forward ended on all ranks: rank 2 raised MemoryError: there is none",
+            f"{name} ended on all ranks: rank 2 raised MemoryError: there is none",
         )
         assert seconds < 10
 

@@ -284,6 +284,33 @@ def test_every_operator_of_cuda(randn, device, kind, dtype, is_causal, requires_
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_whose_gradients(randn, device, kind, dtype):
+    """Our kernels' bits where they are fast; PyTorch's where there is dropout."""
+    if (device == "cpu") > (kind == "FLASH_ATTENTION") or (device == "cuda" and dtype == torch.float32):
+        pytest.skip("not an operator of this device and dtype")
+    tensors = [t.requires_grad_() for t in heads(randn, dtype, Nq=70)]
+
+    def grads(function, **options):
+        torch.manual_seed(1)
+        with sdpa_kernel(getattr(SDPBackend, kind)):
+            return torch.autograd.grad(function(*tensors, **options).sum(), tensors)
+
+    assert minimal_attn._C.has_fast_backward(tensors[0]) or device == "cuda"
+    ours = grads(minimal_attn.forward, causal=True, offset=0)
+    try:
+        dropped = None if device == "cpu" else grads(F.scaled_dot_product_attention, dropout_p=0.3)
+    except RuntimeError as error:
+        pytest.skip(f"PyTorch has it not: {error}")
+    with minimal_attn.activate():
+        found = grads(F.scaled_dot_product_attention, is_causal=True)
+        if minimal_attn._C.has_fast_backward(tensors[0]):
+            assert all(map(torch.equal, found, ours))
+        if dropped:  # cuDNN may add in any order
+            torch.testing.assert_close(grads(F.scaled_dot_product_attention, dropout_p=0.3), dropped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("Nq", [1, 70, 127, 300])
 @pytest.mark.parametrize("Nk", [70, 300])  # one query and 300 keys are for decode.cu
 @pytest.mark.parametrize("scale", [1, 1e25])  # where float16 can't carry a float32, Hopper has another kernel
@@ -501,16 +528,15 @@ def test_activated_compile(device, randn, dynamic):
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).square().sum()
         )
 
-    x = randn(2, 50, 64).requires_grad_()
-    k, v = randn(2, 4, 50, 16), randn(2, 4, 50, 16)
-    expected = loss(x, k, v)
-    [expected_grad] = torch.autograd.grad(expected, x)
+    inputs = [randn(*shape).requires_grad_() for shape in ((2, 50, 64), (2, 4, 50, 16), (2, 4, 50, 16))]
+    expected = loss(*inputs)
+    expected_grads = torch.autograd.grad(expected, inputs)
     with minimal_attn.activate() as activation:
-        actual = torch.compile(loss, fullgraph=True, dynamic=dynamic)(x, k, v)
-        [grad] = torch.autograd.grad(actual, x)
+        actual = torch.compile(loss, fullgraph=True, dynamic=dynamic)(*inputs)
+        grads = torch.autograd.grad(actual, inputs)
     assert activation.calls["minimal_attn"] >= 1
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import cuda_backends
+from test_ring import raise_first, run
 from torch import nn
 from torch.nn import functional as F
 
@@ -118,6 +119,26 @@ def test_llama(device, seed):
 def test_vit(device, seed):
     torch.manual_seed(seed)
     check(ViT(), images(), device)
+
+
+def train_in_parallel(rank, ranks, device, seed):
+    """DDP's gradients of half the batch each, and those of one process with the whole."""
+    torch.manual_seed(seed)
+    model = Llama(key_heads(device.type)).to(device)
+    batch = {name: t.to(device) for name, t in tokens()[0].items()}
+    model(**batch).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    with minimal_attn.activate() as activation:
+        parallel(**{name: t[rank::ranks] for name, t in batch.items()}).backward()
+    assert activation.calls == {"minimal_attn": 2}
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def test_data_parallel(seed):
+    raise_first(run(train_in_parallel, 2, seed))
 
 
 def test_llama_of_transformers(device, seed):

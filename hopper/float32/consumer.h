@@ -121,8 +121,8 @@ __device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], con
     return small;
 }
 
-// 12. - 13. O to HBM. store_state does what is rare: this code runs once a work tile, and is waited for, line by line
-// of the instruction cache, so it should be short.
+// 12. - 13. O to HBM. store_state does what is rare. This code runs once a work tile, and warps wait while it is
+// fetched into the instruction cache, so it is short.
 template <class Tile, int Count>
 __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const float (&Oi)[Count],
                         const SoftmaxState &softmax, const float (&l)[2], float c, float unit, float unitO) {

@@ -27,7 +27,7 @@
 // KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its scale: have arrived; are read
 // tile_loaded            | a group's thread 0, TMA  | a splitter group    | its float32 tile is in shared memory
 // named, 1 + group       | the group                | the group           | its votes, jobs, extremes; in fallback.h tiles
-// named, kAllConsumers   | consumers                | consumers           | no work tile is left: memory for the fallback
+// named, kAllConsumers   | consumers                | consumers           | no more work tiles: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
@@ -283,6 +283,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
+    if (!Tile::IsSingle && threadIdx.x == 128 && p.workspace.heads) finish_counters<Tile>(p.workspace);
     run_deferred<Tile>(p, shared, warpgroup);
 }
 
@@ -371,9 +372,13 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
-        const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
-        const int64_t counter_bytes =
-            has_workspace ? (char *)p.workspace.inverse_scale - (char *)workspace : sizeof(int);
+        Workspace &w = p.workspace;
+        int64_t counter_bytes = plan.workspace;
+        if (layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) > 0) {
+            void *const zeros = zeros_of(stream, w.counter_bytes);
+            layout_workspace<Tile>(a, plan.multiprocessors, workspace, w, zeros);
+            counter_bytes = zeros ? 0 : w.counter_bytes;
+        }
         return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
     });
 }

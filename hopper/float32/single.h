@@ -2,8 +2,8 @@
 // work tile with one tile of keys. So its block splits Kj and Vj in place, without a workspace. Query heads that
 // share a key head split it again. Two blocks share a multiprocessor.
 //
-// Each step runs once a head, so nothing hides latencies: loads come first, before the work tile is worked out, and the
-// code is short and straight, as each line of it is waited for in the instruction cache.
+// Each step runs once a head, so nothing hides latencies. Loads come first, before the work tile is described. The code
+// is short and straight, since each of its lines is fetched into the instruction cache while the warps wait.
 //
 // role                | warps  | registers | does
 // producer warpgroup  | 0 to 3 | 96        | thread 0 loads Kj, Qi and Vj; all split Kj, then Vj, in place

@@ -33,8 +33,9 @@ struct Float32Work : WorkTile {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo don't carry K or V (or there is no key): the fallback computes all rows
-    // The largest inverse scale of the head's Kj, which is the unit of m (Sij is in units of its own Kj), and of its
-    // Vj, where 0 is a V of zeros. With the single tile inf if hi and lo don't carry it; `fallback` is false there.
+    // The largest inverse scales of the head's Kj and Vj; 0 is a V of zeros. That of K is the unit of m; Sij is in
+    // units of its own Kj. With the single tile it is inf if hi and lo don't carry the numbers; `fallback` is false
+    // there.
     float inverse_scale_K, inverse_scale_V;
     int ends[4];                       // of the keys that each consumer's rows see
     alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it

@@ -1,0 +1,24 @@
+// backward.h: the kernels of the backward pass for float16 and bfloat16.
+#pragma once
+#include "portable/gradient_rows.h"
+
+namespace minimal_attn::hopper {
+
+// dK, dV and, if wanted, dQ, whose parts are added in any order. dQ_of_fused finds dQ in the plan's workspace, in the
+// layout of launch_convert_dq with Plan::D columns. For d up to 128.
+Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
+const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
+                         CUstream_st *stream);
+constexpr int kCounterBytes = 256;  // which begin the workspace
+inline float *dQ_of_fused(void *workspace) { return (float *)((char *)workspace + kCounterBytes); }
+
+// dQ alone, by a block for each tile of queries: the same bits on every run. Needs the plan's workspace.
+Plan plan_dq(const Gradient &g, const Device &device);
+const char *launch_dq(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
+                      CUstream_st *stream);
+
+// dK and dV alone, by a block for each tile of keys: the same bits on every run. For d above 128.
+Plan plan_dkdv(const Gradient &g, const Device &device);
+const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream);
+
+}  // namespace minimal_attn::hopper

@@ -1,0 +1,93 @@
+// half.h: what the kernels of half types have in common: tiles of keys are loaded by TMA, one after the other, and
+// multiplied by wgmma, in turns. A tile in shared memory is boxes of 64 columns, one behind the other.
+#pragma once
+#include "hopper/scheduler.h"
+#include "hopper/tma.h"
+
+namespace minimal_attn::hopper {
+
+// Loads the tiles of a work tile's visible keys, Rows rows each. Calls before_load() before each load.
+template <int Rows, int Stages, int Bytes, class BeforeLoad>
+__device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeline<Stages> &pipeline,
+                           unsigned char (&tiles)[Stages][Bytes], const BeforeLoad &before_load) {
+    for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows) {
+        before_load();
+        pipeline.producer_acquire();
+        load_tile<Rows, Bytes / (Rows * 128)>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b,
+                                              pipeline.full());
+        pipeline.advance();
+    }
+}
+
+// The thread that calls it is the scheduler, too. It takes a work tile when it has begun to load the last Kj of the one
+// before: as late as possible, so that blocks end at about the same time (d 256, N 8192 causal: 5 %).
+template <class Tile, int Stages, int Bytes>
+__device__ void schedule_and_load_K(const Parameters &p, StageBarriers (&queue)[kQueueStages],
+                                    WorkTile (&work_tiles)[kQueueStages], StageBarriers (&barriers)[Stages],
+                                    unsigned char (&Kj)[Stages][Bytes]) {
+    Pipeline<kQueueStages> tile_queue{queue};
+    Pipeline<Stages> K{barriers};
+    const TileScheduler<Tile> scheduler{p};
+    for (int n = -1;; tile_queue.advance()) {
+        tile_queue.producer_acquire();
+        n = scheduler.next(n);
+        const WorkTile work = scheduler.tile(n);
+        work_tiles[tile_queue.stage()] = work;
+        arrive(tile_queue.full());
+        if (work.b < 0) return;
+        load_tiles<Tile::Bc>(p.K, work, K, Kj, [] {});
+    }
+}
+
+// Consumers issue their products in turns, so that the exponentials of one run beside the products of another.
+template <class Tile>
+struct PingPong {
+    int warpgroup;
+    __device__ void wait_turn() const {
+        if constexpr (Tile::kTakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
+    }
+    __device__ void pass_turn() const {
+        if constexpr (Tile::kTakesTurns) named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
+    }
+};
+
+// Starts C = A B^T. A has 64 rows, B has 2 Count, both D columns.
+template <class T, int D, int Count>
+__device__ void issue_ABt(float (&C)[Count], Descriptor A, Descriptor B) {
+    constexpr int ABox = 64 * 128, BBox = 2 * Count * 128;
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D; x += 16)
+        wgmma_ABt(T(), C, A + x / kBoxColumns * ABox + x % kBoxColumns * 2,
+                  B + x / kBoxColumns * BBox + x % kBoxColumns * 2, x > 0);
+    wgmma_commit();
+}
+
+// Starts C += A B. A, 64 x 4 CountA, is in registers; B has 4 CountA rows.
+template <class T, int CountC, int CountA>
+__device__ void issue_AB(float (&C)[CountC], const uint32_t (&A)[CountA], Descriptor B) {
+    B.low |= 4 * CountA * 128 / 16 << 16;  // from one box to the next
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4 * CountA; j += 16) wgmma_AB(T(), C, &A[j / 4], B + j * 128);
+    wgmma_commit();
+}
+
+// A thread's numbers of an accumulator, in pairs, are its registers of the operand A.
+template <class T, int Count>
+__device__ void pack_operand(uint32_t (&A)[Count], const float (&C)[2 * Count]) {
+#pragma unroll
+    for (int x = 0; x < Count; ++x) A[x] = pack<T>(C[2 * x], C[2 * x + 1]);
+}
+
+// Sets the rows of a tile of keys from key `end` on to 0, since 0 times NaN is NaN. Each warpgroup sets all of them.
+template <int Rows, int Bytes>
+__device__ void zero_rows_from(unsigned char (&tile)[Bytes], int end, int Nk, int j0, int barrier) {
+    if (end - j0 >= Rows || end == Nk) return;  // TMA has set rows from Nk on to 0
+    for (int at = (end - j0) * 128 + threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
+        for (int box = 0; box < Bytes / (Rows * 128); ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
+    fence_async();
+    named_barrier_sync(barrier, 128);
+}
+
+}  // namespace minimal_attn::hopper

@@ -1,0 +1,101 @@
+// key_tiles.h: what the backward kernels have in common whose blocks own keys and walk the queries, backward_fused.cu
+// and backward_dkdv.cu.
+#pragma once
+#include "hopper/gradient.h"
+
+namespace minimal_attn::hopper {
+
+struct KeyParameters : Parameters {
+    TensorMap dO;
+    GradientTensor dk, dv;
+    GradientRows rows;
+    float c;        // softmax_scale log2(e)
+    Divisor Tc;     // tiles of keys of a head
+    int key_tiles;  // of all heads
+};
+
+// Tile n of keys: those from j0 on, and `tiles` tiles of the queries i0 <= i < i1 of the heads from h0 on. Queries that
+// see one of the keys are neighbours, since the band's bounds only grow with i.
+template <class Tile>
+struct KeyTile {
+    int b, key_head, j0, h0, i0, i1, tiles;
+    BandOf<int> band;
+
+    __device__ KeyTile(const KeyParameters &p, int n) {
+        const int head = n / p.Tc;
+        b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
+        band = band_of_batch(p, b);
+        const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
+        i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
+        i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
+        // Without a query one tile is computed all the same, and masked.
+        const bool none = i0 >= i1;
+        if (none) i0 = 0, i1 = 1;
+        tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
+    }
+    // Which queries see key j.
+    __device__ Keys queries(int j) const {
+        if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
+        return {j - band.last, j - band.first + 1};
+    }
+    __device__ bool is_seen(int j, int Nq) const { return max(queries(j).begin, 0) < min(queries(j).end, Nq); }
+    // use(h, i0, whether it is the first) for each tile of queries. One loop: two would take more registers.
+    template <class Use>
+    __device__ void for_each_query_tile(const Use &use) const {
+        int h = h0, i = i0;
+        for (int n = 0; n < tiles; ++n) {
+            use(h, i, n == 0);
+            i += Tile::Br;
+            if (i >= i1) i = i0, ++h;
+        }
+    }
+};
+
+// Loads all Qi of a tile of keys with lse_i, or all dOi with Di.
+template <class Tile, int Stages, int Bytes>
+__device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, const TensorMap &Q_or_dO,
+                             const float *rows, Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
+                             float (&numbers)[Stages][Tile::Br]) {
+    keys.for_each_query_tile([&](int h, int i0, bool) {
+        pipeline.producer_acquire();
+        const int stage = pipeline.stage();
+        Barrier &full = pipeline.full();
+        arrive_expect_tx(full, Tile::Br * 4);
+        bulk_load(numbers[stage], rows + (keys.b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
+        load_tile<Tile::Br, Tile::Boxes>(tiles[stage], Q_or_dO, i0, h, keys.b, full);
+        pipeline.advance();
+    });
+}
+
+// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. Each warpgroup sets all of them.
+template <int Rows, int Boxes>
+__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
+    if (begin <= 0 && end >= Rows) return;
+    for (int at = threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
+        if (at / 128 < begin || at / 128 >= end)
+            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
+    fence_async();
+    named_barrier_sync(barrier, 128);
+}
+
+// The same for a tile of queries, whose rows may see no key of any tile.
+template <class Tile>
+__device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
+    const int end = empty(keys.band.keys) ? 0 : keys.band.keys.end - keys.band.first;
+    // TMA has set the rows from Nq on to 0.
+    zero_rows_outside<Tile::Br, Tile::Boxes>(tile, keys.band.keys.begin - keys.band.last - i0,
+                                             end < Nq ? end - i0 : Tile::Br, barrier);
+}
+
+// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one; lse is of its first.
+template <int Count>
+__device__ void compute_P(float (&S)[Count], const float *lse, float c) {
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = *(const float2 *)(lse + 2 * x);
+#pragma unroll
+        for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
+    }
+}
+
+}  // namespace minimal_attn::hopper

@@ -1,0 +1,156 @@
+"""Attention of sequences that lie packed, one behind the other, and its gradients.
+
+The forward pass takes blocks of queries, which share all keys by a stride of 0. Then dk and dv would have a
+copy for each block. So the backward pass pads the sequences instead, a few at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minimal_attn._backward import backward
+from minimal_attn._forward import forward
+
+
+def attend(q, k, v, s_aux, wants_lse, **options):
+    """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
+    out, lse = results if wants_lse else (results, None)
+    return out.transpose(1, 2), lse
+
+
+def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
+    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (1, total_k, Hkv,
+    d), or of the pages in options' block_table (1, n).
+
+    forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
+    How many blocks there are at most is known without the lengths. The last block has no query and no key.
+    """
+    total, B, device = len(q), len(begin), q.device
+    if total == 0:  # forward's checks, and its empty results
+        out, lse = attend(q[None], k, v, s_aux, wants_lse, **options)
+        return out[0], lse[0] if wants_lse else None
+    blocks_of_longest = max(1, divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
+    rows = max(1, divide_up(max_seqlen_q, blocks_of_longest))
+    n_blocks = min(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
+    q_begin, q_end = cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
+    blocks = divide_up(q_end - q_begin, rows)
+    next_block = blocks.cumsum(0)
+    first_block = next_block - blocks
+
+    # A sequence's blocks go from its end to its begin: under a causal mask the longest is the first. The last
+    # one may begin before the sequence, with rows that are computed for nothing.
+    block = torch.arange(n_blocks, device=device)
+    b = torch.searchsorted(next_block, block, right=True)
+    is_used = b < B
+    b = b.clamp(max=B - 1)
+    to_end = (block - first_block[b] + 1) * rows  # from the block's first query to the sequence's end
+    token = (q_end[b] - to_end)[:, None] + torch.arange(rows, device=device)
+    queries = q.index_select(0, token.clamp(0, total - 1).flatten()).unflatten(0, (n_blocks, rows))
+    options |= dict(seqlens_k=end[b] * is_used, leftpad_k=begin[b] * is_used, offset=end[b] - to_end)
+    # hopper splits float32 keys once a batch, here for each block: O(N^2) of workspace.
+    if q.is_cuda and q.dtype == torch.float32:
+        options["backend"] = "portable"
+    if "block_table" in options:
+        options["block_table"] = options["block_table"].expand(n_blocks, -1)
+    else:
+        k, v = (x.expand(n_blocks, -1, -1, -1) for x in (k, v))
+    out, lse = attend(queries, k, v, s_aux, wants_lse, **options)
+
+    token = torch.arange(total, device=device)
+    b = torch.searchsorted(q_end, token, right=True)
+    is_inside = (b < B) & (token >= q_begin[0])
+    b = b.clamp(max=B - 1)
+    from_end = q_end[b] - 1 - token
+    row = (first_block[b] + from_end // rows) * rows + rows - 1 - from_end % rows
+    row = torch.where(is_inside, row, n_blocks * rows - 1)
+    lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
+    return out.flatten(0, 1).index_select(0, row), lse
+
+
+def divide_up(x, y):
+    return (x + y - 1) // y
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+def attend_sequences(
+    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, wants_lse, **options
+):
+    """attend_packed where the keys of sequence b are k, v[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]."""
+    tensors = q, k, v, s_aux
+    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    with torch.set_grad_enabled(False):
+        keys = k[None], v[None], cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:]
+        results = attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse or wants_grad, **options)
+    if not wants_grad:
+        return results
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scalars = options["softmax_scale"], options["causal"], options["window_size"]
+    return _Sequences.apply(*tensors, *results, *bounds, *scalars)
+
+
+class _Sequences(torch.autograd.Function):
+    """attend_packed's results with gradients. In here Dynamo couldn't trace its dynamic sizes."""
+
+    @staticmethod
+    def forward(q, k, v, s_aux, out, lse, *bounds_and_scalars):
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, results):
+        q, k, v, s_aux, out, lse, cu_q, cu_k, *ctx.scalars = inputs
+        ctx.save_for_backward(q, k, v, s_aux, out, lse, cu_q, cu_k)
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, s_aux, out, lse, *bounds = ctx.saved_tensors
+        *longest, softmax_scale, causal, window_size = ctx.scalars
+        options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+        dq, dk, dv = gradients(do, q, k, v, out, lse, dlse, *bounds, *longest, **options)
+        dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
+        return dq, dk, dv, dsinks, *[None] * 9
+
+
+def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
+    """dq, dk and dv of packed sequences; lse and dlse are (Hq, total_q).
+
+    Pads as many sequences at a time as have at most twice the tokens of all, but at least one.
+    """
+    total_q, total_k, B = len(q), len(k), len(cu_q) - 1
+    # A last row takes what is in no sequence.
+    dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (q, k, v))
+    max_q, max_k = min(max_q, total_q), min(max_k, total_k)
+    n = max(1, min(B, 2 * total_q // max_q, 2 * total_k // max_k)) if max_q and max_k else B
+    for first in range(0, B if max_q and max_k else 0, n):
+        begin_q, begin_k = (x[first : first + n + 1].long() for x in (cu_q, cu_k))
+        # The last queries are aligned, as the mask does it. Padding has lse = inf, so that its P is 0.
+        token = begin_q[1:, None] + torch.arange(-max_q, 0, device=q.device)
+        rows = torch.where(token >= begin_q[:-1, None], token, total_q)
+        token = begin_k[:-1, None] + torch.arange(max_k, device=q.device)
+        keys = torch.where(token < begin_k[1:, None], token, total_k)
+        padded_q, padded_do, padded_o = (_pad(x, rows, 0) for x in (q, do, out))
+        padded_lse, padded_dlse = (_pad(x.T, rows, fill) for x, fill in ((lse, torch.inf), (dlse, 0)))
+        padded = padded_do, padded_q, _pad(k, keys, 0), _pad(v, keys, 0), padded_o, padded_lse, None
+        lengths = begin_k.diff()
+        parts = backward(*padded, dlse=padded_dlse, seqlens_k=lengths, **options)
+        for x, index, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            x.index_copy_(0, index.flatten(), part.transpose(1, 2).flatten(0, 1))
+    return dq[:total_q], dk[:total_k], dv[:total_k]
+
+
+def _pad(x, index, fill):
+    """(sequences, heads, rows, ...) of x (tokens, heads, ...), with `fill` where the index is len(x)."""
+    rows = x.index_select(0, index.clamp(max=len(x) - 1).flatten()).unflatten(0, index.shape)
+    is_padding = (index == len(x)).view(*index.shape, *[1] * (x.dim() - 1))
+    return rows.masked_fill(is_padding, fill).transpose(1, 2)
+
+
+def gradient_of_sinks(do, out, lse, dlse, sinks):
+    """A sink is one more key of each row, whose value is 0."""
+    D = (do.float() * out.float()).sum(-1).T - dlse
+    score = sinks.float()[:, None]
+    dS = torch.where(score == -torch.inf, 0, -torch.exp(score - lse) * D)
+    return dS.sum(1).to(sinks.dtype)

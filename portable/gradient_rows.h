@@ -1,0 +1,27 @@
+// gradient_rows.h: what every backward kernel reads of each query beside Q and dO, and dQ's way from float32 to HBM.
+#pragma once
+
+#include "flash.h"
+
+namespace minimal_attn {
+
+// The rows of a head are padded to a multiple of this, so that no kernel checks where a head ends.
+constexpr int kGradientRows = 128;
+
+// float32, head h of batch b at (b * Hq + h) * head_stride. lse is in base 2: lse * log2(e). D = rowsum(dO o O) - dlse.
+// Rows that see no key and padding rows have lse = +inf, so that P = 0, and D = 0.
+struct GradientRows {
+    float *lse, *D;
+    int64_t head_stride;
+};
+
+int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
+GradientRows gradient_rows_in(const Gradient &g, void *workspace);
+
+// Fills both.
+const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
+
+// dq = scale * dQ, in out_dtype. dQ is float32 (B, Hq, head_stride, D), D a multiple of 8.
+const char *launch_convert_dq(const Gradient &g, const float *dQ, int D, float scale, CUstream_st *stream);
+
+}  // namespace minimal_attn

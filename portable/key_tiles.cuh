@@ -1,0 +1,105 @@
+// key_tiles.cuh: the blocks of a backward kernel that own tiles of keys, and the order in which they add to dQ.
+//
+// A block walks the tiles of queries that see some of its keys, and adds its part to dQ of each. The blocks add in the
+// order of their tiles of keys, so that every run gives the same bits: a warp waits until the same warp of the block
+// before has added its part. A block takes the next tile when it starts, so the blocks that it waits for have started.
+// All walk from the last query to the first: the blocks before come to each tile earlier or at once.
+#pragma once
+#include "portable/common.cuh"
+
+namespace minimal_attn {
+namespace {
+
+// Queries that see any of these keys: an interval.
+__device__ Keys queries_of_any(const Band &band, Keys keys, int Nq) {
+    if (empty(keys) || band.first > band.last) return {0, 0};
+    const int begin = (int)clamp(keys.begin - band.last, (int64_t)0, (int64_t)Nq);
+    return {begin, (int)clamp(keys.end - band.first, (int64_t)begin, (int64_t)Nq)};
+}
+
+// What one block computes: dK and dV of the keys j0 <= j < j1 of key head h_kv in batch b. Tiles of keys count from the
+// first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
+struct KeyTile {
+    int64_t b, h_kv;
+    int index, j0, j1;
+    BandOf<int> band;
+    Keys queries, tiles;  // queries of the batch that see a key, and tiles of them that see a key of this tile
+};
+
+__device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc) {
+    const int Tc = (a.Nk + Bc - 1) / Bc;
+    KeyTile tile;
+    tile.index = (int)(index % Tc);  // the first keys, which most queries see if causal, start first
+    tile.b = index / Tc / a.Hkv, tile.h_kv = index / Tc % a.Hkv;
+    const Band band = band_of(a, tile.b);
+    tile.band = narrow(band);
+    tile.j0 = min(band.keys.begin + tile.index * Bc, band.keys.end);
+    tile.j1 = min(tile.j0 + Bc, band.keys.end);
+    tile.queries = queries_of_any(band, band.keys, a.Nq);
+    const Keys by_tile = queries_of_any(band, {tile.j0, tile.j1}, a.Nq);
+    tile.tiles = {0, 0};
+    if (!empty(by_tile))
+        tile.tiles = {(by_tile.begin - tile.queries.begin) / Br, (by_tile.end - tile.queries.begin + Br - 1) / Br};
+    return tile;
+}
+
+// Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.
+__device__ void zero_padding(const Attention &a, const KeyTile &block, int Bc, void *tensor, const Strides &stride) {
+    float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
+    const int first = block.index * Bc, last = min(first + Bc, a.Nk);
+    for (int j = first; j < last; ++j)
+        if (j < block.band.keys.begin || j >= block.band.keys.end)
+            for (int x = threadIdx.x; x < a.d; x += blockDim.x) head[j * stride.row + x] = 0.f;
+}
+
+// Which block is next, and whose turn it is to add to dQ: for each tile of queries and each warp, how many tiles of
+// keys have been added.
+struct Turns {
+    unsigned long long *next_block;
+    unsigned *added;
+    int64_t count;  // of `added`
+};
+
+__device__ void wait_for_turn(const unsigned *added, unsigned turn) {
+    if (threadIdx.x % 32 == 0) {
+        unsigned now;
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(added) : "memory");
+        while (now != turn);
+    }
+    __syncwarp();
+}
+
+__device__ void pass_turn(unsigned *added) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(added) : "memory");
+}
+
+// Four numbers, or the first `count`, to dQ. Only this thread adds to them now.
+__device__ void add_to_dQ(float *to, const float *x, bool aligned, int count) {
+#if __CUDA_ARCH__ >= 900
+    if (aligned) {
+        atomicAdd((float4 *)to, make_float4(x[0], x[1], x[2], x[3]));
+        return;
+    }
+#endif
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+        if (c < count) atomicAdd(to + c, x[c]);
+}
+
+// dQ = 0, and nothing has been added
+__global__ void __launch_bounds__(256)
+    begin_kernel(const __grid_constant__ Gradient g, const __grid_constant__ Turns turns) {
+    const int64_t thread = blockIdx.x * (int64_t)256 + threadIdx.x, threads = gridDim.x * (int64_t)256;
+    if (thread == 0) *turns.next_block = 0;
+    for (int64_t at = thread; at < turns.count; at += threads) turns.added[at] = 0;
+    for (int64_t row = thread / 32; row < g.a.B * g.a.Hq * g.a.Nq; row += threads / 32) {
+        const int64_t head = row / g.a.Nq;
+        float *const dQ = (float *)g.dq + head / g.a.Hq * g.dq_stride.batch + head % g.a.Hq * g.dq_stride.head +
+                          row % g.a.Nq * g.dq_stride.row;
+        for (int x = threadIdx.x % 32; x < g.a.d; x += 32) dQ[x] = 0.f;
+    }
+}
+
+}  // namespace
+}  // namespace minimal_attn

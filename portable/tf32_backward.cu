@@ -1,0 +1,387 @@
+// tf32_backward.cu: the gradients of attention in float32, on the tensor cores as in tf32.cu. docs/backward.md has the
+// budget and what was tried.
+//
+//     P = exp(S - lse),  dS = P o (dP - D)        lse and D: gradient_rows.h
+//
+// A block owns a tile of keys, Kj and Vj, and walks the queries that see some of them, the last first, in all query
+// heads that share the key head. It keeps dKj and dVj in registers, and adds each dQi to dQ in HBM when it is its turn
+// (key_tiles.cuh).
+//
+//     role        | warps              | registers               | does
+//     every warp  | Tile::Threads / 32 | dKj, dVj; Sij^T, dPij^T | loads a part of each tile; computes WarpKeys rows of
+//                 |                    | or dQi: up to 255       | Sij^T, dPij^T, dKj, dVj, and a part of each dQi
+//
+//     shared memory | size         | written               | read
+//     Kj, Vj        | Bc x D each  | once                  | Kj by all; Vj by the warp of its rows
+//     Qi, dOi       | Br x D each  | for each tile         | by all
+//     dSij          | Br x Bc      | by the warps of Kj    | by all
+//     lse_i, Di     | Br each      | with dOi              | by all
+//     block         | 1            | once                  | for each tile of queries, since registers are scarce
+//
+//     barrier                        | of       | then
+//     wait_for_tiles, for each tile  | block    | Qi, dOi, lse_i and Di have arrived; all warps have read dSij
+//     __syncthreads, after dVj       | block    | dSij is complete; dOi, lse_i, Di are read: the next ones may load
+//     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
+//     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
+#include "portable/gradient_rows.h"
+#include "portable/key_tiles.cuh"
+#include "portable/tf32.cuh"
+
+namespace minimal_attn {
+namespace {
+
+// A warp has WarpKeys keys of the tile: all of their scores, and WarpColumns columns of dKj and dVj. For dQi it has
+// WarpQueries queries, and as many columns as there are for each warp.
+template <int D_, int Br_, int Bc_, int WarpKeys_, int WarpColumns_, int WarpQueries_, int BlocksPerSM_>
+struct BackwardTile {
+    static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpKeys = WarpKeys_, WarpColumns = WarpColumns_;
+    static constexpr int WarpQueries = WarpQueries_, BlocksPerSM = BlocksPerSM_;
+    static constexpr int KeyWarps = Bc / WarpKeys, Warps = KeyWarps * (D / WarpColumns), Threads = 32 * Warps;
+    static constexpr int QueryWarps = Br / WarpQueries, WarpColumnsOfdQ = D / (Warps / QueryWarps);
+    static constexpr int M = WarpKeys / 16, N = Br / 8, X = WarpColumns / 8;  // a warp's accumulators, 16 x 8 each
+    static constexpr int MQ = WarpQueries / 16, XQ = WarpColumnsOfdQ / 8;     // of dQi
+    static constexpr int XAtOnce = 4 / M, XQAtOnce = std::min(4 / MQ, XQ);    // of these, read at once
+    static constexpr int Groups = D == 64 ? 2 : 1;  // of which so many are summed side by side
+    static constexpr int Floats = 2 * (Bc + Br) * D + Br * Bc + 2 * Br;
+    static constexpr int SharedBytes = Floats * 4 + 128;                           // and KeyTile
+    static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
+    static_assert(Br % 16 == 0 && Bc % 32 == 0 && X % XAtOnce == 0 && XQ % XQAtOnce == 0);
+};
+
+constexpr int kQueriesOfSum = 32;        // queries or keys whose products are one sum on tensor cores
+constexpr int kTilesOfRegisterSum = 64;  // tiles of queries after which dKj and dVj are added to HBM
+
+// The thread's number in the block. What follows from it is computed anew, and not kept in registers: these are scarce.
+__device__ unsigned thread_anew() {
+    unsigned thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+
+// The 2 XAtOnce neighbouring numbers of a row that a group of accumulators of multiply_columns has.
+template <int XAtOnce>
+__device__ void row_of_group(float (&row)[2 * XAtOnce], const float (*group)[4], int r, float scale) {
+#pragma unroll
+    for (int y = 0; y < 2 * XAtOnce; ++y) row[y] = scale * group[y % XAtOnce][r * 2 + y / XAtOnce];
+}
+
+// dK or dV of the block's keys, this warp's part, to HBM. If `adds`, an earlier part of the sum is there.
+template <class Tile>
+__device__ void store_gradient(const Attention &a, const KeyTile &block, const float (&sum)[Tile::M][Tile::X][4],
+                               void *tensor, const Strides &stride, int row0, int column0, float scale, bool adds,
+                               bool aligned) {
+    constexpr int XAtOnce = Tile::XAtOnce;
+    const int lane = thread_anew() % 32;
+    float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
+#pragma unroll
+    for (int r = 0; r < 2 * Tile::M; ++r) {
+        const int j = block.j0 + row0 + lane / 4 + 8 * r;
+        if (j >= block.j1) continue;
+#pragma unroll
+        for (int x = 0; x < Tile::X; x += XAtOnce) {
+            float row[2 * XAtOnce];
+            row_of_group<XAtOnce>(row, &sum[r / 2][x], r % 2, scale);
+#pragma unroll
+            for (int y = 0; y < 2 * XAtOnce; y += 4) {
+                const int column = column0 + 8 * x + lane % 4 * 2 * XAtOnce + y;
+                if (column >= a.d) continue;
+                float *const to = head + j * stride.row + column;
+                const int count = min(4, a.d - column);
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    if (adds && c < count) row[y + c] += to[c];
+                store<4>(to, &row[y], aligned, count);
+            }
+        }
+    }
+}
+
+// Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
+// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
+template <class Tile>
+__device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
+                             const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
+                             int warp_key, bool masked) {
+    const int lane = thread_anew() % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
+    unsigned to[2];
+#pragma unroll
+    for (int y = 0; y < 2; ++y)
+        to[y] = lane_address<Tile::Bc>(dS_tile, row0 + y, warp_key / 4 + lane / 4 % 2) + lane / 8 * 4;
+#pragma unroll
+    for (int m = 0; m < Tile::M; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int key = j0 + lane / 4 + 16 * m + 8 * r;
+            const bool exists = band.keys.begin <= key && key < band.keys.end;
+            const int begin = key - band.last - i0 - row0, end = exists ? key - band.first + 1 - i0 - row0 : INT_MIN;
+#pragma unroll
+            for (int n = 0; n < Tile::N; ++n) {
+                const float2 lse = *(const float2 *)(lse_i + row0 + 8 * n), D = *(const float2 *)(Di + row0 + 8 * n);
+#pragma unroll
+                for (int y = 0; y < 2; ++y) {
+                    float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y];
+                    s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
+                    if (masked && (8 * n + y < begin || 8 * n + y >= end)) s = 0.f;
+                    dp = s * (dp - (y ? D.y : D.x));
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
+                                 "f"(dp)
+                                 : "memory");
+                }
+            }
+        }
+}
+
+// dVj += Pij^T dOi, or dKj += dSij^T Qi
+template <class Tile>
+__device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[Tile::M][Tile::N][4], const float *tile,
+                            int column0, int d) {
+    constexpr int D = Tile::D, XAtOnce = Tile::XAtOnce, K = std::min(kQueriesOfSum / 8, Tile::N);
+    const int lane = thread_anew() % 32;
+    const unsigned B[2] = {lane_address_columns<D, XAtOnce>(tile, lane, 0, column0),
+                           lane_address_columns<D, XAtOnce>(tile, lane, 1, column0)};
+#pragma unroll
+    for (int x0 = 0; x0 < Tile::X; x0 += Tile::Groups * XAtOnce) {
+        if (column0 + 8 * x0 >= d) break;
+#pragma unroll
+        for (int n0 = 0; n0 < Tile::N; n0 += K) {
+            const unsigned rows[2] = {B[0] + 8 * n0 * D * 4, B[1] + 8 * n0 * D * 4};
+            multiply_columns<D, Tile::M, K, XAtOnce, Tile::Groups, false>(
+                rows, x0,
+                [&](int k, int m, unsigned (&hi)[4], unsigned (&lo)[4]) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) split(A[m][n0 + k][e % 2 * 2 + e / 2], hi[e], lo[e]);
+                },
+                [&](int m, int x, int e, float value) { sum[m][x0 + x][e] += value; });
+        }
+    }
+}
+
+// dQ += softmax_scale dSij Kj: the warp's part of a tile that begins at dQ and has `rows` rows
+template <class Tile>
+__device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_tile, float *dQ, int64_t stride,
+                       int rows, int warp, bool aligned, const unsigned *added, unsigned turn) {
+    constexpr int D = Tile::D, Bc = Tile::Bc, MQ = Tile::MQ, XAtOnce = Tile::XQAtOnce,
+                  Groups = std::min(Tile::Groups, Tile::XQ / XAtOnce), K = kQueriesOfSum / 8;
+    const int lane = thread_anew() % 32, row0 = warp % Tile::QueryWarps * Tile::WarpQueries;
+    const int column0 = warp / Tile::QueryWarps * Tile::WarpColumnsOfdQ;
+    const unsigned dS = lane_address<Bc>(dS_tile, row0 + lane % 16, lane / 16);
+    const unsigned Kj[2] = {lane_address_columns<D, XAtOnce>(K_tile, lane, 0, column0),
+                            lane_address_columns<D, XAtOnce>(K_tile, lane, 1, column0)};
+#pragma unroll
+    for (int x0 = 0; x0 < Tile::XQ; x0 += Groups * XAtOnce) {
+        float sum[MQ][Groups * XAtOnce][4] = {};
+        if (column0 + 8 * x0 < a.d)
+#pragma unroll 1
+            for (int key = 0; key < Bc; key += kQueriesOfSum) {
+                const unsigned rows_K[2] = {Kj[0] + key * D * 4, Kj[1] + key * D * 4};
+                multiply_columns<D, MQ, K, XAtOnce, Groups, false>(
+                    rows_K, x0,
+                    [&](int k, int m, unsigned (&hi)[4], unsigned (&lo)[4]) {
+                        unsigned A[4];
+                        load_matrices(A, (dS ^ 32 * k) + key * 4 + 16 * m * Bc * 4);
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) split(__uint_as_float(A[e]), hi[e], lo[e]);
+                    },
+                    [&](int m, int x, int e, float value) { sum[m][x][e] += value; });
+            }
+        if (x0 == 0) wait_for_turn(added, turn);
+#pragma unroll
+        for (int r = 0; r < 2 * MQ; ++r) {
+            const int i = row0 + lane / 4 + 8 * r;
+            if (i >= rows) continue;
+#pragma unroll
+            for (int x = 0; x < Groups * XAtOnce; x += XAtOnce) {
+                float row[2 * XAtOnce];
+                row_of_group<XAtOnce>(row, &sum[r / 2][x], r % 2, a.softmax_scale);
+#pragma unroll
+                for (int y = 0; y < 2 * XAtOnce; y += 4) {
+                    const int column = column0 + 8 * (x0 + x) + lane % 4 * 2 * XAtOnce + y;
+                    if (column < a.d) add_to_dQ(dQ + i * stride + column, &row[y], aligned, min(4, a.d - column));
+                }
+            }
+        }
+    }
+}
+
+template <class Tile>
+__device__ void backward_block(const Gradient &g, const GradientRows &gradient_rows, const Turns &turns, bool aligned) {
+    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M, N = Tile::N;
+    const Attention &a = g.a;
+    extern __shared__ __align__(128) float shared[];
+    float *const K_tile = shared, *const V_tile = K_tile + Bc * D, *const Q_tile = V_tile + Bc * D;
+    float *const dO_tile = Q_tile + Br * D, *const dS_tile = dO_tile + Br * D;
+    float *const lse_i = dS_tile + Br * Bc, *const Di = lse_i + Br;
+    KeyTile &block = *(KeyTile *)(Di + Br);
+    if (threadIdx.x == 0) block = key_tile_of(a, atomicAdd(turns.next_block, 1), Br, Bc);
+    __syncthreads();
+    zero_padding(a, block, Bc, g.dk, g.dk_stride);
+    zero_padding(a, block, Bc, g.dv, g.dv_stride);
+    if (block.j0 >= block.j1) return;
+
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const int warp_key = warp % Tile::KeyWarps * Tile::WarpKeys, column0 = warp / Tile::KeyWarps * Tile::WarpColumns;
+    const float c = a.softmax_scale * kLog2e;
+
+    // Step s is tile tiles.end - 1 - s % n of query head h0 + s / n, where n tiles see a key of this tile.
+    const int n = block.tiles.end - block.tiles.begin, group = (int)(a.Hq / a.Hkv), steps = n * group;
+    const auto head_of = [&](int step) { return block.h_kv * group + step / n; };
+    const auto tile_of = [&](int step) { return block.tiles.end - 1 - step % n; };
+    const auto load = [&](float *tile, const void *tensor, const Strides &stride, int step) {
+        const int i0 = block.queries.begin + tile_of(step) * Br;
+        const float *const rows =
+            (const float *)tensor + block.b * stride.batch + head_of(step) * stride.head + i0 * stride.row;
+        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned);
+    };
+    const auto load_Q = [&](int step) { load(Q_tile, a.q, a.q_stride, step); };
+    const auto load_dO = [&](int step) {
+        load(dO_tile, g.do_, g.do_stride, step);
+        const int i0 = block.queries.begin + tile_of(step) * Br;
+        const int64_t at = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
+        for (int row = threadIdx.x; row < Br; row += Threads) {
+            const bool exists = i0 + row < block.queries.end;
+            const int source = exists ? row : 0;
+            __pipeline_memcpy_async(lse_i + row, gradient_rows.lse + at + source, 4, exists ? 0 : 4);
+            __pipeline_memcpy_async(Di + row, gradient_rows.D + at + source, 4, exists ? 0 : 4);
+        }
+    };
+    const auto load_keys = [&](float *tile, const void *tensor, const Strides &stride) {
+        const float *const rows =
+            (const float *)tensor + block.b * stride.batch + block.h_kv * stride.head + block.j0 * stride.row;
+        load_swizzled<Bc, D, Threads>(tile, rows, stride.row, block.j1 - block.j0, a.d, aligned);
+    };
+    if (steps > 0) load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(0), load_dO(0);
+
+    float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
+    unsigned *last_added = nullptr;
+    for (int step = 0; step < steps; ++step) {
+        const int i0 = block.queries.begin + tile_of(step) * Br, i1 = min(i0 + Br, block.queries.end);
+        wait_for_tiles();
+        if (last_added) pass_turn(last_added);  // here, since its additions have arrived: passing waits for them
+
+        // Whether the warp's keys are seen, and by all of the queries
+        const Keys by_any = keys_of_any(block.band, i0, i1), by_all = keys_of_all(block.band, i0, i1);
+        const int j0 = block.j0 + warp_key;
+        const bool is_seen = j0 < by_any.end && j0 + Tile::WarpKeys > by_any.begin;
+        const bool masked = j0 < by_all.begin || j0 + Tile::WarpKeys > by_all.end;
+        float S[M][N][4] = {}, dP[M][N][4] = {};
+        if (is_seen) {
+            // A is rows of Kj or Vj, B rows of Qi or dOi
+            const int lane = thread_anew() % 32, A_row = warp_key + lane % 16, B_row = lane / 16 * 8 + lane % 8;
+            multiply_rows<D>(S, lane_address<D>(K_tile, A_row, lane / 16), lane_address<D>(Q_tile, B_row, lane / 8 % 2),
+                             a.d);
+            multiply_rows<D>(dP, lane_address<D>(V_tile, A_row, lane / 16),
+                             lane_address<D>(dO_tile, B_row, lane / 8 % 2), a.d);
+        }
+        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.band, i0, j0, warp_key, masked);
+        if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
+        __syncthreads();
+        if (step + 1 < steps) load_dO(step + 1);
+        if (is_seen) add_product<Tile>(dK, dP, Q_tile, column0, a.d);
+        __syncthreads();
+        if (step + 1 < steps) load_Q(step + 1);
+
+        // dQi. Tiles of keys before this one that see it have their turns first
+        const int64_t h = head_of(step), Tr = (a.Nq + Br - 1) / Br;
+        float *const dQ = (float *)g.dq + block.b * g.dq_stride.batch + h * g.dq_stride.head + i0 * g.dq_stride.row;
+        unsigned *const added = turns.added + ((block.b * a.Hq + h) * Tr + tile_of(step)) * Tile::Warps + warp;
+        const unsigned turn = block.index - (by_any.begin - block.band.keys.begin) / Bc;
+        add_dQ<Tile>(a, dS_tile, K_tile, dQ, g.dq_stride.row, i1 - i0, warp, aligned, added, turn);
+        last_added = added;
+
+        const bool is_last = step + 1 == steps;
+        if (is_last || (step + 1) % kTilesOfRegisterSum == 0) {
+            const bool adds = step >= kTilesOfRegisterSum;
+            store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, a.softmax_scale, adds, aligned);
+            store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, 1.f, adds, aligned);
+#pragma unroll
+            for (int x = 0; x < M * Tile::X * 4; ++x)
+                dK[x / 4 / Tile::X][x / 4 % Tile::X][x % 4] = dV[x / 4 / Tile::X][x / 4 % Tile::X][x % 4] = 0.f;
+        }
+    }
+    if (last_added) pass_turn(last_added);
+    if (steps == 0) {
+        store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, 1.f, false, aligned);
+        store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, 1.f, false, aligned);
+    }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
+    tf32_backward_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows,
+                         const __grid_constant__ Turns turns, bool aligned) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    backward_block<Tile>(g, rows, turns, aligned);
+#endif
+}
+
+// Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor. Beside each:
+// shared memory, and TFLOP/s on an H100 at 16k tokens and N 2048. An A100 has 163 KB.
+struct BackwardKernels {
+    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>>;      // 81 KB: 45
+    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,    // 104 KB: 48
+                          BackwardTile<128, 16, 128, 16, 128, 16, 1>>;  // 152 KB: 37; fits an A100
+    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,    // 200 KB: 35
+                          BackwardTile<256, 32, 32, 16, 128, 32, 1>>;   // 132 KB: 25; fits an A100
+};
+
+template <class Tile, class... Smaller>
+Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Smaller...>, int index = 0) {
+    const Attention &a = g.a;
+    if constexpr (sizeof...(Smaller) > 0)
+        if (Tile::NeededBytes > device.shared_memory)
+            return plan_backward(g, device, TileList<Smaller...>(), index + 1);
+    const int64_t blocks = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
+    const int64_t turns = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
+    const int64_t workspace = gradient_rows_bytes(g) + 256 + turns * (int64_t)sizeof(unsigned);
+    return {portable::kTf32Backward,
+            index,
+            Tile::Br,
+            Tile::Bc,
+            Tile::D,
+            blocks,
+            Tile::Threads,
+            Tile::SharedBytes,
+            workspace,
+            device.multiprocessors};
+}
+
+template <class Tile>
+cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+    const Attention &a = g.a;
+    const auto is = [&](const void *tensor, const Strides &stride) { return is_aligned(tensor, stride, 4, a.d); };
+    const bool aligned = is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride) && is(g.do_, g.do_stride) &&
+                         is(g.dq, g.dq_stride) && is(g.dk, g.dk_stride) && is(g.dv, g.dv_stride);
+    char *const rest = (char *)workspace + gradient_rows_bytes(g);
+    const int64_t count = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
+    const Turns turns = {(unsigned long long *)rest, (unsigned *)(rest + 256), count};
+    begin_kernel<<<4 * plan.multiprocessors, 256, 0, stream>>>(g, turns);
+    const auto kernel = tf32_backward_kernel<Tile>;
+    cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
+    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
+        const int grid = (int)std::min(plan.grid - first, most);
+        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(g, gradient_rows_in(g, workspace), turns, aligned);
+        error = cudaGetLastError();
+    }
+    return error;
+}
+
+}  // namespace
+
+namespace portable {
+
+Plan plan_tf32_backward(const Gradient &g, const Device &device) {
+    return with_tiles_for<BackwardKernels>(g.a.d, [&](auto tiles) { return plan_backward(g, device, tiles); });
+}
+
+const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+    const char *error = launch_gradient_rows(g, gradient_rows_in(g, workspace), stream);
+    if (error) return error;
+    return why_not(with_tiles_for<BackwardKernels>(g.a.d, [&](auto tiles) {
+        return with_tile(plan.tile, tiles,
+                         [&](auto tile) { return launch_backward<decltype(tile)>(g, plan, workspace, stream); });
+    }));
+}
+
+}  // namespace portable
+}  // namespace minimal_attn
