@@ -73,14 +73,16 @@ cudaError_t allow_shared_memory(Kernel *kernel, int bytes) {
 }
 
 // Memory of a stream that is 0 between its kernels, since each sets it back: a memset would cost 1.2 us a call. Null if
-// the caller has to set its own to 0: while a graph is captured, which may run on any stream, and after kMostStreams.
+// the caller has to set its own to 0: while a graph is captured, which may run on any stream, on cudaStreamPerThread,
+// which is many streams, and after kMostStreams.
 constexpr int kZeroBytes = 32 << 10, kMostStreams = 64;
 inline void *zeros_of(cudaStream_t stream, int64_t bytes) {
     static std::mutex one_at_a_time;
     static std::map<std::pair<int, unsigned long long>, void *> zeros;  // of each device and stream
-    cudaStreamCaptureStatus capture;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaError_t error = cudaStreamIsCapturing(stream, &capture);
-    if (error == cudaSuccess && (bytes > kZeroBytes || capture != cudaStreamCaptureStatusNone)) return nullptr;
+    const bool may_keep = capture == cudaStreamCaptureStatusNone && stream != cudaStreamPerThread;
+    if (error == cudaSuccess && (bytes > kZeroBytes || !may_keep)) return nullptr;
     unsigned long long id;
     int device;
     if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
@@ -91,8 +93,11 @@ inline void *zeros_of(cudaStream_t stream, int64_t bytes) {
         const auto found = zeros.find({device, id});
         if (found != zeros.end()) return found->second;
         if (zeros.size() == kMostStreams) return nullptr;
+        auto mode = cudaStreamCaptureModeRelaxed;  // another thread may be capturing its own stream
+        cudaThreadExchangeStreamCaptureMode(&mode);
         error = cudaMallocAsync(&memory, kZeroBytes, stream);
         if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kZeroBytes, stream);
+        cudaThreadExchangeStreamCaptureMode(&mode);
         if (error == cudaSuccess) zeros[{device, id}] = memory;
     }
     if (error == cudaSuccess) return memory;

@@ -1,6 +1,6 @@
 // backward.cu: the backward pass of float16 and bfloat16 on Hopper. Its kernels:
 //
-//     d            in any order                  deterministic
+//     d            in any order                  deterministic, or short heads
 //     up to 128    backward_fused.cu             backward_fused.cu without dQ, then backward_dq.cu
 //     above        backward_dkdv.cu, then backward_dq.cu
 //
@@ -10,13 +10,18 @@
 namespace minimal_attn::hopper {
 namespace {
 
+// Heads of so many queries or fewer don't add dQ in float32: its rows are padded to kGradientRows, so that many short heads
+// would need ten times the memory of q.
+constexpr int kShortHead = 64;
+
 // The plans of the kernels that run one after the other, and where the workspace of each begins.
 struct Kernels {
     bool is_fused;  // one kernel computes all three; else `keys` computes dK and dV, `queries` dQ
     Plan keys, queries;
     int64_t keys_at, queries_at, bytes;
 
-    Kernels(const Gradient &g, const Device &device) : is_fused(g.a.d <= 128 && !g.deterministic) {
+    Kernels(const Gradient &g, const Device &device)
+        : is_fused(g.a.d <= 128 && g.a.Nq > kShortHead && !g.deterministic) {
         keys = g.a.d <= 128 ? plan_fused(g, device, is_fused) : plan_dkdv(g, device);
         queries = is_fused ? Plan{} : plan_dq(g, device);
         keys_at = gradient_rows_bytes(g);

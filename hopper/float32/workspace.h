@@ -1,7 +1,7 @@
 // workspace.h: tiles of K and V in hi and lo, which blocks split for one another, in the device's memory.
 //
 //     tiles_taken, jobs_taken    two counters, which deal out work tiles and split jobs
-//     readers_done   a third, by which the last reader knows that it sets all counters back to 0
+//     readers_done   a third, by which the last reader knows that it sets all counters back to 0; null: no need
 //     heads          one HeadStatus a key head: how many of its tiles are split, with what scales
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
@@ -115,9 +115,10 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
 }
 
 // By each splitter group's leader, and by a consumer of each block, whose producer then is done, too: they use no counter
-// any more. The last of these threads sets all counters back to 0, for the stream's next kernel.
+// any more. The last of these threads sets all counters back to 0, for the stream's next kernel, if that needs it.
 template <class Tile>
 __device__ void finish_counters(const Workspace &w) {
+    if (!w.readers_done) return;
     __threadfence();
     if (atomicAdd(w.readers_done, 1) + 1 < (int)gridDim.x * (Tile::Splitters + 1)) return;
     for (int n = 0; n < w.counter_bytes / 16; ++n) ((int4 *)w.tiles_taken)[n] = int4{};
@@ -140,6 +141,7 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     };
     take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int)), take(w.readers_done, sizeof(int));
     take(w.heads, heads * sizeof(HeadStatus)), w.counter_bytes = (int)size;
+    if (!zeros) w.readers_done = nullptr;
     from = memory;
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
     using Fallback = typename Tile::Fallback;
