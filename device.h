@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <map>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -70,39 +69,6 @@ cudaError_t allow_shared_memory(Kernel *kernel, int bytes) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) allowed.insert({kernel, device});
     return error;
-}
-
-// Memory of a stream that is 0 between its kernels, since each sets it back: a memset would cost 1.2 us a call. Null if
-// the caller has to set its own to 0: while a graph is captured, which may run on any stream, on cudaStreamPerThread,
-// which is many streams, and after kMostStreams.
-constexpr int kZeroBytes = 32 << 10, kMostStreams = 64;
-inline void *zeros_of(cudaStream_t stream, int64_t bytes) {
-    static std::mutex one_at_a_time;
-    static std::map<std::pair<int, unsigned long long>, void *> zeros;  // of each device and stream
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
-    const bool may_keep = capture == cudaStreamCaptureStatusNone && stream != cudaStreamPerThread;
-    if (error == cudaSuccess && (bytes > kZeroBytes || !may_keep)) return nullptr;
-    unsigned long long id;
-    int device;
-    if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
-    if (error == cudaSuccess) error = cudaGetDevice(&device);
-    void *memory = nullptr;
-    if (error == cudaSuccess) {
-        const std::lock_guard<std::mutex> lock(one_at_a_time);
-        const auto found = zeros.find({device, id});
-        if (found != zeros.end()) return found->second;
-        if (zeros.size() == kMostStreams) return nullptr;
-        auto mode = cudaStreamCaptureModeRelaxed;  // another thread may be capturing its own stream
-        cudaThreadExchangeStreamCaptureMode(&mode);
-        error = cudaMallocAsync(&memory, kZeroBytes, stream);
-        if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kZeroBytes, stream);
-        cudaThreadExchangeStreamCaptureMode(&mode);
-        if (error == cudaSuccess) zeros[{device, id}] = memory;
-    }
-    if (error == cudaSuccess) return memory;
-    cudaGetLastError();  // clear it: the caller goes on without
-    return nullptr;
 }
 
 // Null, or why nothing was launched.

@@ -113,7 +113,7 @@ def test_no_state_is_the_empty_state(backend, dtype):
 def test_scores_of_minus_infinity(backend, dtype):
     """A chunk of them alone gives NaN, as softmax does, and counts for nothing together with other keys."""
     q, k, v = backend.qkv(d=16, dtype=dtype)
-    q = q.abs()
+    q = q.abs() + 1  # 0 * inf would be NaN
     sunk = torch.full_like(k, -torch.inf)
     finite = backend.forward(q, k, v, return_state=True)
     o, l, m = sunk_state = backend.forward(q, sunk, v, return_state=True)

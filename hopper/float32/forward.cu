@@ -283,7 +283,6 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
-    if (!Tile::IsSingle && threadIdx.x == 128 && p.workspace.heads) finish_counters<Tile>(p.workspace);
     run_deferred<Tile>(p, shared, warpgroup);
 }
 
@@ -372,13 +371,9 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
-        Workspace &w = p.workspace;
-        int64_t counter_bytes = plan.workspace;
-        if (layout_workspace<Tile>(a, plan.multiprocessors, workspace, w) > 0) {
-            void *const zeros = zeros_of(stream, w.counter_bytes);
-            layout_workspace<Tile>(a, plan.multiprocessors, workspace, w, zeros);
-            counter_bytes = zeros ? 0 : w.counter_bytes;
-        }
+        const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
+        const int64_t counter_bytes =
+            has_workspace ? (char *)p.workspace.inverse_scale - (char *)workspace : plan.workspace;
         return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
     });
 }

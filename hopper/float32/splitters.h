@@ -69,10 +69,7 @@ __device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &sha
         }
         __syncwarp();
         named_barrier_sync(barrier_of_group(group), 32 * Warps);
-        if (job.head < 0) {
-            if (is_leader()) finish_counters<Tile>(p.workspace);
-            return;
-        }
+        if (job.head < 0) return;
         wait(shared.tile_loaded[splitter], parity);
         inverse_scale = split_to_workspace(
             SplitterGroup<Tile::D, Tile::Bc, Warps>{shared.groups[group], group},

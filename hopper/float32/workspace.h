@@ -1,7 +1,6 @@
 // workspace.h: tiles of K and V in hi and lo, which blocks split for one another, in the device's memory.
 //
 //     tiles_taken, jobs_taken    two counters, which deal out work tiles and split jobs
-//     readers_done   a third, by which the last reader knows that it sets all counters back to 0; null: no need
 //     heads          one HeadStatus a key head: how many of its tiles are split, with what scales
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
@@ -26,8 +25,7 @@ struct HeadStatus {
 
 struct Workspace {
     HeadStatus *heads;  // null: no workspace, because there is no key or the tile is `single`
-    int *tiles_taken, *jobs_taken, *readers_done;
-    int counter_bytes;      // of these and of heads
+    int *tiles_taken, *jobs_taken;
     float4 *inverse_scale;  // in x; 0 of a tile of zeros
     unsigned char *hi_lo;
     int batches, Tc;  // batches (1 if all have the same K and V), tiles of keys
@@ -114,20 +112,10 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
     work.fallback = (fmaxf(K, V) == INFINITY) | (V * __int_as_float(head.scale_V) >= 0x1p60f);
 }
 
-// By each splitter group's leader, and by a consumer of each block, whose producer then is done, too: they use no counter
-// any more. The last of these threads sets all counters back to 0, for the stream's next kernel, if that needs it.
+// Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys and for the
+// single tile, where w.heads stays null.
 template <class Tile>
-__device__ void finish_counters(const Workspace &w) {
-    if (!w.readers_done) return;
-    __threadfence();
-    if (atomicAdd(w.readers_done, 1) + 1 < (int)gridDim.x * (Tile::Splitters + 1)) return;
-    for (int n = 0; n < w.counter_bytes / 16; ++n) ((int4 *)w.tiles_taken)[n] = int4{};
-}
-
-// Fills w with addresses in `memory`; those of the counters are in `zeros`, unless it is null. Returns the bytes that
-// `memory` needs: 0 without keys and for the single tile, where w.heads stays null.
-template <class Tile>
-int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w, void *zeros = nullptr) {
+int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w) {
     if (Tile::IsSingle || a.Nk == 0) return 0;
     const bool same_batch = a.k_stride.batch == 0 && a.v_stride.batch == 0 && !a.seqlens_k && !a.leftpad_k;
     w.batches = same_batch ? 1 : a.B, w.Tc = tiles_before<Tile>(a.Nk);
@@ -135,14 +123,11 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     w.tiles_per_job = clamp(tiles / (16 * multiprocessors), int64_t(1), std::max<int64_t>(1, w.Tc / 32));
     w.jobs_per_head = (2 * w.Tc + w.tiles_per_job - 1) / w.tiles_per_job;
     int64_t size = 0;
-    void *from = zeros ? zeros : memory;
     const auto take = [&](auto *&part, int64_t bytes) {
-        part = (std::remove_reference_t<decltype(part)>)((char *)from + size), size += (bytes + 127) / 128 * 128;
+        part = (std::remove_reference_t<decltype(part)>)((char *)memory + size), size += (bytes + 127) / 128 * 128;
     };
-    take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int)), take(w.readers_done, sizeof(int));
-    take(w.heads, heads * sizeof(HeadStatus)), w.counter_bytes = (int)size;
-    if (!zeros) w.readers_done = nullptr;
-    from = memory;
+    take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int));
+    take(w.heads, heads * sizeof(HeadStatus));  // the launch sets all until here to 0
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
     using Fallback = typename Tile::Fallback;
     if (a.Nk > 2 * kTilesOfSum * Fallback::Bc)
