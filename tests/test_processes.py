@@ -192,7 +192,7 @@ def test_workspace_that_is_too_large(cuda_backend):
 
 
 def fill_gaps(reserved):
-    """Tensors in all that is free of the memory that PyTorch has reserved, which earlier tests may have left."""
+    """Tensors in all that is free of the memory that PyTorch has reserved: earlier tests may leave gaps."""
     torch.cuda.set_per_process_memory_fraction(reserved / torch.cuda.get_device_properties(0).total_memory)
     tensors = []
     for megabytes in (256, 64, 16, 4, 2):
