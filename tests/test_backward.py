@@ -159,6 +159,16 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
         check(cuda_backend, torch.randn_like(q), q, k, v, **band)
 
 
+def test_short_heads_of_hopper(cuda_backend):
+    """Without a float32 dQ, which would need far more memory than many short heads have."""
+    if cuda_backend.name != "hopper":
+        pytest.skip("a choice of hopper")
+    q, k, v = cuda_backend.qkv(B=3, Hq=6, Hkv=3, Nq=64, Nk=100, d=32, dtype=torch.bfloat16)
+    found = cuda_backend.explain(q, k, v, backward=True)
+    assert found.kernel == TWO and found.workspace < 8 * q.nbytes
+    check(cuda_backend, torch.randn_like(q), q, k, v)
+
+
 @pytest.mark.parametrize(
     "d, limit, tile",
     [
