@@ -44,15 +44,20 @@ struct MmaRows {
     float Oi[D / 8][4], li[2], mi[2];
     Keys keys[2];
 
-    // 8. Qi of the next item to registers, while the last item's Qi is in use
+    // This thread's n-th 16 bytes of Qi
+    __device__ uint4 part_of_Qi(const Attention &a, const Decode &p, const WorkItem &item, int n) const {
+        const int at = threadIdx.x + n * kThreads, x = at % PerRow * 8;
+        const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + at / PerRow);
+        const bool exists = item.exists && row.exists && x < a.d;
+        return exists ? *(const uint4 *)(query<T>(a, item.b, row) + x) : uint4{};
+    }
+
+    // 8. Qi of the next item to registers, while the last item's Qi is in use. Turing's code has no registers for it.
     __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item) {
+#if __CUDA_ARCH__ >= 800
 #pragma unroll
-        for (int n = 0; n < Vectors; ++n) {
-            const int at = threadIdx.x + n * kThreads, x = at % PerRow * 8;
-            const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + at / PerRow);
-            const bool exists = item.exists && row.exists && x < a.d;
-            next_Qi[n] = exists ? *(const uint4 *)(query<T>(a, item.b, row) + x) : uint4{};
-        }
+        for (int n = 0; n < Vectors; ++n) next_Qi[n] = part_of_Qi(a, p, item, n);
+#endif
     }
 
     // 8. ... then to shared memory, once all have read the last item's Qi
@@ -62,6 +67,9 @@ struct MmaRows {
 #pragma unroll
         for (int n = 0; n < Vectors; ++n) {
             const int at = threadIdx.x + n * kThreads;
+#if __CUDA_ARCH__ < 800
+            next_Qi[n] = part_of_Qi(a, p, item, n);
+#endif
             *(uint4 *)(Q_tile + swizzle<D, T>(at / PerRow, at % PerRow)) = next_Qi[n];
         }
         const BandOf<int> band = narrow(band_of(a, item.b));
