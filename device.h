@@ -78,20 +78,31 @@ inline const char *why_not(cudaError_t error) {
     return cudaGetErrorString(error);
 }
 
-// Launches a kernel whose shared memory differs from call to call. Several launches take more blocks than a grid can
-// have; the kernel's last parameter is the number of the launch's first block.
+constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;  // of one launch
+
+// launch(first, grid) for all blocks, at most `most` of them at a time: `grid` blocks from number `first` on.
+template <class Launch>
+cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
+    for (int64_t first = 0; first < blocks; first += most) {
+        launch(first, (int)std::min(blocks - first, most));
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+// Launches all blocks of a plan. The kernel's shared memory may have another size in each call. The kernel's last
+// parameter is the number of the launch's first block.
 template <class Kernel, class... Arguments>
 const char *launch_blocks(Kernel *kernel, const Plan &plan, CUstream_st *stream, const Arguments &...arguments) {
     // Between the two calls below another host thread could allow less shared memory, for its own tiles.
     static std::mutex one_at_a_time;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
-    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
-    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
-        const int grid = (int)std::min(plan.grid - first, most);
-        kernel<<<grid, plan.threads, plan.shared_memory, stream>>>(arguments..., first);
-        error = cudaGetLastError();
-    }
+    if (error == cudaSuccess)
+        error = launch_all(plan.grid, kMostBlocks, [&](int64_t first, int grid) {
+            kernel<<<grid, plan.threads, plan.shared_memory, stream>>>(arguments..., first);
+        });
     return why_not(error);
 }
 

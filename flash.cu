@@ -23,9 +23,9 @@
 //     before step 16   O, l and m are complete in HBM                 -> they are read
 // Between steps 6 and 16 the same thread always reads and writes the same numbers of O, l and m in HBM.
 //
-// What the contract (flash.h) adds to the paper: softmax_scale (step 9); a mask (steps 5, 7, 10); an earlier state
-// (O, l, m) to go on with (step 2); rows whose scores are all -inf (step 16); any Nq, Nk and d; query heads that share
-// a key head.
+// The contract (flash.h) adds to the paper:
+//     softmax_scale (step 9), a mask (steps 5, 7, 10), an earlier state (O, l, m), with which step 2 begins
+//     rows with scores of -inf alone (step 16), any Nq, Nk and d, several query heads for one key head
 //
 // What FlashAttention-2 changes (see portable/): the loop over i becomes the outer one. Its tiles are spread over the
 // grid, so one head fills many multiprocessors. Oi, li and mi stay in registers, and Oi is divided by li once.

@@ -27,9 +27,9 @@
 //     before step 26    dQ is complete                                   -> it is read
 // In steps 16, 21 and 22 the same thread always reads and writes the same numbers of dVj, dQ and dKj.
 //
-// What the contract (flash.h) adds to the paper: one number lse = m + log l for each row; a mask (steps 6, 9, 12); the
-// gradient of lse (step 19); any Nq, Nk and d; query heads that share a key head. Steps 1, 14, 15 and 18 are missing:
-// they are dropout.
+// The contract (flash.h) adds to the paper:
+//     a mask (steps 6, 9, 12), the gradient of lse (step 19), any Nq, Nk and d, several query heads for one key head
+// One number lse = m + log l for each row replaces l and m. Steps 1, 14, 15 and 18 are dropout, which the contract lacks.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -94,9 +94,8 @@ struct Backend {
     bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
     Plan (*plan)(const Attention &, const Device &);
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
-    // The backward pass. For a backend without one, the next backend of its device computes it.
-    Plan (*plan_backward)(const Gradient &, const Device &) = nullptr;
-    const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *) = nullptr;
+    Plan (*plan_backward)(const Gradient &, const Device &);
+    const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -339,7 +338,6 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
         if (!t->defined()) *t = empty_like_q(*like, dtype);
     if (!backend) return results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
-    while (!backend->plan_backward) ++backend;  // the last backend of each device has a backward pass
     for_each_tensor(a, check_memory);
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
     if (dlse) check_memory(*dlse, "dlse");
@@ -369,7 +367,7 @@ bool has_fast_backward(const Tensor &q) {
     g.a.dtype = g.out_dtype = dtype_of(q);
     g.a.B = q.size(0), g.a.Hq = g.a.Hkv = q.size(1), g.a.Nq = g.a.Nk = (int)q.size(2), g.a.d = (int)q.size(3);
     for (const Backend &backend : backends())
-        if (backend.plan_backward && backend.device == q.device().type() && backend.refusal(q).empty())
+        if (backend.device == q.device().type() && backend.refusal(q).empty())
             return std::string_view(backend.plan_backward(g, gpu_of(q)).kernel) != kPaperBackward;
     return false;
 }
@@ -451,7 +449,6 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     const Backend *taken = check_backend(a);
     TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
     TORCH_CHECK_VALUE(!backward || !block_table, "block_table must be None with backward=True, but was given");
-    while (backward && !taken->plan_backward) ++taken;
     check_state(a);
     if (out) check_out(a, *out);
     if (q.numel() > 0) check_data(a, out ? &*out : nullptr);

@@ -32,6 +32,7 @@
 
 #include "autograd.h"
 #include "checks.h"
+#include "tensors.h"
 
 namespace minimal_attn::sdpa {
 
@@ -110,9 +111,9 @@ inline Tensor empty_in(Layout layout, const Tensor &t) {
 inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
                       Aligned aligned = Aligned::first) {
     const Tensor o = empty_in(layout, c.q);
-    const bool has_rows = o.stride(3) == 1 || o.size(3) == 1;
+    const Tensor result = has_contiguous_rows(o) ? o : Tensor();
     return with_arguments(c, aligned, [&](const Arguments &a) {
-        return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {has_rows ? o : Tensor(), {}, {}, lse}).o;
+        return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {result, {}, {}, lse}).o;
     });
 }
 
@@ -121,7 +122,7 @@ inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor
                                   Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
     const auto result = [&](const Tensor &t) {
         const Tensor like = empty_in(layout, t);
-        return like.stride(3) == 1 || like.size(3) == 1 ? like : Tensor();
+        return has_contiguous_rows(like) ? like : Tensor();
     };
     return with_arguments(c, aligned, [&](const Arguments &a) {
         const Tensor rows = lse.narrow(2, 0, c.q.size(2)).reshape(c.q.sizes().slice(0, 3));

@@ -4,8 +4,8 @@
 
 namespace minimal_attn::hopper {
 
-// dK, dV and, if wanted, dQ, whose parts are added in any order. dQ_of_fused finds dQ in the plan's workspace, in the
-// layout of launch_convert_dq with Plan::D columns. For d up to 128.
+// The fused kernel computes dK and dV, and with computes_dQ also dQ, for d up to 128. Blocks add their parts of dQ in any
+// order. dQ_of_fused returns its place in the workspace. launch_convert_dq reads it with Plan::D columns.
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);

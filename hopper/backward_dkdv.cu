@@ -22,16 +22,18 @@
 // | dV            | 4 to 7        | 232                | S^T, P^T, dVj; writes dV                            |
 // | dK            | 8 to 11       | 232                | dP^T, dS^T, dKj; writes dK                          |
 //
-// | barrier               | arrives         | waits     | then                                    |
-// |-----------------------|-----------------|-----------|-----------------------------------------|
-// | K, V                  | 0 or 32; TMA    | dV or dK  | Kj or Vj is there                       |
-// | Q, dO full            | 0 or 32; TMA    | dV and dK | the tile is there, with lse_i or Di     |
-// | Q, dO empty           | dV and dK       | 0 or 32   | both have read it                       |
-// | P full                | dV              | dK        | P^T is there                            |
-// | P empty               | dK              | dV        | P^T is read                             |
-// | named kZeroed + index | a consumer      | itself    | rows that see no key are 0              |
+// dV and dK are the two consumer warpgroups:
 //
-// 0 and 32 are threads. full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+// | barrier               | arrives              | waits          | then                                       |
+// |-----------------------|----------------------|----------------|--------------------------------------------|
+// | K, V                  | thread 0 or 32; TMA  | dV or dK       | Kj or Vj has arrived in shared memory      |
+// | Q, dO full            | thread 0 or 32; TMA  | dV and dK      | Qi and lse_i, or dOi and Di, have arrived  |
+// | Q, dO empty           | dV and dK            | thread 0 or 32 | both have read Qi or dOi                   |
+// | P full                | dV                   | dK             | P^T is in shared memory                    |
+// | P empty               | dK                   | dV             | dK has read P^T                            |
+// | named kZeroed + index | a consumer           | that consumer  | rows that see no key are 0                 |
+//
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 #include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
@@ -140,8 +142,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __grid_constant__ KeyParameters p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char memory[];
-    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
+    auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         init(shared.K, 1), init(shared.V, 1);
         for (StageBarriers &Q : shared.Q) init(Q.full, 2), init(Q.empty, 8);

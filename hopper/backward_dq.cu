@@ -27,11 +27,11 @@
 //
 // | barrier                 | arrives                   | waits                             | then                    |
 // |-------------------------|---------------------------|-----------------------------------|-------------------------|
-// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | the work tile is there  |
+// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | work tile is published  |
 // | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free        |
-// | Q full (per consumer)   | thread 32; TMA            | that consumer                     | Qi and dOi are there    |
+// | Q full (per consumer)   | thread 32; TMA            | that consumer                     | Qi and dOi have arrived |
 // | Q empty (per consumer)  | that consumer             | thread 32                         | Qi and dOi are read     |
-// | K full, V full          | thread 0 or 64; TMA       | consumers                         | the tile is there       |
+// | K full, V full          | thread 0 or 64; TMA       | consumers                         | Kj or Vj has arrived    |
 // | K empty                 | consumers                 | thread 0                          | dSij Kj has read it     |
 // | V empty                 | consumers                 | thread 64                         | Vj is read              |
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
@@ -207,8 +207,7 @@ template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dq_hopper_kernel(const __grid_constant__ GradientParameters p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char memory[];
-    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
+    auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);

@@ -17,7 +17,7 @@
 //                        dQi <-----------+--------------------------------------------> TMA adds it to dQ in HBM
 //
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of the next product as they are. dQ of a tile is
-// computed one tile later, when the other consumer's half of dS is there, too: so consumers needn't keep step.
+// computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
 // | role                | warps              | registers a thread | does                                           |
 // |---------------------|--------------------|--------------------|------------------------------------------------|
@@ -26,19 +26,19 @@
 // | V, dO               | 3 (thread 96)      | 24                 | loads Vj, all dOi and Di                       |
 // | consumer warpgroups | 4 to 11            | 240                | 64 keys each: S^T to dK, dV; its part of dQi   |
 //
-// | barrier                  | arrives                         | waits                           | then              |
-// |--------------------------|---------------------------------|---------------------------------|-------------------|
-// | tile_queue full          | thread 0                        | thread 96, adders, consumers    | the tile is there |
-// | tile_queue empty         | thread 96, adders, consumers    | thread 0                        | its slot is free  |
-// | KV full                  | threads 0 and 96; TMA           | consumers                       | Kj, Vj are there  |
-// | Q full, dO full          | thread 0 or 96, twice; TMA      | consumers                       | the tile is there |
-// | KV, Q, dO empty          | consumers                       | threads 0, 96                   | they are read     |
-// | dS full                  | consumers                       | consumers                       | all keys' dS is   |
-// | dS empty                 | consumers                       | consumers                       | dQ has read it    |
-// | dQ full (per consumer)   | that consumer                   | its adder                       | dQi is staged     |
-// | dQ empty (per consumer)  | its adder                       | that consumer                   | TMA has read it   |
-// | named kTurn + index      | the consumer before it          | that consumer                   | it may issue S^T  |
-// | named kZeroed + index    | that consumer                   | that consumer                   | NaNs are zeroed   |
+// | barrier                 | arrives                      | waits                        | then                       |
+// |-------------------------|------------------------------|------------------------------|----------------------------|
+// | tile_queue full         | thread 0                     | thread 96, adders, consumers | a work tile is published   |
+// | tile_queue empty        | thread 96, adders, consumers | thread 0                     | the slot is free           |
+// | KV full                 | threads 0 and 96; TMA        | consumers                    | Kj and Vj have arrived     |
+// | Q full, dO full         | thread 0 or 96, twice; TMA   | consumers                    | Qi or dOi has arrived      |
+// | KV, Q, dO empty         | consumers                    | threads 0, 96                | consumers have read them   |
+// | dS full                 | consumers                    | consumers                    | dS of all keys is stored   |
+// | dS empty                | consumers                    | consumers                    | the product dQ has read dS |
+// | dQ full (per consumer)  | that consumer                | its adder                    | dQi is staged              |
+// | dQ empty (per consumer) | its adder                    | that consumer                | TMA has read dQi           |
+// | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T           |
+// | named kZeroed + index   | that consumer                | that consumer                | NaNs are zeroed            |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once.
 #include "hopper/key_tiles.h"
@@ -304,8 +304,7 @@ template <class T, class Tile, DQ dQ_is>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char memory[];
-    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
+    auto &shared = shared_storage<SharedStorage<Tile>>();
     constexpr bool adds_dQ = dQ_is == DQ::added;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -335,23 +334,15 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<Tile<64, 128, 2, 2>, Tile<128, 64, 3, 2>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-int64_t bytes_of_dQ(const Attention &a, int D) {
-    return a.B * a.Hq * ((a.Nq + kGradientRows - 1) / kGradientRows) * kGradientRows * D * 4;
-}
-
 }  // namespace
 
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ) {
     return with_tile(tile_of(g.a), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        using Shared = SharedStorage<Tile>;
-        static_assert(sizeof(Shared) <= 227 * 1024);
-        const int64_t work_tiles = g.a.B * g.a.Hkv * ((g.a.Nk + Tile::Bc - 1) / Tile::Bc);
-        const int64_t grid = std::min<int64_t>(work_tiles, device.multiprocessors);
-        Plan plan{"dK, dV, dQ", tile_of(g.a), Tile::Br, Tile::Bc, Tile::D, grid, Tile::Threads, sizeof(Shared)};
-        plan.workspace = kCounterBytes + (computes_dQ ? bytes_of_dQ(g.a, Tile::D) : 0);
-        plan.multiprocessors = device.multiprocessors;
-        plan.error = tensor_map_encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled";
+        const Attention &a = g.a;
+        Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, "dK, dV, dQ", tile_of(a));
+        plan.grid = std::min<int64_t>(a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc), device.multiprocessors);
+        plan.workspace = kCounterBytes + (computes_dQ ? a.B * a.Hq * padded_rows(a) * Tile::D * 4 : 0);
         return plan;
     });
 }
@@ -383,10 +374,8 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             return "cuTensorMapEncodeTiled refused q, k, v or do";
         p.rows = rows, p.c = a.softmax_scale * kLog2e;
         p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
-        p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.Hkv = a.Hkv, p.Hq = a.Hq, p.group = a.Hq / a.Hkv;
-        p.key_tiles = a.B * a.Hkv * p.Tc;
-        p.same_band = has_same_band(a);
-        if (p.same_band) p.band = narrow(band_of(a, 0));
+        set_heads_and_mask(p);
+        p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.key_tiles = a.B * a.Hkv * p.Tc;
         p.tile_counter = (int *)workspace;
         error = cudaMemsetAsync(workspace, 0, plan.workspace, stream);
         if (error != cudaSuccess) return why_not(error);

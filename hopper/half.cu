@@ -349,8 +349,7 @@ template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char memory[];
-    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
+    auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);

@@ -1,5 +1,5 @@
-// key_tiles.h: what the backward kernels have in common whose blocks own keys and walk the queries, backward_fused.cu
-// and backward_dkdv.cu.
+// key_tiles.h: the shared parts of backward_fused.cu and backward_dkdv.cu. A block of these kernels owns a tile of keys
+// and walks the tiles of queries.
 #pragma once
 #include "hopper/gradient.h"
 

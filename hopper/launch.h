@@ -15,6 +15,13 @@ Plan make_plan(const Attention &a, const Device &device, const char *kernel, int
     return plan;
 }
 
+inline void set_heads_and_mask(Parameters &p) {
+    const Attention &a = p.a;
+    p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv;
+    p.same_band = has_same_band(a);
+    if (p.same_band) p.band = narrow(band_of(a, 0));
+}
+
 // Fills the parameters that all kernels have, sets the counters, which begin the workspace, to 0, and launches. Without
 // these the kernel may begin while the one before it in the stream ends (programmatic dependent launch).
 template <class Tile, class Parameters>
@@ -33,12 +40,11 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
         return "cuTensorMapEncodeTiled refused q, k or v";
     p.aligned = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     p.stores_O_alone = p.aligned && !a.l && !a.lse && !a.l_in;
-    p.Hq = a.Hq, p.Hkv = a.Hkv, p.group = a.Hq / a.Hkv, p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.grid = plan.grid;
+    set_heads_and_mask(p);
+    p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.grid = plan.grid;
     p.work_tiles = a.B * a.Hq * p.Tr;
     p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;
     p.sequential_heads = a.B * a.Hq - p.interleaved_heads;
-    p.same_band = has_same_band(a);
-    if (p.same_band) p.band = narrow(band_of(a, 0));
     p.tile_counter = plan.workspace > 0 ? (int *)workspace : nullptr;
 
     if (counter_bytes > 0) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);

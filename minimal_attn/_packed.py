@@ -123,8 +123,10 @@ def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
     # A last row takes what is in no sequence.
     dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (q, k, v))
     max_q, max_k = min(max_q, total_q), min(max_k, total_k)
-    n = max(1, min(B, 2 * total_q // max_q, 2 * total_k // max_k)) if max_q and max_k else B
-    for first in range(0, B if max_q and max_k else 0, n):
+    if not max_q or not max_k:
+        return dq[:total_q], dk[:total_k], dv[:total_k]
+    n = max(1, min(B, 2 * total_q // max_q, 2 * total_k // max_k))
+    for first in range(0, B, n):
         begin_q, begin_k = (x[first : first + n + 1].long() for x in (cu_q, cu_k))
         # The last queries are aligned, as the mask does it. Padding has lse = inf, so that its P is 0.
         token = begin_q[1:, None] + torch.arange(-max_q, 0, device=q.device)

@@ -240,14 +240,12 @@ Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
 template <class Kernels, class T, class Tile>
 cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile>();
-    cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
-    const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : (int64_t(1) << 31) - 1;
-    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
-        const int grid = (int)std::min(plan.grid - first, most);
+    const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : kMostBlocks;
+    return launch_all(plan.grid, most, [&](int64_t first, int grid) {
         kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned, sums);
-        error = cudaGetLastError();
-    }
-    return error;
+    });
 }
 
 template <class Kernels, class T>

@@ -84,8 +84,6 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
     }
 }
 
-int64_t padded_rows(const Attention &a) { return (a.Nq + kGradientRows - 1) / kGradientRows * (int64_t)kGradientRows; }
-
 // One block for each kRows rows: their memory would be beyond any GPU's before the grid is.
 unsigned blocks_of(const Attention &a) { return (unsigned)(a.B * a.Hq * padded_rows(a) / kRows); }
 

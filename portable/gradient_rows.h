@@ -7,6 +7,9 @@ namespace minimal_attn {
 
 // The rows of a head are padded to a multiple of this, so that no kernel checks where a head ends.
 constexpr int kGradientRows = 128;
+inline int64_t padded_rows(const Attention &a) {
+    return (a.Nq + kGradientRows - 1) / kGradientRows * (int64_t)kGradientRows;
+}
 
 // float32, head h of batch b at (b * Hq + h) * head_stride. lse is in base 2: lse * log2(e). D = rowsum(dO o O) - dlse.
 // Rows that see no key and padding rows have lse = +inf, so that P = 0, and D = 0.

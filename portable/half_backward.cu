@@ -249,14 +249,12 @@ template <class T, class Tile>
 cudaError_t launch_pass(const Gradient &g, const GradientRows &rows, int64_t heads, int64_t N, bool aligned,
                         CUstream_st *stream) {
     const auto kernel = gradient_kernel<T, Tile>;
-    cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
-    const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own), most = (int64_t(1) << 31) - 1;
-    for (int64_t first = 0; first < blocks && error == cudaSuccess; first += most) {
-        kernel<<<(int)std::min(blocks - first, most), Tile::Threads, Tile::SharedBytes, stream>>>(g, rows, first,
-                                                                                                  aligned);
-        error = cudaGetLastError();
-    }
-    return error;
+    const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own);
+    return launch_all(blocks, kMostBlocks, [&](int64_t first, int grid) {
+        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(g, rows, first, aligned);
+    });
 }
 
 template <class T>

@@ -356,14 +356,11 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
     const Turns turns = {(unsigned long long *)rest, (unsigned *)(rest + 256), count};
     begin_kernel<<<4 * plan.multiprocessors, 256, 0, stream>>>(g, turns);
     const auto kernel = tf32_backward_kernel<Tile>;
-    cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
-    const int64_t most = (int64_t(1) << 31) - 1;  // blocks of one launch
-    for (int64_t first = 0; first < plan.grid && error == cudaSuccess; first += most) {
-        const int grid = (int)std::min(plan.grid - first, most);
+    const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    if (error != cudaSuccess) return error;
+    return launch_all(plan.grid, kMostBlocks, [&](int64_t, int grid) {  // blocks number themselves
         kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(g, gradient_rows_in(g, workspace), turns, aligned);
-        error = cudaGetLastError();
-    }
-    return error;
+    });
 }
 
 }  // namespace

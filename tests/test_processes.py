@@ -191,9 +191,10 @@ def test_workspace_that_is_too_large(cuda_backend):
     backend.check(*backend.qkv())
 
 
-def fill_gaps(reserved):
+def fill_gaps():
     """Tensors in all that is free of the memory that PyTorch has reserved: earlier tests may leave gaps."""
-    torch.cuda.set_per_process_memory_fraction(reserved / torch.cuda.get_device_properties(0).total_memory)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     tensors = []
     for megabytes in (256, 64, 16, 4, 2):
         try:
@@ -215,7 +216,7 @@ def test_memory_that_is_nearly_used_up(cuda_backend, dtype):
     total = torch.cuda.get_device_properties(0).total_memory
     errors = 0
     try:
-        gaps = fill_gaps(torch.cuda.memory_reserved())
+        gaps = fill_gaps()
         for megabytes in (0, 2, 6, 10, 14, 20, 24, 30, 40, 60, 100):
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(
