@@ -290,7 +290,8 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float32_hopper_kernel(const __grid_constant__ Float32Parameters p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    auto &shared = shared_storage<SharedMemory<Tile>>();
+    extern __shared__ __align__(1024) unsigned char memory[];
+    SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
