@@ -11,7 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
-// The functions below run on both sides; a plain C++ compiler doesn't know the words for that.
+// The functions below run on both sides; a plain C++ compiler lacks these keywords.
 #ifdef __CUDACC__
 #define MINIMAL_ATTN_HOST_DEVICE __host__ __device__
 #else
@@ -239,7 +239,7 @@ Plan plan_float32(const Attention &attention, const Device &device);
 const char *launch_float32(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
 
-// Their backward passes. A plan of paper's has this kernel.
+// Their backward passes. The name of paper's kernel:
 constexpr const char *kPaperBackward = "Algorithm 4";
 Plan plan_paper_backward(const Gradient &gradient, const Device &device);
 const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);

@@ -62,7 +62,7 @@ struct Rows {
     __device__ T &at(int64_t i, int x) const { return first[i * stride + x]; }
 };
 
-// The same of dQ, dK or dV, which are in T or float32.
+// Rows of dQ, dK or dV, in T or float32.
 template <class T>
 struct Results {
     Rows<T> halves;
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ------------------------------------------------------------------------------ the launch
 
-// 2. Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d). Here six tiles of d columns and two of scores share M, so Br = Bc is
-// the largest multiple of 4 for which they fit: at most 64, a patch of Sij for each thread.
+// 2. Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d). Six tiles of d columns and two of scores share M. So Br = Bc is the
+// largest multiple of 4 that fits, at most 64: a patch of Sij a thread.
 Tiles tiles_of(const Attention &a, int M) {
     const int D = up_to_4s(a.d), most = std::min(64, up_to_4s(std::max({a.Nq, a.Nk, 1})));
     int B = most;

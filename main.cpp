@@ -3,7 +3,7 @@
 // minimal_attn.forward (minimal_attn/_forward.py) -> pybind11 below -> PyTorch's dispatcher, operator
 // minimal_attn::forward -> run(): checks once, allocates the results, fills flash.h's `Attention` -> a backend.
 // The dispatcher chooses between Autocast (casts q, k, v), Autograd (autograd.h), Meta (shapes only), CPU, CUDA.
-// Gradients go the same way: the operator minimal_attn::backward -> backward(), which fills `Gradient` -> a backend.
+// Gradients likewise: operator minimal_attn::backward -> differentiate(), which fills `Gradient` -> a backend.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -266,7 +266,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     }
     attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
     set_mask(attention, a);
-    // Of any integer dtype: plans ask only whether these are there, and run() and backward() set them anew.
+    // Of any integer dtype: plans ask only whether they are there; run() and differentiate() set them anew.
     const auto given = [](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
     attention.seqlens_k = given(a.seqlens_k), attention.leftpad_k = given(a.leftpad_k);
     attention.offset = given(a.offsets);
@@ -386,8 +386,8 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
 namespace {
 
 // ---------------------------------------------------------------------------------------------- the operator
-// Four overloads with the same arguments, since an operator returns what its schema says: forward gives o, forward.lse
-// (o, log-sum-exp), forward.state (o, l, m), and forward.out writes o into its last argument.
+// Four overloads with the same arguments, since a schema fixes what is returned. forward: o; forward.lse: (o,
+// log-sum-exp); forward.state: (o, l, m); forward.out writes o into its last argument.
 
 template <class Result, class... Out>
 Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
@@ -512,9 +512,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("explain", torch::wrap_pybind_function(explain), "What minimal_attn.explain returns, as a dict");
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
-    m.def("restore_sdpa", &sdpa::restore_operators, "Let them take PyTorch's kernels again");
-    m.def("has_fast_backward", &has_fast_backward, "Whether gradients of tensors like q have a kernel of their own");
-    m.def("sdpa_calls", &sdpa::calls, "How many calls they had since the import, by what became of them");
+    m.def("restore_sdpa", &sdpa::restore_operators, "Undo override_sdpa");
+    m.def("has_fast_backward", &has_fast_backward, "Whether a kernel other than paper's computes gradients of q");
+    m.def("sdpa_calls", &sdpa::calls, "Calls of those operators since the import, by outcome");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def(

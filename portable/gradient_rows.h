@@ -21,7 +21,7 @@ struct GradientRows {
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// Fills both.
+// lse and D.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 // dq = scale * dQ, in out_dtype. dQ is float32 (B, Hq, head_stride, D), D a multiple of 8.
