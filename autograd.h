@@ -80,7 +80,8 @@ inline EarlierGradients gradients_of_earlier(const Tensor &do_, const Tensor &o,
                                              const Tensor &o_in, const Tensor &l_in, const Tensor &m_in,
                                              const Tensor &sinks) {
     const auto row_dot = [](const Tensor &x, const Tensor &y) { return (x.to(at::kFloat) * y).sum(-1); };
-    Tensor D = row_dot(do_, o);
+    // Where a row sees no key, o is 0 and do_ may hold NaN.
+    Tensor D = sinks.defined() ? at::where(o == 0, 0., do_.to(at::kFloat) * o).sum(-1) : row_dot(do_, o);
     if (dlse.defined()) D = D - dlse;
     const Tensor score = sinks.defined() ? sinks.to(at::kFloat).unsqueeze(-1) : m_in + l_in.log();
     // Where the row sees no key P is 1, even if both scores are -inf: the state's row was copied.
@@ -191,7 +192,7 @@ inline Results record(const Arguments &a, Returns returns) {
     }
     set_history(results.o, node);
     if (returns == Returns::state) set_history(results.l, node);
-    if (returns == Returns::lse) set_history(results.lse, node);
+    if (results.lse.defined()) set_history(results.lse, node);  // gradients of sinks depend on it
     node->save(results);
     return results;
 }

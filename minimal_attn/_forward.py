@@ -227,6 +227,14 @@ def forward(
         raise clearer(error, locals()) from None
 
 
+def cast_by_autocast(*tensors):
+    """The tensors in autocast's dtype, if it is on for their device: as forward casts q, k and v."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What a call of `forward` or `backward` does. `print` shows it as text."""

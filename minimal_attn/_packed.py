@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from minimal_attn._backward import backward
-from minimal_attn._forward import forward
+from minimal_attn._forward import cast_by_autocast, forward
 
 
 def attend(q, k, v, s_aux, wants_lse, **options):
@@ -80,6 +80,7 @@ def attend_sequences(
     q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, wants_lse, **options
 ):
     """attend_packed where the keys of sequence b are k, v[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]."""
+    q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
     tensors = q, k, v, s_aux
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     with torch.set_grad_enabled(False):
@@ -95,14 +96,16 @@ def attend_sequences(
 class _Sequences(torch.autograd.Function):
     """attend_packed's results with gradients. In here Dynamo couldn't trace its dynamic sizes."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(q, k, v, s_aux, out, lse, *bounds_and_scalars):
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        q, k, v, s_aux, out, lse, cu_q, cu_k, *ctx.scalars = inputs
-        ctx.save_for_backward(q, k, v, s_aux, out, lse, cu_q, cu_k)
+        q, k, v, s_aux, _, _, cu_q, cu_k, *ctx.scalars = inputs
+        ctx.save_for_backward(q, k, v, s_aux, *results, cu_q, cu_k)
 
     @staticmethod
     def backward(ctx, do, dlse):
@@ -152,7 +155,7 @@ def _pad(x, index, fill):
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):
     """A sink is one more key of each row, whose value is 0."""
-    D = (do.float() * out.float()).sum(-1).T - dlse
+    D = (do.float() * out.float()).masked_fill(out == 0, 0).sum(-1).T - dlse
     score = sinks.float()[:, None]
     dS = torch.where(score == -torch.inf, 0, -torch.exp(score - lse) * D)
     return dS.sum(1).to(sinks.dtype)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 import minimal_attn
 from minimal_attn._around import Ring
+from minimal_attn._forward import cast_by_autocast
 from minimal_attn._peers import Peers, RingError, named
 from minimal_attn._zigzag import length, segments, shard, unshard
 
@@ -122,6 +123,8 @@ def forward(
     limit = timeout if _is_timeout(timeout) else 300.0
     peers = Peers(group, limit, isinstance(q, Tensor) and q.is_cuda, "ring.forward")
     try:
+        if all(isinstance(x, Tensor) for x in (q, k, v)):
+            q, k, v = cast_by_autocast(q, k, v)
         mine = _described(q, k, v, group, causal, window_size, softmax_scale, offset, timeout, backend)
     except Exception as error:
         mine = {"error": [type(error).__name__, str(error)]}

@@ -79,6 +79,35 @@ def test_sinks(backend, shape, returns):
     close(torch.autograd.grad(o, inputs, do), gradients(do, q, k, v, wanted=["sinks"], **options))
 
 
+@pytest.mark.parametrize("wanted", ["q", "sinks"])
+@pytest.mark.parametrize("returns", [{}, {"return_lse": True}], ids=str)
+def test_gradients_of_sinks_can_be_differentiated(backend, returns, wanted):
+    """They are plain operations on o and lse, whose gradients are known."""
+    q, k, v = backend.randn(3, 1, 4, 9, 16)
+    sinks, w = backend.randn(4), backend.randn(1, 4, 9, 16)
+
+    def second(o, q, sinks):
+        [first] = torch.autograd.grad((o * w.to(o.dtype)).sum(), sinks, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), q if wanted == "q" else sinks)[0]
+
+    q1, s1 = leaves(q, sinks)
+    o = backend.forward(q1, k, v, sinks=s1, **returns)
+    q2, s2 = leaves(q.double(), sinks.double())
+    scores = torch.cat([q2 @ k.double().mT / 4, s2[None, :, None, None].expand(1, 4, 9, 1)], -1)
+    expected = second(scores.softmax(-1)[..., :-1] @ v.double(), q2, s2)
+    close([second(o[0] if returns else o, q1, s1)], [expected], bound=5e-5)
+
+
+def test_sinks_of_rows_without_keys(backend):
+    """NaN in do of such a row doesn't reach the gradient of sinks."""
+    q, k, v = backend.randn(3, 2, 4, 9, 16)
+    do, inputs = backend.randn(2, 4, 9, 16), leaves(q, k, v, backend.randn(4))
+    options = dict(seqlens_k=backend.ints(0, 5))
+    exact = gradients(do, q, k, v, wanted=["sinks"], sinks=inputs[3].detach(), **options)
+    do[0] = torch.nan
+    close(torch.autograd.grad(backend.forward(*inputs[:3], sinks=inputs[3], **options), inputs, do), exact)
+
+
 def test_state(backend):
     """Two chunks of keys: gradients reach the first one through its state, whose m is a constant."""
     q, k, v = backend.qkv(Nq=100, Nk=200)

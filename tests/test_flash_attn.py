@@ -552,6 +552,34 @@ def test_gradients_of_packed_sequences(forced_backend, dtype, name, with_sinks):
         assert x.dtype == t.dtype and (x - y).norm() <= bound * max(y.norm(), 1)
 
 
+def test_gradients_of_packed_sequences_under_autocast(backend):
+    q, k, v, cu_seqlens = packed(backend, [7, 0, 23])
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+        out = flash_attn_varlen_func(*inputs, cu_seqlens, cu_seqlens, 23, 23, causal=True)
+    rounded = [t.detach().bfloat16().requires_grad_() for t in inputs]
+    expected = flash_attn_varlen_func(*rounded, cu_seqlens, cu_seqlens, 23, 23, causal=True)
+    assert torch.equal(out, expected)
+    do = torch.randn_like(out)
+    results = torch.autograd.grad(out, inputs, do), torch.autograd.grad(expected, rounded, do)
+    for x, y in zip(*results, strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, y.float())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_packed_sequences_by_vmap(backend):
+    q, k, v, cu_seqlens = packed(backend, [7, 0, 23])
+    many = [torch.stack([t, t * 0.5]) for t in (q, k, v)]
+
+    def loss(q, k, v):
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 23, 23, causal=True).square().sum()
+
+    each = torch.func.grad(loss, argnums=(0, 1, 2))
+    alone = [each(*(t[i] for t in many)) for i in range(2)]
+    for x, *expected in zip(torch.vmap(each)(*many), *alone, strict=True):
+        assert relative_error(x.double(), torch.stack(expected).double()) < 1e-6
+
+
 def test_compiled_gradients_of_packed_sequences(backend):
     q, k, v, cu_seqlens = packed(backend, [7, 0, 23])
     inputs = [t.requires_grad_() for t in (q, k, v)]

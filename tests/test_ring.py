@@ -206,6 +206,23 @@ def test_gradients(ranks, transport, seed):
     raise_first(run(check_gradients, ranks, seed, transport=transport))
 
 
+def check_autocast(rank, ranks, device):
+    """Results and gradients are those of inputs that were cast before."""
+    q, k, v = torch.randn(3, 1, 2, 60, 32, generator=torch.Generator().manual_seed(5)).to(device)
+    inputs = [ring.shard(4 * x, rank, ranks).requires_grad_() for x in (q, k, v)]
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        o = ring.forward(*inputs, causal=True)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    expected = ring.forward(*rounded, causal=True)
+    assert torch.equal(o, expected)
+    results = torch.autograd.grad(o.sum(), inputs), torch.autograd.grad(expected.sum(), rounded)
+    assert all(torch.equal(x, y.float()) for x, y in zip(*results, strict=True))
+
+
+def test_autocast():
+    raise_first(run(check_autocast, 2))
+
+
 def count_digits(rank, ranks, device, seed):
     """How many bfloat16 elements aren't the nearest ones: of one process, and of this rank."""
     q, k, v = torch.randn(3, 1, 1, 300, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
