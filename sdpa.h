@@ -112,9 +112,10 @@ inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::
                       Aligned aligned = Aligned::first) {
     const Tensor o = empty_in(layout, c.q);
     const Tensor result = has_contiguous_rows(o) ? o : Tensor();
-    return with_arguments(c, aligned, [&](const Arguments &a) {
+    const Tensor computed = with_arguments(c, aligned, [&](const Arguments &a) {
         return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {result, {}, {}, lse}).o;
     });
+    return result.defined() ? computed : o.copy_(computed);
 }
 
 // dq, dk and dv, from an lse of at least Nq rows.

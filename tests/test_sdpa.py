@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import subprocess
 import sys
 import threading
@@ -249,6 +250,23 @@ def test_activated_forward_and_backward(device, randn, dtype, options, d):
         assert x.dtype == dtype and x.shape == expected.shape
         bound = 2 * (pytorch.double() - expected).norm() + 4 * torch.finfo(dtype).eps * expected.norm()
         assert (x.double() - expected).norm() <= bound
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+def test_activated_strides(device, randn, order):
+    """o and the gradients have PyTorch's strides, for any order of q's dimensions."""
+    for size in itertools.product((1, 2), (1, 3), (1, 5), (1, 8)):
+        q = randn(*(size[i] for i in order)).permute([order.index(i) for i in range(4)]).requires_grad_()
+
+        def run(q):
+            o = F.scaled_dot_product_attention(q, q, q)
+            return o, *torch.autograd.grad(o, q, torch.ones_like(o))
+
+        plain = run(q)
+        with minimal_attn.activate():
+            actual = run(q)
+        assert [t.stride() for t in actual] == [t.stride() for t in plain], (size, q.stride())
+        torch.testing.assert_close(actual, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
