@@ -1,17 +1,20 @@
 // backward.cu: the portable backend's backward pass. Its kernels:
 //
-//     dtype       GPUs                                       kernel
-//     float16     any                                        half_backward.cu, tensor cores
-//     bfloat16    8.0 and newer                              half_backward.cu, tensor cores
-//     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32_backward.cu, tensor cores
-//     any other call                                         flash_backward.cu, paper's
+//     dtype                    GPUs                       kernel
+//     float16                  any                        half_backward.cu, tensor cores
+//     bfloat16                 8.0 and newer              half_backward.cu, tensor cores
+//     float32                  8.0, 8.7, 9.0, 10.x        tf32_backward.cu, tensor cores
+//     float32                  8.6, 8.9, 12.x: reckoned   tf32_backward.cu; docs/backward.md reckons with data sheets
+//     float32, bfloat16        7.5                        flash_backward.cu, paper's
 #include "portable/portable.h"
 
 namespace minimal_attn {
 
+constexpr int kSharedMemorySinceAmpere = 99 << 10;  // that each GPU since 8.0 lets a block have
+
 Plan plan_portable_backward(const Gradient &g, const Device &device) {
     const bool is_float32 = g.a.dtype == Dtype::float32;
-    if (is_float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32) return plan_paper_backward(g, device);
+    if (is_float32 && device.shared_memory < kSharedMemorySinceAmpere) return plan_paper_backward(g, device);
     bool since_ampere = true;  // float16 needs no such code
     const char *error = g.a.dtype == Dtype::float16 ? nullptr : portable::is_code_since_ampere(since_ampere);
     Plan plan = !since_ampere ? plan_paper_backward(g, device)

@@ -25,7 +25,7 @@ const char *launch_float32(const Attention &a, const Plan &plan, void *workspace
 Plan plan_tf32(const Attention &a, const Device &device);
 const char *launch_tf32(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 
-// tf32_backward.cu: the gradients of float32 on the tensor cores, for the same GPUs.
+// tf32_backward.cu: the gradients of float32 on the tensor cores, for every GPU since 8.0.
 Plan plan_tf32_backward(const Gradient &g, const Device &device);
 const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream);
 

@@ -315,13 +315,16 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 }
 
 // Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor. Beside each:
-// shared memory, and TFLOP/s on an H100 at 16k tokens and N 2048. An A100 has 163 KB.
+// shared memory, and TFLOP/s on an H100 at 16k tokens and N 2048. An A100 has 163 KB, an RTX 3090 or L4 99.
 struct BackwardKernels {
-    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>>;      // 81 KB: 45
-    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,    // 104 KB: 48
-                          BackwardTile<128, 16, 128, 16, 128, 16, 1>>;  // 152 KB: 37; fits an A100
-    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,    // 200 KB: 35
-                          BackwardTile<256, 32, 32, 16, 128, 32, 1>>;   // 132 KB: 25; fits an A100
+    using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>,      // 81 KB: 45
+                         BackwardTile<64, 32, 128, 16, 64, 16, 1>>;    // 96 KB; one fits 99 KB
+    using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,   // 104 KB: 48
+                          BackwardTile<128, 16, 128, 16, 128, 16, 1>,  // 152 KB: 37; fits an A100
+                          BackwardTile<128, 16, 64, 16, 128, 16, 1>>;  // 84 KB; fits 99 KB
+    using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,   // 200 KB: 35
+                          BackwardTile<256, 32, 32, 16, 128, 32, 1>,   // 132 KB: 25; fits an A100
+                          BackwardTile<256, 16, 32, 16, 128, 16, 1>>;  // 98 KB; fits 99 KB
 };
 
 template <class Tile, class... Smaller>
