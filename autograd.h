@@ -48,8 +48,8 @@ Backward backward;  // what the operator computes (main.cpp)
 // The same, into the tensors that `results` has, which are not checked. What is missing is allocated.
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
                         const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {});
-// Whether a kernel made for speed computes the gradients of tensors like q, (B, H, N, d). If not, paper's does, and a
-// drop-in lets PyTorch compute them.
+// Whether our kernel for the gradients of tensors like q, (B, H, N, d), is as fast as PyTorch's. If not, a drop-in lets
+// PyTorch compute them.
 bool has_fast_backward(const Tensor &q);
 
 // An operator for calls from C++, looked up once: faster than torch.ops.

@@ -64,8 +64,8 @@ def scaled_dot_product_attention(
         What PyTorch's function raises, since arguments that don't fit go there.
 
     Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
-    gradients for which only `paper` has a kernel is passed on; under activate() PyTorch's function comes back
-    to these kernels. So is one with dual tensors (torch.func.jvp), which PyTorch serves under
+    gradients which PyTorch computes faster is passed on; under activate() PyTorch's function comes back to
+    these kernels. So is one with dual tensors (torch.func.jvp), which PyTorch serves under
     sdpa_kernel(SDPBackend.MATH) alone.
     """
     served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
@@ -244,7 +244,7 @@ def activate() -> Activation:
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
     (masks, dropout, float64, head dimensions above 256 or of two sizes) goes to PyTorch's kernel as before.
-    So do gradients for which only `paper` has a kernel, from this o and log-sum-exp. From torch 2.11 on,
+    So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
     torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().
 

@@ -189,6 +189,7 @@ def test_every_tile_of_tf32(cuda_backend, shared_memory_limit, d, limit, tile):
     if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < limit << 10:
         pytest.skip("too little shared memory")
     shared_memory_limit(limit << 10)
+    assert minimal_attn._C.has_fast_backward(torch.empty(1, 1, 8, d, device="cuda")) == (limit >= 163)
     for band in {}, dict(causal=True), dict(window_size=(150, 60)):
         q, k, v = cuda_backend.qkv(B=1, Nq=310, Nk=350, d=d)
         found = cuda_backend.explain(q, k, v, backward=True, **band)
