@@ -367,7 +367,7 @@ bool has_fast_backward(const Tensor &q) {
     g.a.dtype = g.out_dtype = dtype_of(q);
     g.a.B = q.size(0), g.a.Hq = g.a.Hkv = q.size(1), g.a.Nq = g.a.Nk = (int)q.size(2), g.a.d = (int)q.size(3);
     const Device device = gpu_of(q);
-    // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel (docs/backward.md), though faster than paper's.
+    // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
     if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)
         return false;
     for (const Backend &backend : backends())
