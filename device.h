@@ -1,6 +1,8 @@
 // device.h: what the GPU backends share, in kernels and at the launch.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,6 +21,16 @@ __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ inline __half2 round_pair(__half, float x, float y) { return __floats2half2_rn(x, y); }
+__device__ inline __nv_bfloat162 round_pair(__nv_bfloat16, float x, float y) { return __floats2bfloat162_rn(x, y); }
+
+// Two numbers rounded to T, as one register with x in its low half.
+template <class T>
+__device__ uint32_t pack(float x, float y) {
+    const auto two = round_pair(T(), x, y);
+    return *(const uint32_t *)&two;
 }
 
 // Over the Lanes neighbours in a warp that share a row.

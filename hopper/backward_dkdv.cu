@@ -141,7 +141,6 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __grid_constant__ KeyParameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         init(shared.K, 1), init(shared.V, 1);
@@ -167,9 +166,6 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
         else
             consume<T, Tile, Part::dK>(p, shared);
     });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // D, stages of Q and of dO. Shared memory in bytes: 256 D (1 + stages), and 16 KB of P^T.

@@ -206,7 +206,6 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dq_hopper_kernel(const __grid_constant__ GradientParameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -220,9 +219,6 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 64) load_V<Tile>(p, shared);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // ------------------------------------------------------------------------------ the sizes of the tiles

@@ -348,7 +348,6 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -364,9 +363,6 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 64) load_V_and_store_O<Tile>(p, shared);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles

@@ -58,8 +58,8 @@ __device__ void issue_ABt(float (&C)[Count], Descriptor A, Descriptor B) {
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D; x += 16)
-        wgmma_ABt(T(), C, A + x / kBoxColumns * ABox + x % kBoxColumns * 2,
-                  B + x / kBoxColumns * BBox + x % kBoxColumns * 2, x > 0);
+        wgmma_shared<Product::ABt>(T(), C, A + x / kBoxColumns * ABox + x % kBoxColumns * 2,
+                                   B + x / kBoxColumns * BBox + x % kBoxColumns * 2, x > 0);
     wgmma_commit();
 }
 

@@ -40,9 +40,9 @@ __device__ void issue_QK(float (&Sij)[Count], const unsigned char *Qi, const uns
     for (int product = 0; product < 3; ++product)
 #pragma unroll
         for (int x = x0; x < x1; x += 16)
-            wgmma_ABt(__half(), Sij, Q + x / kBoxColumns * (2 * QBox) + x % kBoxColumns * 2 + (product == 0) * QBox,
-                      K + x / kBoxColumns * (2 * KBox) + x % kBoxColumns * 2 + (product == 1) * KBox,
-                      x > x0 || product > 0);
+            wgmma_shared<Product::ABt>(
+                __half(), Sij, Q + x / kBoxColumns * (2 * QBox) + x % kBoxColumns * 2 + (product == 0) * QBox,
+                K + x / kBoxColumns * (2 * KBox) + x % kBoxColumns * 2 + (product == 1) * KBox, x > x0 || product > 0);
     wgmma_commit();
 }
 
