@@ -85,7 +85,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     const KeyTile<Tile> keys(p, blockIdx.x);
     const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // its rows: j and j + 8
     Pipeline<Tile::Stages> first{is_dV ? shared.Q : shared.dO}, second{is_dV ? shared.dO : shared.Q};
-    Pipeline<1> P{shared.P_ready};
+    Pipeline P{shared.P_ready};
     float X[Br / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
     uint32_t A[Br / 4];           // X as an operand
     const Descriptor tiles = descriptor(&shared);
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
     const auto produce = [&] {
         if (threadIdx.x != 0 && threadIdx.x != 32) return;
         const KeyTile<Tile> keys(p, blockIdx.x);
-        Pipeline<Tile::Stages> Q{shared.Q}, dO{shared.dO};
+        Pipeline Q{shared.Q}, dO{shared.dO};
         if (threadIdx.x == 0) {
             load_tile<Tile::Bc, Tile::Boxes>(shared.Kj, p.K, keys.j0, keys.key_head, keys.b, shared.K);
             load_queries(p, keys, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);

@@ -69,13 +69,6 @@ __device__ bool scores_fit(const Attention &a, const Unit &unit) {
     return unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMaxScoreUnit;
 }
 
-// 9. Negates Sij if softmax_scale is negative, and masks it, for a tile of keys from j0 on.
-template <int Count>
-__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const WorkTile &work, int j0) {
-    if (a.softmax_scale < 0.f) negate(Sij);
-    mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
-}
-
 // Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Oi begins again at 0; after the last
 // flush it is the whole sum.
 template <int Count>

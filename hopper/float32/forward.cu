@@ -244,7 +244,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 }
                 KV.consumer_release(inverse_scale_K, is_lane_0);
                 if (is_last) Q().consumer_release(0.f, is_lane_0);
-                if (needs_mask) negate_and_mask(Sij, a, work, j0);
+                if (needs_mask) negate_and_mask(Sij, a, work.band, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
                 compute_P<Tile>(
