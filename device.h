@@ -41,6 +41,7 @@ __device__ inline float scale_of(const Attention &a, float unit = 1.f, float log
     return fminf(fmaxf(fabsf(a.softmax_scale) * (log2e * unit), kLeastScale), 1.5e38f);
 }
 
+// Tells nvcc that all lanes of the warp have the same x.
 template <class T>
 __device__ T broadcast_lane0(T x) {
     return __shfl_sync(~0u, x, 0);

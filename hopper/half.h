@@ -23,13 +23,12 @@ __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeli
 template <class SharedStorage, class Use>
 __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
     Pipeline tile_queue{shared.tile_queue};
-    for (WorkTile work{-1}, last;;) {
-        last = work;
+    for (WorkTile last{-1};; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
-        work = shared.work[tile_queue.stage()];
-        tile_queue.consumer_release();
+        const WorkTile work = shared.work[tile_queue.stage()];
         use(work, last);
         if (work.b < 0) return;
+        last = work;
     }
 }
 

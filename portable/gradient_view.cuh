@@ -19,7 +19,11 @@ struct View {
     Interval rows, columns;  // that see anything. Other rows may hold NaN
 
     __device__ View(const Attention &a, int64_t b) : band(narrow(band_of(a, b))), Nq(a.Nq) {
-        const Interval queries = queries_of_any(band, Nq, band.keys);
+        Interval queries = {0, 0};
+        if (!empty(band.keys)) {
+            queries.begin = queries_of_key(band, Nq, band.keys.begin).begin;
+            queries.end = queries_of_key(band, Nq, band.keys.end - 1).end;
+        }
         rows = pass == Pass::dQ ? queries : band.keys, columns = pass == Pass::dQ ? band.keys : queries;
     }
     __device__ Interval of_row(int row) const {
