@@ -144,9 +144,7 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         init(shared.K, 1), init(shared.V, 1);
-        for (StageBarriers &Q : shared.Q) init(Q.full, 2), init(Q.empty, 8);
-        for (StageBarriers &dO : shared.dO) init(dO.full, 2), init(dO.empty, 8);
-        init(shared.P_ready[0].full, 4), init(shared.P_ready[0].empty, 4);
+        init_pipeline(shared.Q, 8, 2), init_pipeline(shared.dO, 8, 2), init_pipeline(shared.P_ready, 4, 4);
     };
     const auto produce = [&] {
         if (threadIdx.x != 0 && threadIdx.x != 32) return;

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);
-        for (auto &Q : shared.Q) init(Q[0].full, 2), init(Q[0].empty, 4);
+        for (auto &Q : shared.Q) init_pipeline(Q, 4, 2);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
     };
     const auto produce = [&] {
