@@ -1,6 +1,8 @@
 // device.h: what the GPU backends share, in kernels and at the launch.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -21,6 +23,30 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
+__device__ inline __half2 round_pair(__half, float x, float y) { return __floats2half2_rn(x, y); }
+__device__ inline __nv_bfloat162 round_pair(__nv_bfloat16, float x, float y) { return __floats2bfloat162_rn(x, y); }
+
+// Two numbers rounded to T, as one register with x in its low half.
+template <class T>
+__device__ uint32_t pack(float x, float y) {
+    const auto two = round_pair(T(), x, y);
+    return *(const uint32_t *)&two;
+}
+
+constexpr float kLeastScale = 1e-45f;
+
+// c in exp(softmax_scale (s - m)) = exp2(c s - c m), for scores s in units of `unit`. c and 2 c are kept away from 0 and
+// inf, since 0 * -inf (a hidden score) and inf * 0 are NaN.
+__device__ inline float scale_of(const Attention &a, float unit = 1.f, float log2e = kLog2e) {
+    return fminf(fmaxf(fabsf(a.softmax_scale) * (log2e * unit), kLeastScale), 1.5e38f);
+}
+
+// Tells nvcc that all lanes of the warp have the same x.
+template <class T>
+__device__ T broadcast_lane0(T x) {
+    return __shfl_sync(~0u, x, 0);
+}
+
 // Over the Lanes neighbours in a warp that share a row.
 template <int Lanes>
 __device__ float row_max(float x) {
@@ -33,6 +59,18 @@ template <int Lanes>
 __device__ float row_sum(float x) {
 #pragma unroll
     for (int lane = 1; lane < Lanes; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+// Counters in global memory. A thread that reads the new value also sees what the adding thread, and those that it met
+// at a barrier, wrote before.
+__device__ inline void add_release(int &counter, int x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(&counter), "r"(x) : "memory");
+}
+
+__device__ inline int load_acquire(const int &counter) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(&counter) : "memory");
     return x;
 }
 

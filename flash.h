@@ -146,6 +146,20 @@ MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i
     return {keys_of_row(band, i1 - 1).begin, keys_of_row(band, i0).end};
 }
 
+// Likewise, which of Nq queries see key j of band.keys.
+template <class Int>
+MINIMAL_ATTN_HOST_DEVICE Keys queries_of_key(const BandOf<Int> &band, int Nq, int j) {
+    const int begin = (int)clamp(j - band.last, (Int)0, (Int)Nq);
+    return {begin, (int)clamp(j - band.first + 1, (Int)begin, (Int)Nq)};
+}
+
+// Queries that see any of `keys`, which are in band.keys. As a type Keys is an interval of either.
+template <class Int>
+MINIMAL_ATTN_HOST_DEVICE Keys queries_of_any(const BandOf<Int> &band, int Nq, Keys keys) {
+    if (empty(keys) || band.first > band.last) return {0, 0};
+    return {queries_of_key(band, Nq, keys.begin).begin, queries_of_key(band, Nq, keys.end - 1).end};
+}
+
 // The rows of K or V, `x`, that belong to batch b and key head h, wherever its pages are.
 template <class T>
 struct KeyRows {

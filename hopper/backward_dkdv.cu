@@ -85,7 +85,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     const KeyTile<Tile> keys(p, blockIdx.x);
     const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // its rows: j and j + 8
     Pipeline<Tile::Stages> first{is_dV ? shared.Q : shared.dO}, second{is_dV ? shared.dO : shared.Q};
-    Pipeline<1> P{shared.P_ready};
+    Pipeline P{shared.P_ready};
     float X[Br / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
     uint32_t A[Br / 4];           // X as an operand
     const Descriptor tiles = descriptor(&shared);
@@ -141,18 +141,15 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __grid_constant__ KeyParameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         init(shared.K, 1), init(shared.V, 1);
-        for (StageBarriers &Q : shared.Q) init(Q.full, 2), init(Q.empty, 8);
-        for (StageBarriers &dO : shared.dO) init(dO.full, 2), init(dO.empty, 8);
-        init(shared.P_ready[0].full, 4), init(shared.P_ready[0].empty, 4);
+        init_pipeline(shared.Q, 8, 2), init_pipeline(shared.dO, 8, 2), init_pipeline(shared.P_ready, 4, 4);
     };
     const auto produce = [&] {
         if (threadIdx.x != 0 && threadIdx.x != 32) return;
         const KeyTile<Tile> keys(p, blockIdx.x);
-        Pipeline<Tile::Stages> Q{shared.Q}, dO{shared.dO};
+        Pipeline Q{shared.Q}, dO{shared.dO};
         if (threadIdx.x == 0) {
             load_tile<Tile::Bc, Tile::Boxes>(shared.Kj, p.K, keys.j0, keys.key_head, keys.b, shared.K);
             load_queries(p, keys, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
@@ -167,9 +164,6 @@ __global__ void __launch_bounds__(Tile::Threads, 1) dkdv_wide_kernel(const __gri
         else
             consume<T, Tile, Part::dK>(p, shared);
     });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // D, stages of Q and of dO. Shared memory in bytes: 256 D (1 + stages), and 16 KB of P^T.

@@ -73,23 +73,11 @@ struct GradientParameters : Parameters {
 
 // ------------------------------------------------------------------------------ producer threads
 
-// Calls load(work) for each work tile.
-template <class Tile, class Load>
-__device__ void for_each_work_tile(SharedStorage<Tile> &shared, const Load &load) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    for (;; tile_queue.consumer_release()) {
-        tile_queue.consumer_wait();
-        const WorkTile work = shared.work[tile_queue.stage()];
-        if (work.b < 0) return;
-        load(work);
-    }
-}
-
 template <class Tile>
 __device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<1> Q{};
-    for_each_work_tile<Tile>(shared, [&](const WorkTile &work) {
-        for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
+    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &) {
+        for (int warpgroup = 0; work.b >= 0 && warpgroup < Tile::Consumers; ++warpgroup) {
             const int i0 = work.i0 + 64 * warpgroup;
             Q.barriers = shared.Q[warpgroup];
             Q.producer_acquire();
@@ -102,9 +90,10 @@ __device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile> &
 
 template <class Tile>
 __device__ void load_V(const GradientParameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<Tile::VStages> V{shared.V};
-    for_each_work_tile<Tile>(shared,
-                             [&](const WorkTile &work) { load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, [] {}); });
+    Pipeline V{shared.V};
+    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &) {
+        if (work.b >= 0) load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, [] {});
+    });
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
@@ -116,10 +105,10 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
     const int row = 64 * warpgroup + 16 * warp + lane / 4;  // a thread's rows of the work tile: this one and row + 8
     const PingPong<Tile> ping_pong{warpgroup};
     if (warpgroup == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is warpgroup 0's
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    Pipeline<1> Q{shared.Q[warpgroup]};
-    Pipeline<Tile::KStages> K{shared.K}, K_of_dQ{shared.K};  // of the next Sij; of the next dSij Kj
-    Pipeline<Tile::VStages> V{shared.V};
+    Pipeline tile_queue{shared.tile_queue};
+    Pipeline Q{shared.Q[warpgroup]};
+    Pipeline K{shared.K}, K_of_dQ{shared.K};  // of the next Sij; of the next dSij Kj
+    Pipeline V{shared.V};
     float dQ[D / 2], Sij[Bc / 2], dPij[Bc / 2];
     uint32_t dSij[Bc / 4];
 
@@ -139,10 +128,8 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         tile_queue.consumer_wait();
         const WorkTile &work = shared.work[tile_queue.stage()];
         if (work.b < 0) return;
-        // The keys of this warpgroup's rows may end before those of the work tile. At least one tile is computed.
-        const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1);
         const int end = broadcast_lane0(work.visible.end);
-        const int my_end = broadcast_lane0(i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, end) : 0);
+        const int my_end = broadcast_lane0(end_of_keys(work, work.i0 + 64 * warpgroup));
         float lse[2], Di[2];
         for (int r = 0; r < 2; ++r) {
             const int i = work.i0 + row + 8 * r;
@@ -184,7 +171,9 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             ping_pong.pass_turn();
         }
         Q.consumer_release();
-        zero_rows_from<Bc>(shared.Kj[K_of_dQ.stage()], work.band.keys.end, p.a.Nk, j0, Tile::kZeroed + warpgroup);
+        if (work.band.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
+            zero_rows_outside<Bc, Tile::Boxes>(shared.Kj[K_of_dQ.stage()], 0, work.band.keys.end - j0,
+                                               Tile::kZeroed + warpgroup);
         ping_pong.wait_turn();
         issue_AB<T>(dQ, dSij, Kj + K_of_dQ.stage() * Tile::KBytes);
         ping_pong.pass_turn();
@@ -206,23 +195,19 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dq_hopper_kernel(const __grid_constant__ GradientParameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);
-        for (auto &Q : shared.Q) init(Q[0].full, 2), init(Q[0].empty, 4);
+        for (auto &Q : shared.Q) init_pipeline(Q, 4, 2);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared.tile_queue, shared.work, shared.K, shared.Kj);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
         if (threadIdx.x == 32) load_Q_and_dO<Tile>(p, shared);
         if (threadIdx.x == 64) load_V<Tile>(p, shared);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // ------------------------------------------------------------------------------ the sizes of the tiles

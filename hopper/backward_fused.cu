@@ -161,7 +161,7 @@ __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consum
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < Tile::Bc; j += 16)
-        wgmma_AtB(T(), dQ, K + j / 64 * Tile::KBytes + j % 64 * 128, S + j * 128, j > 0);
+        wgmma_shared<Product::AtB>(T(), dQ, K + j / 64 * Tile::KBytes + j % 64 * 128, S + j * 128, j > 0);
     wgmma_commit();
 }
 
@@ -303,7 +303,6 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
 template <class T, class Tile, DQ dQ_is>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     constexpr bool adds_dQ = dQ_is == DQ::added;
     const auto init_barriers = [&] {
@@ -323,9 +322,6 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             if (adds_dQ && threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, dQ_is>(p, shared); });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // ------------------------------------------------------------------------------ the launch

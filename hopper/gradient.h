@@ -23,8 +23,7 @@ inline GradientTensor gradient_tensor(const Gradient &g, void *data, const Strid
 template <class T, int Count, class Counts>
 __device__ void store_gradient(const GradientTensor &to, int b, int h, int i, int rows, int d, float factor,
                                const float (&x)[Count], const Counts &counts) {
-    const int quad = threadIdx.x % 4, of_floats = quad * 2, of_halves = quad % 2 * 8 + quad / 2 * 4;
-    const bool odd = quad % 2;
+    const int first = threadIdx.x % 4 * 2;  // of a thread's columns, in float32
 #pragma unroll
     for (int r = 0; r < 2; ++r, i += 8) {
         const int64_t row = b * to.stride.batch + h * to.stride.head + i * to.stride.row;
@@ -33,16 +32,11 @@ __device__ void store_gradient(const GradientTensor &to, int b, int h, int i, in
         const auto two = [&](int n) {
             return weight == 0.f ? float2{} : float2{weight * x[4 * n + 2 * r], weight * x[4 * n + 2 * r + 1]};
         };
-        if (to.dtype == Dtype::float32) {
-            store_row<Count / 2>((float *)to.data + row + of_floats, columns - of_floats, to.aligned, two);
-            continue;
-        }
-        store_row<Count / 2>((T *)to.data + row + of_halves, columns - of_halves, to.aligned, [&](int n) {
-            const uint32_t even_block = pack<T>(two(2 * n).x, two(2 * n).y);
-            const uint32_t odd_block = pack<T>(two(2 * n + 1).x, two(2 * n + 1).y);
-            const uint32_t received = __shfl_xor_sync(~0u, odd ? even_block : odd_block, 1);  // as in store_O
-            return odd ? uint2{received, odd_block} : uint2{even_block, received};
-        });
+        if (to.dtype == Dtype::float32)
+            store_row<Count / 2>((float *)to.data + row + first, columns - first, to.aligned, two);
+        else
+            store_half_row<Count / 2>((T *)to.data + row, columns, to.aligned,
+                                      [&](int n) { return pack<T>(two(n).x, two(n).y); });
     }
 }
 

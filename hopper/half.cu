@@ -24,9 +24,9 @@
 //
 // | barrier                 | arrives                   | waits                             | then                    |
 // |-------------------------|---------------------------|-----------------------------------|-------------------------|
-// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | the work tile is there  |
+// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | work tile is published  |
 // | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free        |
-// | Q full, K full, V full  | threads 32, 0, 64; TMA    | consumers                         | the tile is there       |
+// | Q full, K full, V full  | threads 32, 0, 64; TMA    | consumers                         | the tile has arrived    |
 // | Q empty (per consumer)  | that consumer             | thread 32                         | Qi is read, O staged    |
 // | K empty                 | consumers                 | thread 0                          | Kj is read              |
 // | V empty                 | consumers                 | thread 64; consumers that stage O | Vj is read              |
@@ -106,21 +106,15 @@ __device__ void store_staged_O(const Parameters &p, const WorkTile &work, int wa
 // thread 0 publishes only after this O is staged.
 template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     Pipeline<Tile::QStages> Q{}, O{};
-    for (WorkTile last{-1};;) {
-        tile_queue.consumer_wait();
-        const WorkTile work = shared.work[tile_queue.stage()];
-        if (work.b >= 0) {
-            for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
-                Q.barriers = shared.Q[warpgroup];
-                Q.producer_acquire();
-                load_tile<64, Tile::Boxes>(shared.Qi[warpgroup][Q.stage()], p.Q, work.i0 + 64 * warpgroup, work.h,
-                                           work.b, Q.full());
-            }
-            Q.advance();
+    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
+        for (int warpgroup = 0; work.b >= 0 && warpgroup < Tile::Consumers; ++warpgroup) {
+            Q.barriers = shared.Q[warpgroup];
+            Q.producer_acquire();
+            load_tile<64, Tile::Boxes>(shared.Qi[warpgroup][Q.stage()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
+                                       Q.full());
         }
-        tile_queue.consumer_release();
+        Q.advance();
         if (Tile::O == StoreO::through_Q && last.b >= 0) {
             for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
                 wait(shared.Q[warpgroup][O.stage()].empty, O.phase());
@@ -130,22 +124,17 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
             tma_store_wait_read();
             O.advance();
         }
-        if (work.b < 0) return;
-        last = work;
-    }
+    });
 }
 
 // Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13). Each of the first Vj goes
 // where one consumer has staged its O, so the thread stores this O first. No Vj waits for more than one consumer.
 template <class Tile>
 __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<Tile::Stages> V{shared.V};
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
+    Pipeline V{shared.V};
     uint32_t phases = 0;  // of O_staged, one bit for each consumer
-    for (WorkTile last{-1};; tile_queue.consumer_release()) {
-        tile_queue.consumer_wait();
-        const WorkTile work = shared.work[tile_queue.stage()];
-        Pipeline<Tile::Stages> O = V;
+    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
+        Pipeline O = V;
         int warpgroup = Tile::O == StoreO::through_V && last.b >= 0 ? 0 : Tile::Consumers;  // whose O is next
         const auto store_next_O = [&] {
             if (warpgroup == Tile::Consumers) return;
@@ -160,9 +149,7 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
         };
         if (work.b >= 0) load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, store_next_O);
         while (warpgroup < Tile::Consumers) store_next_O();
-        if (work.b < 0) return;
-        last = work;
-    }
+    });
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
@@ -170,17 +157,15 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 // Masks Sij and, where the state is wanted, keeps the largest score of a thread's two rows, since a stale maximum isn't
 // exact. Most tiles need neither and skip both by one branch.
 template <int Count>
-__device__ void mask_and_track_max(float (&Sij)[Count], float (&largest)[2], const Attention &a, const WorkTile &work,
+__device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a, const WorkTile &work,
                                    int row, int j0, Keys fully_visible) {
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
-    if (is_cut) {
-        if (a.softmax_scale < 0.f) negate(Sij);
-        mask_scores(Sij, work.band, work.i0 + row, j0);
-    }
+    if (is_cut) negate_and_mask(Sij, a, work.band, work.i0 + row, j0);
     if (!a.l) return;
 #pragma unroll
-    for (int x = 0; x < Count; x += 2) largest[x / 2 % 2] = fmaxf(largest[x / 2 % 2], fmaxf(Sij[x], Sij[x + 1]));
+    for (int x = 0; x < Count; x += 2)
+        softmax.largest[x / 2 % 2] = fmaxf(softmax.largest[x / 2 % 2], fmaxf(Sij[x], Sij[x + 1]));
 }
 
 // Steps 10 and 11: Pij by the exact maximum. True: the next tile must use it, too, since scores are so large that m is
@@ -213,7 +198,8 @@ constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 
 // Moves m from the stale maximum to the exact one, as if by one more tile with the largest scores.
 template <int Count>
-__device__ void update_to_exact_max(float (&Oi)[Count], SoftmaxState &softmax, const float (&largest)[2], float c) {
+__device__ void update_to_exact_max(float (&Oi)[Count], SoftmaxState &softmax, float c) {
+    const float (&largest)[2] = softmax.largest;
     float two_of_each_row[4] = {largest[0], largest[0], largest[1], largest[1]};
     update_row_max(two_of_each_row, softmax, c);
     for (int r = 0; r < 2; ++r) softmax.l[r] *= softmax.alpha[r];
@@ -229,10 +215,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     const float c = scale_of(a);
     const PingPong<Tile> ping_pong{warpgroup};
     if (warpgroup == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is warpgroup 0's
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    Pipeline<Tile::QStages> Q{shared.Q[warpgroup]};
-    Pipeline<Tile::Stages> K{shared.K}, V{shared.V};
-    float Oi[D / 2], Sij[Bc / 2], largest[2];
+    Pipeline tile_queue{shared.tile_queue};
+    Pipeline Q{shared.Q[warpgroup]};
+    Pipeline K{shared.K}, V{shared.V};
+    float Oi[D / 2], Sij[Bc / 2];
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
 
@@ -250,15 +236,12 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     wgmma_wait<0>(Sij);
     while (has_work) {
         const WorkTile &work = shared.work[tile_queue.stage()];
-        // The keys of this warpgroup's rows may end before those of the work tile. At least one tile is computed.
-        const int i0 = work.i0 + 64 * warpgroup, i1 = min(i0 + 64, work.i1), end = work.visible.end;
-        const int my_end = i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, end) : 0;
+        const int i0 = work.i0 + 64 * warpgroup, end = work.visible.end, my_end = end_of_keys(work, i0);
         const Keys fully_visible = fully_visible_keys(p, work, i0);
         int j0 = work.visible.begin;
         K.consumer_release();
         softmax = SoftmaxState();
-        largest[0] = largest[1] = -INFINITY;
-        mask_and_track_max(Sij, largest, a, work, row, j0, fully_visible);
+        mask_and_track_max(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
@@ -272,7 +255,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
             issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));  // step 12 for j
             ping_pong.pass_turn();
             wgmma_wait<1>(Sij);
-            mask_and_track_max(Sij, largest, a, work, row, j0 + Bc, fully_visible);
+            mask_and_track_max(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
             float P[Bc / 2], sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
@@ -296,14 +279,13 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         // The last Pij Vj
         Pipeline<kQueueStages> my_tile = tile_queue;  // released once O is staged or stored
         Pipeline<Tile::QStages> my_Q = Q;             // likewise, if O is staged in Qi's stage
-        if constexpr (Tile::O == StoreO::through_Q)
-            Q.advance();
-        else
-            Q.consumer_release();
+        Tile::O == StoreO::through_Q ? Q.advance() : Q.consumer_release();
         tile_queue.advance();
         ping_pong.wait_turn();
         V.consumer_wait();
-        zero_rows_from<Bc>(shared.Vj[V.stage()], work.band.keys.end, a.Nk, j0, Tile::kVZeroed + warpgroup);
+        if (work.band.keys.end < a.Nk)  // TMA has set rows from Nk on to 0
+            zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], 0, work.band.keys.end - j0,
+                                               Tile::kVZeroed + warpgroup);
         issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
         ping_pong.pass_turn();
         const bool is_last = j0 + Bc >= end;
@@ -323,7 +305,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 
         if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
         if (a.o_dtype == Dtype::float32) {
-            if (a.l) update_to_exact_max(Oi, softmax, largest, c);
+            if (a.l) update_to_exact_max(Oi, softmax, c);
             store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);
@@ -348,7 +330,6 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -359,14 +340,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared.tile_queue, shared.work, shared.K, shared.Kj);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
         if (threadIdx.x == 32) load_Q_and_store_O<Tile>(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O<Tile>(p, shared);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles

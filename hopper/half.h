@@ -19,23 +19,34 @@ __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeli
     }
 }
 
+// A producer thread calls use(work, last) for each work tile and the one before it, then once with work.b < 0.
+template <class SharedStorage, class Use>
+__device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
+    Pipeline tile_queue{shared.tile_queue};
+    for (WorkTile last{-1};; tile_queue.consumer_release()) {
+        tile_queue.consumer_wait();
+        const WorkTile work = shared.work[tile_queue.stage()];
+        use(work, last);
+        if (work.b < 0) return;
+        last = work;
+    }
+}
+
 // The thread that calls it is the scheduler, too. It takes a work tile when it has begun to load the last Kj of the one
 // before: as late as possible, so that blocks end at about the same time (d 256, N 8192 causal: 5 %).
-template <class Tile, int Stages, int Bytes>
-__device__ void schedule_and_load_K(const Parameters &p, StageBarriers (&queue)[kQueueStages],
-                                    WorkTile (&work_tiles)[kQueueStages], StageBarriers (&barriers)[Stages],
-                                    unsigned char (&Kj)[Stages][Bytes]) {
-    Pipeline<kQueueStages> tile_queue{queue};
-    Pipeline<Stages> K{barriers};
+template <class Tile, class SharedStorage>
+__device__ void schedule_and_load_K(const Parameters &p, SharedStorage &shared) {
+    Pipeline tile_queue{shared.tile_queue};
+    Pipeline K{shared.K};
     const TileScheduler<Tile> scheduler{p};
     for (int n = -1;; tile_queue.advance()) {
         tile_queue.producer_acquire();
         n = scheduler.next(n);
         const WorkTile work = scheduler.tile(n);
-        work_tiles[tile_queue.stage()] = work;
+        shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
         if (work.b < 0) return;
-        load_tiles<Tile::Bc>(p.K, work, K, Kj, [] {});
+        load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
     }
 }
 
@@ -58,8 +69,8 @@ __device__ void issue_ABt(float (&C)[Count], Descriptor A, Descriptor B) {
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D; x += 16)
-        wgmma_ABt(T(), C, A + x / kBoxColumns * ABox + x % kBoxColumns * 2,
-                  B + x / kBoxColumns * BBox + x % kBoxColumns * 2, x > 0);
+        wgmma_shared<Product::ABt>(T(), C, A + x / kBoxColumns * ABox + x % kBoxColumns * 2,
+                                   B + x / kBoxColumns * BBox + x % kBoxColumns * 2, x > 0);
     wgmma_commit();
 }
 
@@ -80,12 +91,13 @@ __device__ void pack_operand(uint32_t (&A)[Count], const float (&C)[2 * Count]) 
     for (int x = 0; x < Count; ++x) A[x] = pack<T>(C[2 * x], C[2 * x + 1]);
 }
 
-// Sets the rows of a tile of keys from key `end` on to 0, since 0 times NaN is NaN. Each warpgroup sets all of them.
-template <int Rows, int Bytes>
-__device__ void zero_rows_from(unsigned char (&tile)[Bytes], int end, int Nk, int j0, int barrier) {
-    if (end - j0 >= Rows || end == Nk) return;  // TMA has set rows from Nk on to 0
-    for (int at = (end - j0) * 128 + threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
-        for (int box = 0; box < Bytes / (Rows * 128); ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
+// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. Each warpgroup sets all of them.
+template <int Rows, int Boxes>
+__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
+    if (begin <= 0 && end >= Rows) return;
+    for (int at = threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
+        if (at / 128 < begin || at / 128 >= end)
+            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
     fence_async();
     named_barrier_sync(barrier, 128);
 }

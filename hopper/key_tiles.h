@@ -67,18 +67,7 @@ __device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, 
     });
 }
 
-// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. Each warpgroup sets all of them.
-template <int Rows, int Boxes>
-__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
-    if (begin <= 0 && end >= Rows) return;
-    for (int at = threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
-        if (at / 128 < begin || at / 128 >= end)
-            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
-    fence_async();
-    named_barrier_sync(barrier, 128);
-}
-
-// The same for a tile of queries, whose rows may see no key of any tile.
+// Sets rows of a tile of queries that see no key of any tile to 0.
 template <class Tile>
 __device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
     const int end = empty(keys.band.keys) ? 0 : keys.band.keys.end - keys.band.first;

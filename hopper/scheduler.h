@@ -21,8 +21,8 @@ constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 // heads: 2 and 3 were up to 3 % slower, 8 the same. K and V of all interleaved heads must fit the L2 cache.
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
-// Under a mask the order is fixed up to 2 tiles a block. For 16-bit types it is so up to 4, with at most 2048 keys that
-// stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096 it was 2 % slower.
+// Under a mask the order is fixed up to 2 tiles a block. For 16-bit types it is fixed up to 4, if at most 2048 keys of
+// each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096 it was 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
 inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset; }
@@ -45,6 +45,12 @@ __device__ inline Keys fully_visible_keys(const Parameters &p, const WorkTile &w
     Keys fully_visible = keys_of_all(work.band, i0, i0 + 64);
     if (p.a.softmax_scale < 0.f) fully_visible.end = 0;
     return fully_visible;
+}
+
+// Where the keys end that the 64 rows from i0 on see. Those of the work tile may go on.
+__device__ inline int end_of_keys(const WorkTile &work, int i0) {
+    const int i1 = min(i0 + 64, work.i1);
+    return i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, work.visible.end) : 0;
 }
 
 template <class Tile>

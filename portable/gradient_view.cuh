@@ -10,12 +10,6 @@ enum class Pass { dK_dV, dQ };
 
 using Interval = Keys;  // of queries or of keys
 
-// Queries that see key j, if band.keys has it.
-__device__ inline Interval queries_of_key(const BandOf<int> &band, int Nq, int j) {
-    const int begin = clamp(j - band.last, 0, Nq);
-    return {begin, clamp(j - band.first + 1, begin, Nq)};
-}
-
 // What rows of the owned side (row) see of the walked side (column), in batch b. A dQ block owns queries, a dK_dV block
 // keys. The bounds only grow with the row, so those of a tile follow from its first and last row.
 template <Pass pass>

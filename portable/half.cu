@@ -177,7 +177,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     constexpr int Stages = Tile::Stages;
     extern __shared__ __align__(128) unsigned char shared[];
     T *const Q_tile = (T *)shared, *const K_tiles = Q_tile + Br * D, *const V_tiles = K_tiles + Stages * Bc * D;
-    const int warp_row = __shfl_sync(~0u, threadIdx.x / 32, 0) * Tile::WarpRows, lane = threadIdx.x % 32;
+    const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
 
     const Block<T> block = block_of<T>(a, index, Br);
     const T *K = block.K + block.seen.begin * a.k_stride.row;
@@ -237,7 +237,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12. The factor is kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN. It is
         // computed here: kept, it would take a register.
-        const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
+        const float c = scale_of(a);
         float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
         update_rows<Tile>(Sij, rows, subtract, alpha, c);
         scale_Oi<Tile>(rows, alpha);

@@ -11,11 +11,10 @@
 // and a register of A or B holds one number where the table has a pair.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
+
+#include "device.h"
 
 namespace minimal_attn {
 namespace {
@@ -65,19 +64,6 @@ __device__ inline void load_matrices_transposed(unsigned (&x)[4], unsigned addre
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(address));
-}
-
-template <class T>
-__device__ unsigned pack(float low, float high) {
-    unsigned pair;
-    if constexpr (std::is_same_v<T, __half>) {
-        const __half2 rounded = __floats2half2_rn(low, high);
-        memcpy(&pair, &rounded, 4);
-    } else {
-        const __nv_bfloat162 rounded = __floats2bfloat162_rn(low, high);
-        memcpy(&pair, &rounded, 4);
-    }
-    return pair;
 }
 
 // Where a tile with rows of D elements has the first element of a chunk of 16 bytes. Eight neighbouring rows have a

@@ -154,7 +154,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     Block<float> &block = *(Block<float> *)(V_tile + Bc * D);
     if (threadIdx.x == 0) block = block_of<float>(a, index, Br);
     __syncthreads();
-    const int warp_row = __shfl_sync(~0u, threadIdx.x / 32, 0) * Tile::WarpRows, lane = threadIdx.x % 32;
+    const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
     const auto load = [&](float *tile, const float *source, int64_t stride, int j0) {
         load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.band.keys.end - j0, a.d, aligned);
     };
@@ -163,7 +163,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     const unsigned Vj[2] = {lane_address_columns<D, Tile::XAtOnce>(V_tile, lane, 0),
                             lane_address_columns<D, Tile::XAtOnce>(V_tile, lane, 1)};
     // Kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN
-    const float c = fminf(fmaxf(fabsf(a.softmax_scale) * kLog2e, 1e-45f), 1.5e38f);
+    const float c = scale_of(a);
 
     // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi, li, mi begin empty
     Rows<Tile> rows;

@@ -5,7 +5,7 @@
 //
 // A block owns a tile of keys, Kj and Vj, and walks the queries that see some of them, the last first, in all query
 // heads that share the key head. It keeps dKj and dVj in registers, and adds each dQi to dQ in HBM when it is its turn
-// (key_tiles.cuh).
+// (ordered_dq.cuh).
 //
 //     role        | warps              | registers               | does
 //     every warp  | Tile::Threads / 32 | dKj, dVj; Sij^T, dPij^T | loads a part of each tile; computes WarpKeys rows of
@@ -24,7 +24,7 @@
 //     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
 //     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
 #include "portable/gradient_rows.h"
-#include "portable/key_tiles.cuh"
+#include "portable/ordered_dq.cuh"
 #include "portable/tf32.cuh"
 
 namespace minimal_attn {
@@ -159,7 +159,7 @@ __device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[
 // dQ += softmax_scale dSij Kj: the warp's part of a tile that begins at dQ and has `rows` rows
 template <class Tile>
 __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_tile, float *dQ, int64_t stride,
-                       int rows, int warp, bool aligned, const unsigned *added, unsigned turn) {
+                       int rows, int warp, bool aligned, const int *added, int turn) {
     constexpr int D = Tile::D, Bc = Tile::Bc, MQ = Tile::MQ, XAtOnce = Tile::XQAtOnce,
                   Groups = std::min(Tile::Groups, Tile::XQ / XAtOnce), K = kQueriesOfSum / 8;
     const int lane = thread_anew() % 32, row0 = warp % Tile::QueryWarps * Tile::WarpQueries;
@@ -252,7 +252,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     if (steps > 0) load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(0), load_dO(0);
 
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
-    unsigned *last_added = nullptr;
+    int *last_added = nullptr;
     for (int step = 0; step < steps; ++step) {
         const int i0 = block.queries.begin + tile_of(step) * Br, i1 = min(i0 + Br, block.queries.end);
         wait_for_tiles();
@@ -283,8 +283,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         // dQi. Tiles of keys before this one that see it have their turns first
         const int64_t h = head_of(step), Tr = (a.Nq + Br - 1) / Br;
         float *const dQ = (float *)g.dq + block.b * g.dq_stride.batch + h * g.dq_stride.head + i0 * g.dq_stride.row;
-        unsigned *const added = turns.added + ((block.b * a.Hq + h) * Tr + tile_of(step)) * Tile::Warps + warp;
-        const unsigned turn = block.index - (by_any.begin - block.band.keys.begin) / Bc;
+        int *const added = turns.added + ((block.b * a.Hq + h) * Tr + tile_of(step)) * Tile::Warps + warp;
+        const int turn = block.index - (by_any.begin - block.band.keys.begin) / Bc;
         add_dQ<Tile>(a, dS_tile, K_tile, dQ, g.dq_stride.row, i1 - i0, warp, aligned, added, turn);
         last_added = added;
 
@@ -335,7 +335,7 @@ Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Small
             return plan_backward(g, device, TileList<Smaller...>(), index + 1);
     const int64_t blocks = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
     const int64_t turns = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
-    const int64_t workspace = gradient_rows_bytes(g) + 256 + turns * (int64_t)sizeof(unsigned);
+    const int64_t workspace = gradient_rows_bytes(g) + 256 + turns * (int64_t)sizeof(int);
     return {portable::kTf32Backward,
             index,
             Tile::Br,
@@ -356,7 +356,7 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
                          is(g.dq, g.dq_stride) && is(g.dk, g.dk_stride) && is(g.dv, g.dv_stride);
     char *const rest = (char *)workspace + gradient_rows_bytes(g);
     const int64_t count = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
-    const Turns turns = {(unsigned long long *)rest, (unsigned *)(rest + 256), count};
+    const Turns turns = {(unsigned long long *)rest, (int *)(rest + 256), count};
     begin_kernel<<<4 * plan.multiprocessors, 256, 0, stream>>>(g, turns);
     const auto kernel = tf32_backward_kernel<Tile>;
     const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);

@@ -40,9 +40,9 @@ __device__ void issue_QK(float (&Sij)[Count], const unsigned char *Qi, const uns
     for (int product = 0; product < 3; ++product)
 #pragma unroll
         for (int x = x0; x < x1; x += 16)
-            wgmma_ABt(__half(), Sij, Q + x / kBoxColumns * (2 * QBox) + x % kBoxColumns * 2 + (product == 0) * QBox,
-                      K + x / kBoxColumns * (2 * KBox) + x % kBoxColumns * 2 + (product == 1) * KBox,
-                      x > x0 || product > 0);
+            wgmma_shared<Product::ABt>(
+                __half(), Sij, Q + x / kBoxColumns * (2 * QBox) + x % kBoxColumns * 2 + (product == 0) * QBox,
+                K + x / kBoxColumns * (2 * KBox) + x % kBoxColumns * 2 + (product == 1) * KBox, x > x0 || product > 0);
     wgmma_commit();
 }
 
@@ -67,13 +67,6 @@ template <class Unit>
 __device__ bool scores_fit(const Attention &a, const Unit &unit) {
     const float scale = fabsf(a.softmax_scale);
     return unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMaxScoreUnit;
-}
-
-// 9. Negates Sij if softmax_scale is negative, and masks it, for a tile of keys from j0 on.
-template <int Count>
-__device__ void negate_and_mask(float (&Sij)[Count], const Attention &a, const WorkTile &work, int j0) {
-    if (a.softmax_scale < 0.f) negate(Sij);
-    mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
 }
 
 // Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Oi begins again at 0; after the last

@@ -244,7 +244,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 }
                 KV.consumer_release(inverse_scale_K, is_lane_0);
                 if (is_last) Q().consumer_release(0.f, is_lane_0);
-                if (needs_mask) negate_and_mask(Sij, a, work, j0);
+                if (needs_mask) negate_and_mask(Sij, a, work.band, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
                 compute_P<Tile>(
@@ -289,7 +289,6 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float32_hopper_kernel(const __grid_constant__ Float32Parameters p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char memory[];
     SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
     const auto init_barriers = [&] {
@@ -311,9 +310,6 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             run_splitter<Tile>(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
     };
     run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
-#elif defined(__CUDA_ARCH__)
-    __trap();  // compiled for another architecture than sm_90a; no launch gets here
-#endif
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles

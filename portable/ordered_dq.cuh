@@ -1,4 +1,4 @@
-// key_tiles.cuh: the blocks of a backward kernel that own tiles of keys, and the order in which they add to dQ.
+// ordered_dq.cuh: the blocks of a backward kernel that own tiles of keys, and the order in which they add to dQ.
 //
 // A block walks the tiles of queries that see some of its keys, and adds its part to dQ of each. The blocks add in the
 // order of their tiles of keys, so that every run gives the same bits: a warp waits until the same warp of the block
@@ -9,13 +9,6 @@
 
 namespace minimal_attn {
 namespace {
-
-// Queries that see any of these keys: an interval.
-__device__ Keys queries_of_any(const Band &band, Keys keys, int Nq) {
-    if (empty(keys) || band.first > band.last) return {0, 0};
-    const int begin = (int)clamp(keys.begin - band.last, (int64_t)0, (int64_t)Nq);
-    return {begin, (int)clamp(keys.end - band.first, (int64_t)begin, (int64_t)Nq)};
-}
 
 // What one block computes: dK and dV of the keys j0 <= j < j1 of key head h_kv in batch b. Tiles of keys count from the
 // first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
@@ -35,8 +28,8 @@ __device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc
     tile.band = narrow(band);
     tile.j0 = min(band.keys.begin + tile.index * Bc, band.keys.end);
     tile.j1 = min(tile.j0 + Bc, band.keys.end);
-    tile.queries = queries_of_any(band, band.keys, a.Nq);
-    const Keys by_tile = queries_of_any(band, {tile.j0, tile.j1}, a.Nq);
+    tile.queries = queries_of_any(band, a.Nq, band.keys);
+    const Keys by_tile = queries_of_any(band, a.Nq, {tile.j0, tile.j1});
     tile.tiles = {0, 0};
     if (!empty(by_tile))
         tile.tiles = {(by_tile.begin - tile.queries.begin) / Br, (by_tile.end - tile.queries.begin + Br - 1) / Br};
@@ -56,22 +49,19 @@ __device__ void zero_padding(const Attention &a, const KeyTile &block, int Bc, v
 // keys have been added.
 struct Turns {
     unsigned long long *next_block;
-    unsigned *added;
+    int *added;
     int64_t count;  // of `added`
 };
 
-__device__ void wait_for_turn(const unsigned *added, unsigned turn) {
-    if (threadIdx.x % 32 == 0) {
-        unsigned now;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(added) : "memory");
-        while (now != turn);
+__device__ void wait_for_turn(const int *added, int turn) {
+    while (threadIdx.x % 32 == 0 && load_acquire(*added) != turn) {
     }
     __syncwarp();
 }
 
-__device__ void pass_turn(unsigned *added) {
+__device__ void pass_turn(int *added) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(added) : "memory");
+    if (threadIdx.x % 32 == 0) add_release(*added, 1);
 }
 
 // Four numbers, or the first `count`, to dQ. Only this thread adds to them now.
