@@ -6,8 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <mutex>
-#include <set>
 #include <utility>
 
 #include "flash.h"
@@ -98,15 +96,10 @@ auto with_tile(int index, TileList<Tile, More...>, const Use &use) {
 
 // Lets a block of the kernel have so many bytes, for each kernel always the same number. Each host thread tells CUDA
 // once a device, since that takes 0.6 us.
-template <class Kernel>
-cudaError_t allow_shared_memory(Kernel *kernel, int bytes) {
-    thread_local std::set<std::pair<Kernel *, int>> allowed;
-    int device;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess || allowed.count({kernel, device})) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) allowed.insert({kernel, device});
-    return error;
+cudaError_t allow_shared_memory(const void *kernel, int bytes);
+template <class... Parameters>
+cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int bytes) {
+    return allow_shared_memory((const void *)kernel, bytes);
 }
 
 // Null, or why nothing was launched.
@@ -129,13 +122,18 @@ cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
     return cudaSuccess;
 }
 
+// One host thread at a time has it.
+struct LaunchLock {
+    LaunchLock();
+    ~LaunchLock();
+};
+
 // Launches all blocks of a plan. The kernel's shared memory may have another size in each call. The kernel's last
 // parameter is the number of the launch's first block.
 template <class Kernel, class... Arguments>
 const char *launch_blocks(Kernel *kernel, const Plan &plan, CUstream_st *stream, const Arguments &...arguments) {
     // Between the two calls below another host thread could allow less shared memory, for its own tiles.
-    static std::mutex one_at_a_time;
-    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    const LaunchLock lock;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
     if (error == cudaSuccess)
         error = launch_all(plan.grid, kMostBlocks, [&](int64_t first, int grid) {
