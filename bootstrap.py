@@ -447,7 +447,8 @@ def main(goal):
         depends_on = [facts["suffix"], facts["torch_home"], facts["torch"], compiler, targets, home]
         files = [*sources(".cpp", ".cu", ".cuh", ".h"), "bootstrap.py", "setup.py"]
         times = {file: os.stat(os.path.join(HERE, file)).st_mtime_ns for file in files}
-        depends_on += [architectures(), os.environ.get("MINIMAL_ATTN_SANITIZE"), times]
+        depends_on += [architectures(), times]
+        depends_on += map(os.environ.get, ["MINIMAL_ATTN_SANITIZE", "MINIMAL_ATTN_TILES"])
         write("configuration", json.dumps(depends_on) + "\n")
     write("python", f'#!/bin/sh\nexec {shlex.quote(facts["python"])} "$@"\n')
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "flash.h"
@@ -86,12 +87,31 @@ inline bool is_aligned(const void *tensor, const Strides &stride, int64_t elemen
 template <class... Tiles>
 struct TileList {};
 
+// Code for compute capability 9.0a runs on Hopper alone, whose blocks may have 227 KB: kernels for smaller GPUs trap
+// there, which saves a third of the compile time of portable/. MINIMAL_ATTN_TILES=all (setup.py) keeps them for tests.
+#if defined __CUDA_ARCH_FEAT_SM90_ALL && !defined MINIMAL_ATTN_ALL_TILES
+constexpr bool kOnHopperAlone = true;
+#else
+constexpr bool kOnHopperAlone = false;
+#endif
+
 // use(Tile()) of the index-th tile of a list.
 template <class Use, class Tile, class... More>
 auto with_tile(int index, TileList<Tile, More...>, const Use &use) {
     if constexpr (sizeof...(More) > 0)
         if (index > 0) return with_tile(index - 1, TileList<More...>(), use);
     return use(Tile());
+}
+
+template <class Tile, class First, class... More>
+constexpr bool is_first(TileList<First, More...>) {
+    return std::is_same_v<Tile, First>;
+}
+
+template <class Tile, class First, class... More>
+constexpr bool is_last(TileList<First, More...>) {
+    if constexpr (sizeof...(More) > 0) return is_last<Tile>(TileList<More...>());
+    return sizeof...(More) == 0 && std::is_same_v<Tile, First>;
 }
 
 // Lets a block of the kernel have so many bytes, for each kernel always the same number. Each host thread tells CUDA

@@ -70,6 +70,15 @@ const char *cuda_architectures() {
 #endif
 }
 
+// Whether the portable backend can run each of its tiles here; kOnHopperAlone (device.h).
+bool has_all_tiles() {
+#ifdef MINIMAL_ATTN_ALL_TILES
+    return true;
+#else
+    return std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos;
+#endif
+}
+
 #ifdef WITH_CUDA
 std::string refusal_of_hopper(const Tensor &q) {
     const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
@@ -521,6 +530,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("sdpa_calls", &sdpa::calls, "Calls of those operators since the import, by outcome");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
+    m.def("has_all_tiles", &has_all_tiles, "Whether shared_memory_limit may be less than a Hopper GPU has");
     m.def(
         "shared_memory_limit", [](int bytes) { return shared_memory_limit.exchange(bytes); },
         "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last "

@@ -12,6 +12,7 @@ TORCH_CUDA_ARCH_LIST says what GPUs to build for, entries separated by spaces, c
 It holds in this folder until it is set to something else or `make clean`.
 MINIMAL_ATTN_SANITIZE=address,undefined builds the C++ files with GCC's sanitizers, for tests of the CPU part;
 Python then needs their library first, by LD_PRELOAD, as .ci/run gives it.
+MINIMAL_ATTN_TILES=all builds for 9.0 also the tiles that smaller GPUs use, for tests of them on a Hopper GPU.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
 shows the commands.
@@ -113,6 +114,7 @@ def cpp(cxx, cuda, targets):
     defines = ["-DTORCH_EXTENSION_NAME=_C", f'-DMINIMAL_ATTN_TORCH="{HERE["torch"]}"']
     includes = [f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")]
     if cuda:
+        defines += all_tiles()
         defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
         includes += [*cuda_includes(cuda), *package_includes()]
     flags = ["-O3", f"-std={standard}", "-Wall", "-fPIC", "-fvisibility=hidden", *openmp(cxx)]
@@ -127,6 +129,7 @@ def cu(cxx, cuda, targets):
     flags = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-I."]
     flags += ["-diag-suppress=177"]  # functions that aren't called: Hopper's, when compiled for other GPUs
     flags += ["-Xcompiler=-Wall,-Wno-unused-function,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
+    flags += all_tiles()
     flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
     if not any(os.path.isfile(f"{folder}/cuda_runtime.h") for folder in cuda_includes(cuda)):
         # nvcc of PyPI in .venv, while torch and with it these headers are somewhere else
@@ -163,6 +166,10 @@ def sanitize():
         if names
         else []
     )
+
+
+def all_tiles():
+    return ["-DMINIMAL_ATTN_ALL_TILES"] * (os.environ.get("MINIMAL_ATTN_TILES") == "all")
 
 
 def cuda_major():
@@ -244,9 +251,9 @@ class Build(build_ext):
 
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
-LONGEST = ["portable/half_backward.cu", "main.cpp", "hopper/half.cu", "hopper/float32/forward.cu"]
-LONGEST += ["portable/tf32_backward.cu", "portable/tf32.cu", "portable/half.cu", "cpu/backward.cpp"]
-LONGEST += ["cpu/forward.cpp"]
+LONGEST = ["main.cpp", "hopper/float32/forward.cu", "hopper/half.cu", "portable/tf32.cu"]
+LONGEST += ["portable/half_backward.cu", "portable/half.cu", "hopper/backward_dq.cu"]
+LONGEST += ["hopper/backward_fused.cu", "cpu/backward.cpp", "cpu/forward.cpp"]
 
 
 def longest_first(source):

@@ -57,7 +57,7 @@ __device__ void convert(float x, float &y) { y = x; }
 __device__ void convert(float x, __half &y) { y = __float2half(x); }
 __device__ void convert(float x, __nv_bfloat16 &y) { y = __float2bfloat16(x); }
 
-// Whether half.cu computes T, and not float32.cu. Where a file doesn't compute T its kernel is empty, so that each file
+// Whether half.cu computes T, and not float32.cu. Where a file doesn't compute T its kernel traps, so that each file
 // has one list of instantiations for all GPUs.
 template <class T>
 __device__ constexpr bool on_tensor_cores() {
@@ -66,6 +66,23 @@ __device__ constexpr bool on_tensor_cores() {
 #else
     return !std::is_same_v<T, float>;
 #endif
+}
+
+// A file's Kernels lists its tiles for d up to 64, 128 and 256 (D64, D128, D256). For launch_kernel it has
+// kernel<T, Tile>().
+template <class Kernels, class Use>
+constexpr auto with_tiles_for(int d, const Use &use) {
+    if (d <= 64) return use(typename Kernels::D64());
+    if (d <= 128) return use(typename Kernels::D128());
+    return use(typename Kernels::D256());
+}
+
+// Whether a plan may choose the tile where this code runs. On Hopper the first of a list always fits (plan_tile).
+template <class Kernels, class Tile>
+constexpr bool is_needed() {
+    return !kOnHopperAlone || with_tiles_for<Kernels>(Tile::D, [](auto tiles) {
+        return is_first<Tile>(tiles) || (Kernels::kLastForFewQueries && is_last<Tile>(tiles));
+    });
 }
 
 __device__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
@@ -208,14 +225,6 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
 // A call whose keys are more than two sums of kTilesOfSum tiles has sums in the workspace (flush_sums), at most so many
 // floats: 512 MB. That is thousands of blocks, which keep a GPU busy; the next ones take another launch.
 constexpr int64_t kMostSums = 1 << 27;
-
-// A file's Kernels lists its tiles for d up to 64, 128 and 256 (D64, D128, D256) and has kernel<T, Tile>().
-template <class Kernels, class Use>
-auto with_tiles_for(int d, const Use &use) {
-    if (d <= 64) return use(typename Kernels::D64());
-    if (d <= 128) return use(typename Kernels::D128());
-    return use(typename Kernels::D256());
-}
 
 // Takes the first tile of the list that fits the shared memory of a block, unless half of its rows or more would be
 // empty. A block has 64 KB on a T4, 99 on sm_86, sm_89 and sm_120, 163 on an A100, 227 on Hopper. The last tile, of at

@@ -13,9 +13,11 @@ namespace {
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
-    if constexpr (!on_tensor_cores<T>()) {
+    if constexpr (!on_tensor_cores<T>() && !kOnHopperAlone) {
         extern __shared__ __align__(16) float shared[];
         float_block<Tile>(a, block_of<T>(a, first_block + blockIdx.x, Tile::Br), aligned, shared, sums, WholeBlock());
+    } else {
+        __trap();
     }
 }
 

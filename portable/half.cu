@@ -255,16 +255,22 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         store_rows_with_state<Tile>(a, same_block, rows, Q_tile, first_row, thread % 32, aligned);
 }
 
+struct HalfKernels;
+
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *) {
-    if constexpr (on_tensor_cores<T>()) half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
+    if constexpr (on_tensor_cores<T>() && is_needed<HalfKernels, Tile>())
+        half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
+    else
+        __trap();
 }
 
 // Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor, stages. Beside each: shared
 // memory, and why it is in the list.
 struct HalfKernels {
     static constexpr int kTilesOfSum = 0;
+    static constexpr bool kLastForFewQueries = true;
     template <class T, class Tile>
     static auto kernel() {
         return half_kernel<T, Tile>;

@@ -195,11 +195,17 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     }
 }
 
-template <class T, class Tile>
+struct GradientKernels;
+
+// Tile is one of Tiles, for one pass.
+template <class T, class Tiles, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     gradient_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, int64_t first_block,
                     bool aligned) {
-    if constexpr (on_tensor_cores<T>()) gradient_block<T, Tile>(g, rows, first_block + blockIdx.x, aligned);
+    if constexpr (on_tensor_cores<T>() && is_needed<GradientKernels, Tiles>())
+        gradient_block<T, Tile>(g, rows, first_block + blockIdx.x, aligned);
+    else
+        __trap();
 }
 
 // ------------------------------------------------------------------------------ tiles, plan and launch
@@ -211,8 +217,9 @@ struct Shape {
 };
 
 // A tile for each pass.
-template <int D, class OfKeys, class OfQueries>
+template <int D_, class OfKeys, class OfQueries>
 struct Tiles {
+    static constexpr int D = D_;
     using Keys = typename OfKeys::template Tile<Pass::dK_dV, D>;
     using Queries = typename OfQueries::template Tile<Pass::dQ, D>;
     static constexpr int NeededBytes = std::max(Keys::NeededBytes, Queries::NeededBytes);
@@ -222,6 +229,7 @@ struct Tiles {
 // of a warp; blocks on a multiprocessor, stages. First for dK_dV, then for dQ. Beside them: KB of shared memory, and why
 // they are in the list.
 struct GradientKernels {
+    static constexpr bool kLastForFewQueries = false;
     using D64 =
         TileList<Tiles<64, Shape<128, 64, 32, 1, 32, 2, 2>, Shape<128, 64, 32, 1, 32, 2, 2>>,   // 65, 64
                  Tiles<64, Shape<128, 32, 32, 1, 32, 2, 2>, Shape<128, 32, 32, 1, 32, 2, 2>>>;  // 49, 48; two fit 99 KB
@@ -245,10 +253,10 @@ Plan plan_tiles(const Gradient &g, const Device &device, TileList<Tiles, Smaller
             gradient_rows_bytes(g)};
 }
 
-template <class T, class Tile>
+template <class T, class Tiles, class Tile>
 cudaError_t launch_pass(const Gradient &g, const GradientRows &rows, int64_t heads, int64_t N, bool aligned,
                         CUstream_st *stream) {
-    const auto kernel = gradient_kernel<T, Tile>;
+    const auto kernel = gradient_kernel<T, Tiles, Tile>;
     const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
     if (error != cudaSuccess) return error;
     const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own);
@@ -270,8 +278,9 @@ const char *launch_passes(const Gradient &g, const Plan &plan, void *workspace, 
     return why_not(with_tiles_for<GradientKernels>(a.d, [&](auto list) {
         return with_tile(plan.tile, list, [&](auto tiles) {
             using Tiles = decltype(tiles);
-            const cudaError_t error = launch_pass<T, typename Tiles::Keys>(g, rows, a.Hkv, a.Nk, aligned, stream);
-            return error ? error : launch_pass<T, typename Tiles::Queries>(g, rows, a.Hq, a.Nq, aligned, stream);
+            const cudaError_t error =
+                launch_pass<T, Tiles, typename Tiles::Keys>(g, rows, a.Hkv, a.Nk, aligned, stream);
+            return error ? error : launch_pass<T, Tiles, typename Tiles::Queries>(g, rows, a.Hq, a.Nq, aligned, stream);
         });
     }));
 }

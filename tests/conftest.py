@@ -24,6 +24,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ERROR_BOUND = {torch.float32: 1.5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
+NOT_ALL_TILES = "no tiles for smaller GPUs: build with MINIMAL_ATTN_TILES=all"
+
+
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, help="seed of the random inputs; by default another for each test")
     parser.addoption("--cpu-instructions", help="the best instruction set that the CPU backend may use")
@@ -35,6 +38,8 @@ def pytest_configure(config):
     if name := config.getoption("--cpu-instructions"):
         minimal_attn._C.limit_cpu_instructions(name)
     if limit := config.getoption("--shared-memory-limit"):
+        if not minimal_attn._C.has_all_tiles():
+            raise pytest.UsageError(NOT_ALL_TILES)
         minimal_attn._C.shared_memory_limit(limit)
 
 
@@ -155,12 +160,18 @@ def seed(request):
 @pytest.fixture
 def shared_memory_limit(cuda_backend):
     """Sets the bytes of shared memory that a block may use, until the test ends."""
-    if cuda_backend.name == "hopper":
-        pytest.skip("hopper runs on Hopper alone")
     set_limit = minimal_attn._C.shared_memory_limit
     before = set_limit(0)
     set_limit(before)
-    yield set_limit
+
+    def limit(bytes):
+        if cuda_backend.name == "hopper":
+            pytest.skip("hopper runs on Hopper alone")
+        if cuda_backend.name == "portable" and bytes < 227 << 10 and not minimal_attn._C.has_all_tiles():
+            pytest.skip(NOT_ALL_TILES)
+        set_limit(bytes)
+
+    yield limit
     set_limit(before)
 
 

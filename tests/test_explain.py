@@ -59,16 +59,6 @@ TILES = {
 }
 
 
-@pytest.fixture
-def limit():
-    """Sets the KB of shared memory that a block may have, until the test ends."""
-    set_limit = minimal_attn._C.shared_memory_limit
-    before = set_limit(0)
-    set_limit(before)
-    yield lambda kilobytes: set_limit(1024 * kilobytes)
-    set_limit(before)
-
-
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (50, 20)}], ids=str)
 @pytest.mark.parametrize(
     "name, dtype, shape, kilobytes, tile",
@@ -79,7 +69,7 @@ def limit():
         for dtype in dtypes
     ],
 )
-def test_every_tile(cuda_backend, limit, name, dtype, shape, kilobytes, tile, options):
+def test_every_tile(cuda_backend, shared_memory_limit, name, dtype, shape, kilobytes, tile, options):
     if cuda_backend.name != name:
         pytest.skip(f"a tile of {name}")
     if name == "portable" and minimal_attn._C.cuda_architectures() == "compute_75":
@@ -87,7 +77,7 @@ def test_every_tile(cuda_backend, limit, name, dtype, shape, kilobytes, tile, op
     heads, Nq, Nk, d = shape
     tensors = cuda_backend.qkv(B=1, Hq=heads, Hkv=2, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
     if kilobytes:
-        limit(kilobytes)
+        shared_memory_limit(1024 * kilobytes)
     found = cuda_backend.explain(*tensors, **options)
     assert (found.Br, found.Bc, found.d) == tile
     if name == "portable" and dtype == torch.float32:
