@@ -116,10 +116,10 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Til
 
 // 10. - 11. Pij as hi and lo, for a tile of keys from j0 on. With a stale maximum Pij may exceed 1; if one, times
 // kPScale, exceeds float16, all are computed again by the exact maximum.
-template <class Tile, int Count, class IsFirst>
+template <class Tile, int Count, class FlushO>
 __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
                           SoftmaxState &softmax, float c, float c_tile, float tile_unit, bool uses_stale_max,
-                          float dither, int j0, const IsFirst &is_first, double *flushed_l) {
+                          float dither, const WorkTile &work, int j0, double *flushed_l, const FlushO &flush_O_if_due) {
     float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
     if (uses_stale_max) {
 #pragma unroll
@@ -141,9 +141,10 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
         __all_sync(~0u, uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
         for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
     } else {
+        if (!Tile::IsSingle) flush_O_if_due();
         update_row_max(Sij, softmax, c, tile_unit);
         exponentiate(Sij, softmax, c_tile);
-        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, is_first(), j0 % kKeysInSum == 0);
+        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, j0 == work.visible.begin, j0 % kKeysInSum == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
@@ -211,9 +212,6 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
             SoftmaxState softmax = SoftmaxState();
             int j0 = work.visible.begin, end;
             do {  // 5. for j
-                if (!Tile::IsSingle && j0 % kKeysInSum == 0 && j0 > work.visible.begin)
-                    flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, j0 - work.visible.begin <= kKeysInSum,
-                            false);
                 // Shared memory is read before the first or after the last wgmma of a group: a load between two would
                 // delay the second. The __syncwarps keep ptxas from moving loads there.
                 const Keys fully_visible = work.fully_visible[warpgroup];
@@ -247,9 +245,12 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 if (needs_mask) negate_and_mask(Sij, a, work.band, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
-                compute_P<Tile>(
-                    hi, lo, Sij, softmax, c, c_tile, tile_unit, uses_stale_max, dither, j0,
-                    [&] { return j0 == work.visible.begin; }, shared.flushed_l);
+                compute_P<Tile>(hi, lo, Sij, softmax, c, c_tile, tile_unit, uses_stale_max, dither, work, j0,
+                                shared.flushed_l, [&] {
+                                    if (j0 % kKeysInSum == 0 && j0 > work.visible.begin)
+                                        flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O,
+                                                j0 - work.visible.begin <= kKeysInSum, false);
+                                });
                 // 12. Oi = diag(alpha) Oi + Pij Vj, in one FMA
                 KV.consumer_wait();
                 float inverse_scale_V, factor[2];
