@@ -20,7 +20,6 @@ build: build/built
 bench: build
 	build/python bench.py $(ARGS)
 
-test: export MINIMAL_ATTN_TILES = all
 test: build
 	build/python -m pytest $(ARGS)
 
