@@ -34,7 +34,7 @@ def main():
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     # Every rank draws the whole sequence, so that it can be checked; a model would compute its part alone.

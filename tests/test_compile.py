@@ -162,7 +162,7 @@ def test_aot_inductor(seed, tmp_path):
     if not has_compiler():
         pytest.skip("AOTInductor needs a C++ compiler")
     if torch.cuda.is_available():
-        pytest.skip("torch 2.11 on an H100 crashes when it loads a package for a CPU; cause not found")
+        pytest.skip("torch 2.11 with CUDA crashed as it loaded packages, also those without this operator")
     backend = Backend("cpu", seed)
     path = str(tmp_path / "block.pt2")
     torch._inductor.aoti_compile_and_package(exported(backend, torch.float32), package_path=path)

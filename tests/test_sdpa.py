@@ -248,7 +248,10 @@ def test_activated_forward_and_backward(device, randn, dtype, options, d):
     assert actual[0].stride() == plain[0].stride()
     for x, pytorch, expected in zip(actual, plain, exact, strict=True):
         assert x.dtype == dtype and x.shape == expected.shape
-        bound = 2 * (pytorch.double() - expected).norm() + 4 * torch.finfo(dtype).eps * expected.norm()
+        # PyTorch's gradients, where faster, compute P again from our log-sum-exp, with other products.
+        is_ours = x is actual[0] or minimal_attn._C.has_fast_backward(tensors[0])
+        rounding = (4 if is_ours else 32) * torch.finfo(dtype).eps
+        bound = 2 * (pytorch.double() - expected).norm() + rounding * expected.norm()
         assert (x.double() - expected).norm() <= bound
 
 
