@@ -242,7 +242,10 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
                 }
                 KV.consumer_release(inverse_scale_K, is_lane_0);
                 if (is_last) Q().consumer_release(0.f, is_lane_0);
-                if (needs_mask) negate_and_mask(Sij, a, work.band, work.i0 + row_of_thread(), j0);
+                if (needs_mask) {
+                    negate_if_scale_is_negative(Sij, a);
+                    mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
+                }
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
                 compute_P<Tile>(hi, lo, Sij, softmax, c, c_tile, tile_unit, uses_stale_max, dither, work, j0,

@@ -14,7 +14,9 @@ __device__ WorkTile describe_work(const Parameters &p, ConsumerMemory<Tile> &sha
     work.n = n, work.position = tile_queue.position, work.fallback = false;
     if (tile.b < 0) return tile;
     for (int i0 = tile.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
-        work.ends[warpgroup] = end_of_keys(tile, i0);
+        const bool has_rows = i0 < tile.i1;
+        work.ends[warpgroup] =
+            has_rows ? min(keys_of_any(tile.band, i0, min(i0 + 64, tile.i1)).end, tile.visible.end) : 0;
         work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
     }
     return tile;
