@@ -195,7 +195,7 @@ __device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) 
         bool fallback = work.fallback;  // false with the single tile
         if (!fallback) {
             split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup],
-                           {{0, work.i1 - work.i0 - 64 * warpgroup}, false}, shared.inverse_scale_Q[warpgroup]);
+                           {{0, max(work.i1 - work.i0 - 64 * warpgroup, 0)}, false}, shared.inverse_scale_Q[warpgroup]);
             if constexpr (Tile::IsSingle) KV.consumer_wait();  // Kj's inverse scale is known
             fallback = !scores_fit(a, unit);
             if (fallback) skip_tiles(work.visible.begin);

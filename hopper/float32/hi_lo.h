@@ -25,10 +25,11 @@ __device__ inline float nonzero_inverse_scale(float inverse_scale) {
     return inverse_scale > 0.f ? inverse_scale : kInverseScaleOfZeros;
 }
 
-// The power of 2 that brings `largest`, a float's bits, to 2^exponent or above; between 2^-100 and 2^100, so that its
+// The power of 2 that brings `largest` to 2^exponent or above; between 2^-100 and 2^100, so that its
 // inverse is normal. For 0 it is 2^127, of which inverse_of_power makes 0.
-__device__ inline float power_for(int largest, int exponent) {
-    return largest == 0 ? 0x1p127f : __int_as_float(clamp(127 + exponent + 127 - (largest >> 23), 27, 227) << 23);
+__device__ inline float power_for(float largest, int exponent) {
+    const int of_largest = __float_as_int(largest) >> 23;
+    return largest == 0.f ? 0x1p127f : __int_as_float(clamp(127 + exponent + 127 - of_largest, 27, 227) << 23);
 }
 
 // max(|x|, |y|), or NaN if one of them is NaN

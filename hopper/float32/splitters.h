@@ -26,10 +26,11 @@ __device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile
         const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
         const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
                                    job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
-        const float inverse_scale = split_to_workspace(
-            SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, InGlobal{first, stride.row},
-            p.a.d, [&] { return job.valid_rows<Tile>(); },
-            [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
+        const float inverse_scale = split_registers(
+            SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, job.valid_rows<Tile>(), true,
+            hi_lo_tile<Tile>(p.workspace, job.head, job.n),
+            [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
+        named_barrier_sync(barrier_of_group(warpgroup), 128);  // all have written their part
         if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
         __syncwarp();
     }
@@ -71,10 +72,9 @@ __device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &sha
         named_barrier_sync(barrier_of_group(group), 32 * Warps);
         if (job.head < 0) return;
         wait(shared.tile_loaded[splitter], parity);
-        inverse_scale = split_to_workspace(
-            SplitterGroup<Tile::D, Tile::Bc, Warps>{shared.groups[group], group},
-            InShared{shared.float32_tiles[splitter]}, p.a.d, [&] { return job.valid_rows<Tile>(); },
-            [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
+        inverse_scale = split_rows(
+            SplitterGroup<Tile::D, Tile::Bc, Warps>{shared.groups[group], group}, shared.float32_tiles[splitter], p.a.d,
+            [&] { return job.valid_rows<Tile>(); }, [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
     }
 }
 
