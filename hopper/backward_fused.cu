@@ -82,6 +82,7 @@ struct SharedStorage {
 
 struct FusedParameters : KeyParameters {
     TensorMap dQ;
+    bool dQ_is_zero;  // else the first block that adds to a part of dQ stores it instead
 };
 
 // use(keys) for each work tile of this block.
@@ -136,8 +137,8 @@ __device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared)
     });
 }
 
-// The first block that adds to a part of dQ stores it instead, so that nothing sets dQ to 0. The part's counter is 0 until
-// a block takes it, 1 until that one has stored what it staged, then 2. A block waits only for one that waits for nothing.
+// The counter of a part of dQ is 0 until a block takes it, 1 until that one has stored what it staged, then 2. A block waits
+// only for one that waits for nothing.
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
@@ -147,7 +148,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             if (keys.none) return dQ.consumer_release();
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
             int &counter = p.rows.counters[row / 64 * Tile::Boxes + consumer];
-            const int state = set_if_0_acquire(counter, 1);
+            const int state = p.dQ_is_zero ? 2 : set_if_0_acquire(counter, 1);
             while (state == 1 && load_acquire(counter) == 1) {
             }
             fence_async_global();
@@ -392,6 +393,10 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         set_heads_and_mask(p);
         p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.key_tiles = a.B * a.Hkv * p.Tc;
         p.tile_counter = rows.counters + a.B * a.Hq * rows.head_stride / kCounterRows;
+        // Where all blocks begin with the same queries, they wait for one another: at d 128 longer than this takes.
+        p.dQ_is_zero = Tile::D > 64 && a.last == kNoBound;
+        if (dQ && p.dQ_is_zero) error = cudaMemsetAsync(dQ, 0, plan.workspace, stream);
+        if (error != cudaSuccess) return why_not(error);
         kernel<<<(unsigned)plan.grid, Tile::Threads, plan.shared_memory, stream>>>(p);
         return why_not(cudaGetLastError());
     });
