@@ -67,6 +67,13 @@ __device__ inline void add_release(int &counter, int x) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(&counter), "r"(x) : "memory");
 }
 
+// Sets the counter to x if it is 0. Returns what it was.
+__device__ inline int set_if_0_acquire(int &counter, int x) {
+    int before;
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;" : "=r"(before) : "l"(&counter), "r"(x) : "memory");
+    return before;
+}
+
 __device__ inline int load_acquire(const int &counter) {
     int x;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(&counter) : "memory");

@@ -51,7 +51,7 @@ const char *launch_half_backward(const Gradient &g, const Plan &plan, void *work
                        : launch_dkdv(g, rows, kernels.keys, stream);
     if (why) return why;
     if (!kernels.is_fused) return launch_dq(g, rows, kernels.queries, for_queries, stream);
-    return launch_convert_dq(g, dQ_of_fused(for_keys), kernels.keys.D, g.a.softmax_scale, stream);
+    return launch_convert_dq(g, (float *)for_keys, kernels.keys.D, g.a.softmax_scale, stream);
 }
 
 }  // namespace minimal_attn::hopper

@@ -5,12 +5,11 @@
 namespace minimal_attn::hopper {
 
 // The fused kernel computes dK and dV, and with computes_dQ also dQ, for d up to 128. Blocks add their parts of dQ in any
-// order. dQ_of_fused returns its place in the workspace. launch_convert_dq reads it with Plan::D columns.
+// order, in the plan's workspace, from where launch_convert_dq reads it with Plan::D columns. It uses the counters of
+// `rows`, once.
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);
-constexpr int kCounterBytes = 256;  // which begin the workspace
-inline float *dQ_of_fused(void *workspace) { return (float *)((char *)workspace + kCounterBytes); }
 
 // dQ alone, by a block for each tile of queries: the same bits on every run. Needs the plan's workspace.
 Plan plan_dq(const Gradient &g, const Device &device);

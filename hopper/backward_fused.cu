@@ -82,6 +82,7 @@ struct SharedStorage {
 
 struct FusedParameters : KeyParameters {
     TensorMap dQ;
+    bool dQ_is_zero;  // else the first block that adds to a part of dQ stores it instead
 };
 
 // use(keys) for each work tile of this block.
@@ -136,17 +137,35 @@ __device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared)
     });
 }
 
+// The counter of a part of dQ is 0 until a block takes it, 1 until that one has stored what it staged, then 2. A block waits
+// only for one that waits for nothing.
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
     for_each_work_tile(p, shared, [&](const KeyTile<Tile> &keys) {
         keys.for_each_query_tile([&](int h, int i0, bool) {
             dQ.consumer_wait();
-            for (int box = 0; box < 2; ++box)
-                tma_add(p.dQ.map, shared.dQi[consumer][box], 64 * Tile::column_box(consumer) + 32 * box,
-                        i0 + 64 * Tile::query_box(consumer), h * p.dQ.head, keys.b * p.dQ.batch);
+            if (keys.none) return dQ.consumer_release();
+            const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
+            int &counter = p.rows.counters[row / 64 * Tile::Boxes + consumer];
+            const int state = p.dQ_is_zero ? 2 : set_if_0_acquire(counter, 1);
+            while (state == 1 && load_acquire(counter) == 1) {
+            }
+            fence_async_global();
+            for (int box = 0; box < 2; ++box) {
+                const auto &from = shared.dQi[consumer][box];
+                const int x = 64 * Tile::column_box(consumer) + 32 * box, y = i0 + 64 * Tile::query_box(consumer);
+                if (state == 0)
+                    tma_store(p.dQ.map, from, x, y, h * p.dQ.head, keys.b * p.dQ.batch);
+                else
+                    tma_add(p.dQ.map, from, x, y, h * p.dQ.head, keys.b * p.dQ.batch);
+            }
             tma_store_wait_read();
             dQ.consumer_release();
+            if (state != 0) return;
+            tma_store_wait();
+            fence_async_global();
+            add_release(counter, 1);
         });
     });
 }
@@ -318,6 +337,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     const auto produce = [&] {
         if (threadIdx.x == 0) schedule_and_load_K_Q(p, shared);
         if (threadIdx.x == 96) load_V_dO(p, shared);
+#pragma unroll  // or the adders spill
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (adds_dQ && threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
@@ -338,14 +358,14 @@ Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ) {
         const Attention &a = g.a;
         Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, "dK, dV, dQ", tile_of(a));
         plan.grid = std::min<int64_t>(a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc), device.multiprocessors);
-        plan.workspace = kCounterBytes + (computes_dQ ? a.B * a.Hq * padded_rows(a) * Tile::D * 4 : 0);
+        plan.workspace = computes_dQ ? a.B * a.Hq * padded_rows(a) * Tile::D * 4 : 0;
         return plan;
     });
 }
 
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream) {
-    float *const dQ = plan.workspace > kCounterBytes ? dQ_of_fused(workspace) : nullptr;
+    float *const dQ = plan.workspace > 0 ? (float *)workspace : nullptr;
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
         using bfloat16 = __nv_bfloat16;
@@ -372,8 +392,10 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
         set_heads_and_mask(p);
         p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.key_tiles = a.B * a.Hkv * p.Tc;
-        p.tile_counter = (int *)workspace;
-        error = cudaMemsetAsync(workspace, 0, plan.workspace, stream);
+        p.tile_counter = rows.counters + a.B * a.Hq * rows.head_stride / kCounterRows;
+        // Where all blocks begin with the same queries, they wait for one another: at d 128 longer than this takes.
+        p.dQ_is_zero = Tile::D > 64 && a.last == kNoBound;
+        if (dQ && p.dQ_is_zero) error = cudaMemsetAsync(dQ, 0, plan.workspace, stream);
         if (error != cudaSuccess) return why_not(error);
         kernel<<<(unsigned)plan.grid, Tile::Threads, plan.shared_memory, stream>>>(p);
         return why_not(cudaGetLastError());

@@ -19,6 +19,7 @@ struct KeyParameters : Parameters {
 template <class Tile>
 struct KeyTile {
     int b, key_head, j0, h0, i0, i1, tiles;
+    bool none;  // no query sees them: one tile is computed all the same, and masked
     BandOf<int> band;
 
     __device__ KeyTile(const KeyParameters &p, int n) {
@@ -28,8 +29,7 @@ struct KeyTile {
         const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
         i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
         i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
-        // Without a query one tile is computed all the same, and masked.
-        const bool none = i0 >= i1;
+        none = i0 >= i1;
         if (none) i0 = 0, i1 = 1;
         tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
     }

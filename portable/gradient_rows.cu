@@ -11,7 +11,7 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kThreads = 256, kLanes = 8, kRows = kThreads / kLanes;  // of a block; rows of one head
-static_assert(kGradientRows % kRows == 0);
+static_assert(kGradientRows % kRows == 0 && kRows == kCounterRows);
 
 template <class T>
 struct alignas(16) Chunk {
@@ -52,6 +52,8 @@ __global__ void __launch_bounds__(kThreads)
         for (int x = at.lane; x < a.d; x += kLanes) sum = fmaf((float)O[x], (float)dO[x], sum);
     }
     sum = row_sum<kLanes>(sum);
+    if (threadIdx.x == 0) rows.counters[blockIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) rows.counters[gridDim.x] = 0;
     if (at.lane != 0) return;
     const int64_t dense = (at.b * a.Hq + at.h) * a.Nq + at.i;  // the row in lse and dlse
     if (counts && g.dlse) sum -= g.dlse[dense];
@@ -65,6 +67,7 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
     constexpr int N = Chunk<T>::N;
     const Place at(g.a, head_stride);
     if (at.i >= g.a.Nq) return;
+    const bool counts = !empty(keys_of_row(band_of(g.a, at.b), at.i));
     T *const dq = (T *)g.dq + at.b * g.dq_stride.batch + at.h * g.dq_stride.head + at.i * g.dq_stride.row;
     const float *const from = dQ + at.row * D;
     if (aligned) {
@@ -73,14 +76,14 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
             Chunk<T> to;
 #pragma unroll
             for (int n = 0; n < N; n += 4) {
-                const float4 four = *(const float4 *)(from + x + n);
+                const float4 four = counts ? *(const float4 *)(from + x + n) : float4{};
                 to.x[n] = (T)(scale * four.x), to.x[n + 1] = (T)(scale * four.y);
                 to.x[n + 2] = (T)(scale * four.z), to.x[n + 3] = (T)(scale * four.w);
             }
             *(Chunk<T> *)(dq + x) = to;
         }
     } else {
-        for (int x = at.lane; x < g.a.d; x += kLanes) dq[x] = (T)(scale * from[x]);
+        for (int x = at.lane; x < g.a.d; x += kLanes) dq[x] = (T)(counts ? scale * from[x] : 0.f);
     }
 }
 
@@ -105,12 +108,14 @@ cudaError_t convert(const Gradient &g, const float *dQ, int D, float scale, CUst
 }  // namespace
 
 int64_t gradient_rows_bytes(const Gradient &g) {
-    return 2 * g.a.B * g.a.Hq * padded_rows(g.a) * (int64_t)sizeof(float);
+    const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
+    return (rows * 2 + rows / kCounterRows + 1 + 63) / 64 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {
+    const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
     float *const lse = (float *)workspace;
-    return {lse, lse + g.a.B * g.a.Hq * padded_rows(g.a), padded_rows(g.a)};
+    return {lse, lse + rows, padded_rows(g.a), (int *)(lse + 2 * rows)};
 }
 
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {

@@ -16,15 +16,18 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
+    int *counters;  // zeros: one for each kCounterRows rows, and one more
 };
+constexpr int kCounterRows = 32;
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// lse and D.
+// Fills them.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
-// dq = scale * dQ, in out_dtype. dQ is float32 (B, Hq, head_stride, D), D a multiple of 8.
+// dq = scale * dQ, in out_dtype; of rows that see no key 0, whatever dQ has. dQ is float32 (B, Hq, head_stride, D), D a
+// multiple of 8.
 const char *launch_convert_dq(const Gradient &g, const float *dQ, int D, float scale, CUstream_st *stream);
 
 }  // namespace minimal_attn

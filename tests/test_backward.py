@@ -145,10 +145,14 @@ HOPPER_TILES = [
 ]
 
 
-@pytest.mark.parametrize("band", [{}, dict(causal=True), dict(window_size=(150, 60))], ids=str)
+@pytest.mark.parametrize(
+    "band",
+    [{}, dict(causal=True), dict(causal=True, offset=-200), dict(window_size=(150, 60))],
+    ids=str,
+)
 @pytest.mark.parametrize("d, deterministic, kernel, tile", HOPPER_TILES)
 def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic, kernel, tile):
-    """Several tiles of queries and of keys, and none of them whole."""
+    """Several tiles of queries and of keys, none of them whole; a tile of queries that sees no key."""
     if cuda_backend.name != "hopper":
         pytest.skip("a tile of hopper")
     torch.use_deterministic_algorithms(deterministic)
