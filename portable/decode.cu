@@ -29,21 +29,17 @@ constexpr int kMostStages = 2, kJoinThreads = 128;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
-// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice. Elsewhere CUDA 13's
-// ptxas may put that policy into an odd register, an illegal instruction (docs/ptxas.md).
-template <int D>
+// copy16 of bytes that are the first to leave L2. K and V are read once, the partial results twice.
 __device__ void stream16(unsigned to, const void *from, bool exists) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (D <= 128) {
-        uint64_t policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                     "r"(exists ? 16 : 0), "l"(policy)
-                     : "memory");
-        return;
-    }
-#endif
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(exists ? 16 : 0), "l"(policy)
+                 : "memory");
+#else
     copy16(to, from, exists);
+#endif
 }
 
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
@@ -58,8 +54,7 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
         const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
-        stream16<Tile::D>(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element,
-                          exists);
+        stream16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
 
@@ -170,7 +165,8 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[kWarps][Tile::Rows];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
-    unsigned char *const stages = shared + warp * p.stages * StageBytes;
+    // Not `warp`, a uniform register: with it ptxas puts stream16's policy into an odd one (docs/ptxas.md).
+    unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
     if (!p.same_chunks) wait_for_the_kernel_before();  // which may write the lengths
