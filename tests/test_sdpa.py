@@ -265,7 +265,10 @@ def test_activated_strides(device, randn, order):
             o = F.scaled_dot_product_attention(q, q, q)
             return o, *torch.autograd.grad(o, q, torch.ones_like(o))
 
-        plain = run(q)
+        try:
+            plain = run(q)
+        except RuntimeError:  # of the memory-efficient operator of CUDA, for some strides of q
+            continue
         with minimal_attn.activate():
             actual = run(q)
         assert [t.stride() for t in actual] == [t.stride() for t in plain], (size, q.stride())
