@@ -155,7 +155,8 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             int *counter = nullptr, state = 2;
             if (Tile::kStoresFirst) {
                 if (keys.none) return dQ.consumer_release();
-                const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
+                const unsigned row =
+                    (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
                 counter = &p.rows.counters[row / 64 * Tile::Boxes + consumer];
                 state = set_if_0_acquire(*counter, 1);
                 while (state == 1 && load_acquire(*counter) == 1) {
