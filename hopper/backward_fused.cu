@@ -38,9 +38,9 @@
 // | dQ full (per consumer)  | that consumer                | its adder                    | dQi is staged              |
 // | dQ empty (per consumer) | its adder                    | that consumer                | TMA has read dQi           |
 // | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T           |
-// | named kZeroed + index   | that consumer                | that consumer                | NaNs are zeroed            |
+// | named kZeroed + index   | that consumer                | that consumer                | hidden rows = 0            |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once.
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 #include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 

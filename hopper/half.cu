@@ -154,8 +154,8 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Masks Sij and, where the state is wanted, keeps the largest score of a thread's two rows, since a stale maximum isn't
-// exact. Most tiles need neither and skip both by one branch.
+// Masks Sij and, where the state is wanted, tracks each row's largest score: a stale maximum isn't exact. Most tiles
+// need neither and skip both by one branch.
 template <int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a, const WorkTile &work,
                                    int row, int j0, Keys fully_visible) {
@@ -189,7 +189,7 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&
     for (int x = Begin; x < End; ++x) sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(Sij[x], c, -softmax.cm[x / 2 % 2]));
 }
 
-// With a stale maximum a thread's Pij of a tile may add up to this much, those of a row to 4 times as much. Equal
+// With a stale maximum a thread's Pij of a tile add up to at most this, a row's (4 threads) to 4 times it. Equal
 // scores add up to 64 with Bc 128. No Pij is above 256, and float16 ends at 65504.
 // Oi can't overflow while V is below 3e35 / (number of tiles).
 constexpr float kMostByStaleMax = 256.f;

@@ -32,8 +32,8 @@ __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
     }
 }
 
-// The thread that calls it is the scheduler, too. It takes a work tile when it has begun to load the last Kj of the one
-// before: as late as possible, so that blocks end at about the same time (d 256, N 8192 causal: 5 %).
+// Its thread is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
+// That is as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
 template <class Tile, class SharedStorage>
 __device__ void schedule_and_load_K(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};

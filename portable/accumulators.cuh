@@ -1,5 +1,5 @@
-// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh). half.cu and tf32.cu share it: what a
-// thread keeps of its warp's rows, the mask, and the row maximum.
+// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh). For half.cu and tf32.cu: what a
+// thread keeps of its warp's rows, mask, row maximum.
 #pragma once
 #include "portable/common.cuh"
 

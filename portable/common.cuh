@@ -30,7 +30,7 @@
 //                                     |                       | read Vj-1, so Vj may overwrite it
 //     wait_for_tiles, after step 9    | the block             | Vj has arrived; all warps have read Kj, so Kj+1 may
 //                                     |                       | overwrite it
-//     __syncwarp (float32.cu)         | one warp              | a row of Sij or Pij in shared memory is written by some
+//     __syncwarp (float32.cu)         | one warp              | a row of Pij in shared memory is written by some
 //                                     |                       | lanes, and read by other lanes of the same warp
 //
 // Vj arrives while Sij is computed, and Kj+1 arrives while Pij and Oi are.
@@ -121,7 +121,7 @@ __device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
     return block_at<T>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
 }
 
-// The threads that compute a block: all of the kernel's block. hopper/float32/fallback.h has 128 of more.
+// The threads that compute a block: all. In hopper/float32/fallback.h 128 threads do.
 struct WholeBlock {
     __device__ unsigned index() const { return threadIdx.x; }
     __device__ unsigned block() const { return blockIdx.x; }

@@ -15,7 +15,7 @@
 //     wait_for_tiles, before step 9          | the block         | Kj and Vj (and the first time Qi) have arrived; all
 //                                            |                   | warps have read Kj-1 and Vj-1, so Kj+1 and Vj+1 may
 //                                            |                   | overwrite them
-//     one Stage: float32.cu's table (common.cuh). Vj loads during step 9, Kj+1 during steps 10 to 12.
+//     one Stage: the table of common.cuh. Vj loads during step 9, Kj+1 during steps 10 to 12.
 #include "portable/accumulators.cuh"
 #include "portable/common.cuh"
 #include "portable/mma.cuh"
@@ -33,7 +33,7 @@ struct HalfTile {
     static constexpr int SharedBytes = (Br + 2 * Stages * Bc) * D * 2;
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr bool QInRegisters = D == 64;
-    // For this tile alone ptxas spills 24 registers of the loop over keys if store_rows_with_state is short: 3.5 % slower.
+    // Only here the looped store_rows_with_state makes ptxas spill 24 registers: 3.5 % slower.
     static constexpr bool StoresFromRegisters = D == 128 && Bc == 64;
     static constexpr int SumFloats = 0;  // no sums in the workspace (flush_sums in float32_block.cuh)
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);

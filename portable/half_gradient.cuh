@@ -84,8 +84,8 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
     }
 }
 
-// 13., 20. P = exp2(c S - lse), c = softmax_scale * log2(e), and dS = P o (dP - D), in the places of S and dP. lse and D
-// belong to the columns, in shared memory from this thread's first one on, or to the rows, in registers.
+// 13., 20. P = exp2(c S - lse), c = softmax_scale * log2(e), and dS = P o (dP - D), in the places of S and dP. lse and
+// D are of the columns (in shared memory, from this thread's first) or of the rows (registers).
 template <class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
                              const float *lse, const float *D) {

@@ -1,8 +1,8 @@
 // ordered_dq.cuh: the blocks of a backward kernel that own tiles of keys, and the order in which they add to dQ.
 //
-// A block walks the tiles of queries that see some of its keys, and adds its part to dQ of each. The blocks add in the
-// order of their tiles of keys, so that every run gives the same bits: a warp waits until the same warp of the block
-// before has added its part. A block takes the next tile when it starts, so the blocks that it waits for have started.
+// A block walks the tiles of queries that see some of its keys, and adds its part to dQ of each. Blocks add in the
+// order of their keys: the same bits on every run. A warp waits until the same warp of the block before has added its
+// part. A block takes the next tile when it starts, so the blocks that it waits for have started.
 // All walk from the last query to the first: the blocks before come to each tile earlier or at once.
 #pragma once
 #include "portable/common.cuh"
@@ -10,7 +10,7 @@
 namespace minimal_attn {
 namespace {
 
-// What one block computes: dK and dV of the keys j0 <= j < j1 of key head h_kv in batch b. Tiles of keys count from the
+// What a block computes (hopper has its own): dK, dV of keys j0 <= j < j1 of head h_kv. Tiles of keys count from the
 // first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
 struct KeyTile {
     int64_t b, h_kv;
@@ -64,7 +64,7 @@ __device__ void pass_turn(int *added) {
     if (threadIdx.x % 32 == 0) add_release(*added, 1);
 }
 
-// Four numbers, or the first `count`, to dQ. Only this thread adds to them now.
+// Four numbers, or the first `count`, to dQ. No other thread adds to them now.
 __device__ void add_to_dQ(float *to, const float *x, bool aligned, int count) {
 #if __CUDA_ARCH__ >= 900
     if (aligned) {

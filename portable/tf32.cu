@@ -11,7 +11,7 @@
 //     Vj            | Bc x D  | in step 9                  | step 12, by all
 //     block         | 1       | once                       | for each tile of keys, since registers are scarce
 //
-// The barriers are float32.cu's (common.cuh). A block whose result has an inf or NaN is computed again on the FMA units.
+// common.cuh has the table of barriers. A block whose result has an inf or NaN is computed again on the FMA units.
 #include "portable/accumulators.cuh"
 #include "portable/float32_block.cuh"
 #include "portable/tf32.cuh"

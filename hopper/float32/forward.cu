@@ -32,7 +32,7 @@
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
 //
-// A consumer warp arrives once, at tile_queue's `empty` with each of its threads.
+// A consumer warp arrives once; at tile_queue's `empty`, each thread does.
 #include "hopper/float32/fallback.h"
 #include "hopper/float32/producer.h"
 #include "hopper/float32/single.h"
