@@ -526,7 +526,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
     m.def("restore_sdpa", &sdpa::restore_operators, "Undo override_sdpa");
-    m.def("has_fast_backward", &has_fast_backward, "Whether a kernel other than paper's computes gradients of q");
+    m.def("has_fast_backward", &has_fast_backward, "Whether our gradients of q are as fast as PyTorch's");
     m.def("sdpa_calls", &sdpa::calls, "Calls of those operators since the import, by outcome");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");

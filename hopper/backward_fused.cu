@@ -22,7 +22,7 @@
 // | role                | warps              | registers a thread | does                                           |
 // |---------------------|--------------------|--------------------|------------------------------------------------|
 // | scheduler, K, Q     | 0 (thread 0)       | 24                 | takes work tiles, loads Kj, all Qi and lse_i   |
-// | adders of dQ        | 1, 2 (lane 0)      | 24                 | TMA adds what their consumer staged of dQi     |
+// | adders of dQ        | 1, 2 (lane 0)      | 24                 | store or add what their consumer staged of dQi |
 // | V, dO               | 3 (thread 96)      | 24                 | loads Vj, all dOi and Di                       |
 // | consumer warpgroups | 4 to 11            | 240                | 64 keys each: S^T to dK, dV; its part of dQi   |
 //
@@ -37,10 +37,11 @@
 // | dS empty                | consumers                    | consumers                    | the product dQ has read dS |
 // | dQ full (per consumer)  | that consumer                | its adder                    | dQi is staged              |
 // | dQ empty (per consumer) | its adder                    | that consumer                | TMA has read dQi           |
-// | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T           |
+// | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T, dP^T     |
 // | named kZeroed + index   | that consumer                | that consumer                | hidden rows = 0            |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. At d 64 adders of several
+// blocks also wait for one another, at counters in device memory (add_dQ).
 #include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
@@ -57,8 +58,8 @@ struct Tile {
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
     static constexpr bool kTakesTurns = true;
-    // Whether the first block that adds to a part of dQ stores it instead, so that dQ needs no zeros. At d 128 a memset is
-    // up to 5 % faster: blocks that begin with the same queries wait for one another.
+    // Whether the first block that adds to a part of dQ stores it, so that dQ needs no zeros. At d 128 blocks that begin
+    // with the same queries wait for one another: N 512, full, is 11 % slower than with a memset.
     static constexpr bool kStoresFirst = D_ <= 64;
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
@@ -139,7 +140,7 @@ __device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared)
     });
 }
 
-// The counter of a part of dQ is 0 until a block takes it, 1 until that block has stored what it staged, then 2. A block
+// The counter of a part of dQ: 0 until a block takes it, 1 until that block has stored what it staged, then 2. A block
 // waits only for one that waits for nothing.
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {

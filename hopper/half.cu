@@ -154,7 +154,7 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Masks Sij and, where the state is wanted, tracks each row's largest score: a stale maximum isn't exact. Most tiles
+// Masks Sij and, where the state is wanted, tracks each thread's largest scores: a stale m isn't exact. Most tiles
 // need neither and skip both by one branch.
 template <int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a, const WorkTile &work,

@@ -32,7 +32,7 @@ __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
     }
 }
 
-// Its thread is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
+// Thread 0 is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
 // That is as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
 template <class Tile, class SharedStorage>
 __device__ void schedule_and_load_K(const Parameters &p, SharedStorage &shared) {

@@ -22,7 +22,7 @@ constexpr int kQueueStages = 2;  // one work tile ends while the next one begins
 constexpr int64_t kInterleavedTilesPerBlock = 4;
 constexpr int64_t kL2Bytes = 32 << 20;
 // Under a mask the order is fixed up to 2 tiles a block. For 16-bit types it is fixed up to 4, if at most 2048 keys of
-// each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; at N 4096 it was 2 % slower.
+// each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; N 4096: 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
 inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset; }

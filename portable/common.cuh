@@ -77,7 +77,7 @@ constexpr auto with_tiles_for(int d, const Use &use) {
     return use(typename Kernels::D256());
 }
 
-// Whether a plan may choose the tile where this code runs. On Hopper the first of a list always fits (plan_tile).
+// Whether a plan may choose the tile here. On Hopper: the first, or for few queries the last (plan_tile).
 template <class Kernels, class Tile>
 constexpr bool is_needed() {
     return !kOnHopperAlone || with_tiles_for<Kernels>(Tile::D, [](auto tiles) {

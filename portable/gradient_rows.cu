@@ -1,4 +1,4 @@
-// gradient_rows.cu: D = rowsum(dO o O) - dlse before a backward pass, and dq = scale * dQ after it. Both are bound by
+// gradient_rows.cu: lse, D and counters before a backward pass, and dq = scale * dQ after it. Both are bound by
 // memory: eight neighbouring threads share a row, and each reads 16 bytes at a time.
 #include "portable/gradient_rows.h"
 

@@ -23,7 +23,7 @@ constexpr int kCounterRows = 32;
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// Fills them.
+// Fills rows.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 // dq = scale * dQ, in out_dtype; of rows that see no key 0, whatever dQ has. dQ is float32 (B, Hq, head_stride, D), D a

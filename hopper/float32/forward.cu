@@ -26,7 +26,7 @@
 // Q full, empty          | producer, TMA; consumer  | consumer; producer  | Qi has arrived, as float32s; its last Sij is done
 // KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its scale: have arrived; are read
 // tile_loaded            | a group's thread 0, TMA  | a splitter group    | its float32 tile is in shared memory
-// named, 1 + group       | the group                | the group           | its votes, jobs, extremes; in fallback.h tiles
+// named, 1 + group       | the group                | the group           | votes, jobs, largest; in fallback.h tiles
 // named, kAllConsumers   | consumers                | consumers           | no more work tiles: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
