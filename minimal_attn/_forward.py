@@ -232,7 +232,8 @@ def cast_by_autocast(*tensors):
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+    dtype, casts = torch.get_autocast_dtype(device), (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if x.dtype in casts else x for x in tensors)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ constexpr auto with_tiles_for(int d, const Use &use) {
 template <class Kernels, class Tile>
 constexpr bool is_needed() {
     return !kOnHopperAlone || with_tiles_for<Kernels>(Tile::D, [](auto tiles) {
+        static_assert(!is_first<Tile>(decltype(tiles)()) || Tile::NeededBytes <= 227 << 10);
         return is_first<Tile>(tiles) || (Kernels::kLastForFewQueries && is_last<Tile>(tiles));
     });
 }

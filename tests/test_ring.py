@@ -217,6 +217,8 @@ def check_autocast(rank, ranks, device):
     assert torch.equal(o, expected)
     results = torch.autograd.grad(o.sum(), inputs), torch.autograd.grad(expected.sum(), rounded)
     assert all(torch.equal(x, y.float()) for x, y in zip(*results, strict=True))
+    with torch.autocast(device.type, dtype=torch.bfloat16), pytest.raises(ValueError, match="q must be"):
+        ring.forward(*(x.detach().double() for x in inputs))
 
 
 def test_autocast():
