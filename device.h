@@ -94,8 +94,8 @@ inline bool is_aligned(const void *tensor, const Strides &stride, int64_t elemen
 template <class... Tiles>
 struct TileList {};
 
-// Code for compute capability 9.0a runs on Hopper alone, whose blocks may have 227 KB: kernels for smaller GPUs trap
-// there, which saves a third of the compile time of portable/. MINIMAL_ATTN_TILES=all (setup.py) keeps them for tests.
+// Machine code for compute capability 9.0a runs on Hopper alone, where a block may have 227 KB of shared memory. So
+// nvcc compiles tiles for smaller GPUs to a trap there, which is faster. MINIMAL_ATTN_TILES=all keeps them for tests.
 #if defined __CUDA_ARCH_FEAT_SM90_ALL && !defined MINIMAL_ATTN_ALL_TILES
 constexpr bool kOnHopperAlone = true;
 #else

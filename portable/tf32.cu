@@ -11,7 +11,7 @@
 //     Vj            | Bc x D  | in step 9                  | step 12, by all
 //     block         | 1       | once                       | for each tile of keys, since registers are scarce
 //
-// common.cuh has the table of barriers. A block whose result has an inf or NaN is computed again on the FMA units.
+// The table of barriers is in common.cuh. If the result of a block has an inf or NaN, the FMA units compute it again.
 #include "portable/accumulators.cuh"
 #include "portable/float32_block.cuh"
 #include "portable/tf32.cuh"
