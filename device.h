@@ -34,8 +34,8 @@ __device__ uint32_t pack(float x, float y) {
 
 constexpr float kLeastScale = 1e-45f;
 
-// c in exp(softmax_scale (s - m)) = exp2(c s - c m), for scores s in units of `unit`. c and 2 c are kept away from 0 and
-// inf, since 0 * -inf (a hidden score) and inf * 0 are NaN.
+// c in exp(softmax_scale (s - m)) = exp2(c s - c m), for scores s in units of `unit`. c and 2 c are kept away from 0
+// and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN.
 __device__ inline float scale_of(const Attention &a, float unit = 1.f, float log2e = kLog2e) {
     return fminf(fmaxf(fabsf(a.softmax_scale) * (log2e * unit), kLeastScale), 1.5e38f);
 }
