@@ -175,8 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
             const int i = i0 + row;
-            // l_in = 0: no key has counted so far. Then a row that sees a key starts from 0; any other keeps its O and
-            // m.
+            // l_in = 0: no key has counted so far. Then a row that sees a key starts anew; any other keeps O and m.
             const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(band, i)));
             store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d - x : 0, aligned), a.d - x, aligned);
             if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;
