@@ -154,8 +154,8 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Masks Sij and, where the state is wanted, tracks each thread's largest scores: a stale m isn't exact. Most tiles
-// need neither and skip both by one branch.
+// Masks Sij and, where the state is wanted, tracks each thread's largest scores: m may be stale, the maximum of earlier
+// tiles (stale_softmax). Most tiles need neither and skip both by one branch.
 template <int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a, const WorkTile &work,
                                    int row, int j0, Keys fully_visible) {

@@ -34,7 +34,6 @@
 //
 // A consumer warp arrives once; at tile_queue's `empty`, each thread does.
 #include "hopper/float32/fallback.h"
-#include "hopper/float32/producer.h"
 #include "hopper/float32/single.h"
 #include "hopper/float32/splitters.h"
 #include "hopper/launch.h"
@@ -71,8 +70,7 @@ __device__ void produce_KV(const Float32Parameters &p, SharedMemory<Tile> &share
 template <class Tile>
 __device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) {
     Pipeline<1> Q{};
-    Pipeline<Tile::Stages> KV{};
-    KV.barriers = shared.KV;
+    Pipeline<Tile::Stages> KV{shared.KV};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     for (int n = -1;; tile_queue.advance()) {
         tile_queue.producer_acquire();
@@ -109,7 +107,7 @@ template <class Tile>
 __device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {
     if (!p.workspace.heads || p.a.d % 4 != 0) return;
-    while (!named_barrier_any(barrier_of_group(warpgroup), 128, phase_is_over(tile_queue.full(), tile_queue.phase())) &&
+    while (!named_barrier_any(barrier_of_group(warpgroup), 128, tile_queue.is_full()) &&
            consumer_takes_job<Tile>(p, shared, warpgroup)) {
     }
 }

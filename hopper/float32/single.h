@@ -17,7 +17,6 @@
 // named, 1 and 2         | consumer; producer        | the same             | what its threads exchange when they split
 // named, kAllConsumers   | consumer                  | consumer             | as in forward.cu
 #pragma once
-#include "hopper/float32/producer.h"
 #include "hopper/float32/splitters.h"
 
 namespace minimal_attn::hopper {
@@ -38,10 +37,8 @@ __device__ void produce_and_split(const Parameters &p, SharedMemory<Tile> &share
             split_in_place(SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[1], 1}, shared.tiles[is_V],
                            {work.band.keys, is_V}, shared.inverse_scale[is_V].x);
         if (threadIdx.x == 0) {
-            if (is_V)
-                work.inverse_scale_V = inverse_scale;
-            else
-                work.inverse_scale_K = nonzero_inverse_scale(inverse_scale);
+            (is_V ? work.inverse_scale_V : work.inverse_scale_K) =
+                is_V ? inverse_scale : nonzero_inverse_scale(inverse_scale);
             arrive(shared.KV[is_V].full);
         }
     };

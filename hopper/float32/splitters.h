@@ -5,14 +5,6 @@
 
 namespace minimal_attn::hopper {
 
-template <class Tile>
-struct SharedMemory : ConsumerMemory<Tile> {
-    Barrier tile_loaded[Tile::IsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
-    // What each splitter splits now. Of two warps also the job before, which the second one publishes meanwhile.
-    SplitJob current_job[Tile::Splitters][Tile::SplitterWarps];
-    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // a group's next one; behind the last job head < 0
-};
-
 // A consumer warpgroup takes a split job and reads its tiles straight from global memory. False: there are no more
 // jobs.
 template <class Tile>

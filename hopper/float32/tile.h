@@ -23,7 +23,7 @@ struct Float32Tile {
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
     static constexpr bool kAlignKeys = true;
-    using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 32, 56 or 70 KB
+    using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 31, 55 or 69 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
     static_assert(Splitters * SplitterWarps <= 3);  // the producer's first warp has other things to do
 };
@@ -41,10 +41,24 @@ struct Float32Work : WorkTile {
     alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
 };
 
-// Shared memory of the producer and the consumers, with and without a workspace. All tiles begin at multiples of 1024
-// bytes, since TMA swizzles them by address.
+// Tiles n to end of a key head: tile 2 j is Kj, 2 j + 1 is Vj.
+struct SplitJob {
+    int head;  // its index in Workspace::heads; below 0: there are no more jobs
+    int n, end;
+    Keys keys;       // the valid ones; other rows become 0
+    int not_before;  // a splitter waits until so many work tiles are taken
+
+    __device__ bool is_V() const { return n % 2; }
+    __device__ int j() const { return n / 2; }
+    template <class Tile>
+    __device__ ValidRows valid_rows() const {
+        return {{keys.begin - j() * Tile::Bc, keys.end - j() * Tile::Bc}, is_V()};
+    }
+};
+
+// All tiles begin at multiples of 1024 bytes, since TMA swizzles them by address.
 template <class Tile>
-struct ConsumerMemory {
+struct SharedMemory {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
@@ -57,6 +71,39 @@ struct ConsumerMemory {
     GroupScratch groups[Tile::Consumers + Tile::Splitters];
     double flushed_l[Tile::Br];  // see flush_row_sum
     float m_of_O[Tile::Br];      // see flush_O
+    // Of splitters.h
+    Barrier tile_loaded[Tile::IsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
+    // What each splitter splits now. Of two warps also the job before, which the second one publishes meanwhile.
+    SplitJob current_job[Tile::Splitters][Tile::SplitterWarps];
+    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // a group's next one; behind the last job head < 0
 };
+
+// For both producers, `produce` (forward.cu) and `produce_and_split` (single.h): writes the n-th work tile, or that
+// there is none, to the tile queue. The caller then arrives at its `full`.
+template <class Tile>
+__device__ WorkTile describe_work(const Parameters &p, SharedMemory<Tile> &shared,
+                                  const Pipeline<kQueueStages> &tile_queue, int n) {
+    const WorkTile tile = TileScheduler<Tile>{p}.tile(n);
+    Float32Work &work = shared.work[tile_queue.stage()];
+    static_cast<WorkTile &>(work) = tile;
+    work.n = n, work.position = tile_queue.position, work.fallback = false;
+    if (tile.b < 0) return tile;
+    for (int i0 = tile.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
+        work.ends[warpgroup] = end_of_keys(tile, i0);
+        work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
+    }
+    return tile;
+}
+
+// 8. Qi, 64 rows for each consumer, by either producer
+template <class Tile>
+__device__ void produce_Q(const Parameters &p, SharedMemory<Tile> &shared, int i0, int h, int b, Pipeline<1> &Q) {
+    for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
+        Q.barriers = shared.Q[warpgroup];
+        Q.producer_acquire();
+        load_tile<64, Tile::Boxes, 32>(shared.Qi[warpgroup], p.Q, i0 + 64 * warpgroup, h, b, Q.full());
+    }
+    Q.advance();
+}
 
 }  // namespace minimal_attn::hopper

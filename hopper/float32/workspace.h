@@ -38,21 +38,6 @@ struct Float32Parameters : Parameters {
     Workspace workspace;
 };
 
-// Tiles n to end of a key head: tile 2 j is Kj, 2 j + 1 is Vj.
-struct SplitJob {
-    int head;  // its index in Workspace::heads; below 0: there are no more jobs
-    int n, end;
-    Keys keys;       // the valid ones; other rows become 0
-    int not_before;  // a splitter waits until so many work tiles are taken
-
-    __device__ bool is_V() const { return n % 2; }
-    __device__ int j() const { return n / 2; }
-    template <class Tile>
-    __device__ ValidRows valid_rows() const {
-        return {{keys.begin - j() * Tile::Bc, keys.end - j() * Tile::Bc}, is_V()};
-    }
-};
-
 template <class Tile>
 __host__ __device__ int tiles_before(int key) {
     return (key + Tile::Bc - 1) / Tile::Bc;
