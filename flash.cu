@@ -135,14 +135,13 @@ __device__ Patch multiply(float *A, int A_step, float *B, int B_stride, int n) {
                 a.row[r] = floats_at(&A[r * A_step + x]);
                 b.row[r] = floats_at(&B[(x + r) * B_stride]);
             }
-#pragma unroll
-            for (int yrc = 0; yrc < 64; ++yrc) {
-                const int y = yrc / 16, r = yrc / 4 % 4, c = yrc % 4;
-                sum.row[r].x[c] = fmaf(a.row[r].x[y], b.row[y].x[c], sum.row[r].x[c]);
-            }
+            for (int y = 0; y < 4; ++y)
+                for (int r = 0; r < 4; ++r)
+                    for (int c = 0; c < 4; ++c)
+                        sum.row[r].x[c] = fmaf(a.row[r].x[y], b.row[y].x[c], sum.row[r].x[c]);
         }
-#pragma unroll
-        for (int rc = 0; rc < 16; ++rc) AB.row[rc / 4].x[rc % 4] += sum.row[rc / 4].x[rc % 4];
+        for (int r = 0; r < 4; ++r)
+            for (int c = 0; c < 4; ++c) AB.row[r].x[c] += sum.row[r].x[c];
     }
     return AB;
 }
