@@ -137,8 +137,7 @@ __device__ Patch multiply(float *A, int A_step, float *B, int B_stride, int n) {
             }
             for (int y = 0; y < 4; ++y)
                 for (int r = 0; r < 4; ++r)
-                    for (int c = 0; c < 4; ++c)
-                        sum.row[r].x[c] = fmaf(a.row[r].x[y], b.row[y].x[c], sum.row[r].x[c]);
+                    for (int c = 0; c < 4; ++c) sum.row[r].x[c] = fmaf(a.row[r].x[y], b.row[y].x[c], sum.row[r].x[c]);
         }
         for (int r = 0; r < 4; ++r)
             for (int c = 0; c < 4; ++c) AB.row[r].x[c] += sum.row[r].x[c];

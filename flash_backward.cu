@@ -110,11 +110,11 @@ __device__ void multiply(int rows, int columns, int n, const Matrix &A, const Ma
             for (int y = y0; y < min(y0 + 32, n); ++y) {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) a[r] = A.at(row + r * down, y), b[r] = B.at(y, column + r * across);
-#pragma unroll
-                for (int rc = 0; rc < 16; ++rc) sum[rc / 4][rc % 4] = fmaf(a[rc / 4], b[rc % 4], sum[rc / 4][rc % 4]);
+                for (int r = 0; r < 4; ++r)
+                    for (int c = 0; c < 4; ++c) sum[r][c] = fmaf(a[r], b[c], sum[r][c]);
             }
-#pragma unroll
-            for (int rc = 0; rc < 16; ++rc) AB[rc / 4][rc % 4] += sum[rc / 4][rc % 4];
+            for (int r = 0; r < 4; ++r)
+                for (int c = 0; c < 4; ++c) AB[r][c] += sum[r][c];
         }
 #pragma unroll
         for (int rc = 0; rc < 16; ++rc) {
