@@ -21,6 +21,11 @@ struct Rows {
     }
 };
 
+// mi of the scaled scores. -inf stays -inf also where the scale is 0.
+__device__ inline float scaled_max(const Attention &a, float mi) {
+    return mi == -INFINITY ? mi : mi * fabsf(a.softmax_scale);
+}
+
 // 9. Everything that changes a score, or hides it by -inf, stands here. This thread has rows i0 + 8 r and keys
 // j0 + 8 n + 0, 1.
 template <class Tile>

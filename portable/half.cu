@@ -39,11 +39,6 @@ struct HalfTile {
     static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
 };
 
-// Of the scaled scores; -inf stays -inf also where the scale is 0.
-__device__ inline float scaled_max(const Attention &a, float mi) {
-    return mi == -INFINITY ? mi : mi * fabsf(a.softmax_scale);
-}
-
 // 9. Sij = Qi Kj^T. Columns past d are zeros.
 template <class T, class Tile>
 __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&q)[Tile::M][4][4], unsigned Qi,
@@ -235,8 +230,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         if (!warp_sees) continue;
         const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
         change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
-        // 10. - 12. The factor is kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN. It is
-        // computed here: kept, it would take a register.
+        // 10. - 12. c is computed for each tile: kept, it would take a register.
         const float c = scale_of(a);
         float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
         update_rows<Tile>(Sij, rows, subtract, alpha, c);

@@ -106,7 +106,7 @@ __device__ void store_rows(const Attention &a, const Block<float> &block, const 
     for (int r = 0; r < Rows<Tile>::R; ++r) {
         const int i = block.i0 + row0 + 8 * r;
         const float li = row_sum<4>(rows.li[r]);
-        const float mi = rows.mi[r] == -INFINITY ? -INFINITY : rows.mi[r] * fabsf(a.softmax_scale);
+        const float mi = scaled_max(a, rows.mi[r]);
         if (i >= a.Nq) continue;
         const RowEnd end = end_row(a, block, i, li, mi);
         if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
@@ -162,7 +162,6 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     const unsigned Kj = lane_address<D>(K_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
     const unsigned Vj[2] = {lane_address_columns<D, Tile::XAtOnce>(V_tile, lane, 0),
                             lane_address_columns<D, Tile::XAtOnce>(V_tile, lane, 1)};
-    // Kept away from 0 and inf, since 0 * -inf (a hidden score) and inf * 0 are NaN
     const float c = scale_of(a);
 
     // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi, li, mi begin empty
