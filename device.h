@@ -121,7 +121,7 @@ constexpr bool is_last(TileList<First, More...>) {
     return sizeof...(More) == 0 && std::is_same_v<Tile, First>;
 }
 
-// Lets a block of the kernel have `bytes` of shared memory, the same number in all calls for one kernel: each host thread
+// Lets a block of the kernel have `bytes` of shared memory, for each kernel always the same number. Each host thread
 // tells CUDA only once a device, since that takes 0.6 us.
 cudaError_t allow_shared_memory(const void *kernel, int bytes);
 template <class... Parameters>
