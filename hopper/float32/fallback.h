@@ -27,14 +27,14 @@ __device__ inline int &next_deferred(const Parameters &p, const WorkTile &work, 
 // Puts a consumer's rows of a work tile on its list. The link overwrites an element of O. Thread 0 does both stores, so
 // they stay in order.
 template <class Tile>
-__device__ void defer(const Parameters &p, SharedMemory<Tile> &shared, const Float32Work &work, int warpgroup) {
+__device__ void defer(const Parameters &p, SharedStorage<Tile> &shared, const Float32Work &work, int warpgroup) {
     if (opaque(threadIdx.x) % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;
     next_deferred(p, work, warpgroup) = shared.deferred[warpgroup], shared.deferred[warpgroup] = work.n;
 }
 
 // All deferred work tiles of a consumer, the last one first. Each consumer has a part of the memory of Qi, Kj and Vj.
 template <class Tile>
-__device__ void run_deferred(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup) {
+__device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup) {
     using Fallback = typename Tile::Fallback;
     static_assert(Fallback::Threads == 128);
     static_assert(Fallback::SharedBytes * Tile::Consumers <= sizeof(shared.Qi) + sizeof(shared.tiles));

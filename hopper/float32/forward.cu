@@ -49,7 +49,7 @@ constexpr int kKeysInSum = 8192;
 
 // 5. - 6. for j: Kj and Vj, in hi and lo
 template <class Tile>
-__device__ void produce_KV(const Float32Parameters &p, SharedMemory<Tile> &shared, const Float32Work &work,
+__device__ void produce_KV(const Float32Parameters &p, SharedStorage<Tile> &shared, const Float32Work &work,
                            Pipeline<Tile::Stages> &KV) {
     if (work.fallback) return;
     const Workspace &w = p.workspace;
@@ -68,7 +68,7 @@ __device__ void produce_KV(const Float32Parameters &p, SharedMemory<Tile> &share
 // 7. for i. With a workspace a block's first work tile comes from the counter, too. So a running block gets the lowest
 // number, and no block waits for splits of a block that has not started.
 template <class Tile>
-__device__ void produce(const Float32Parameters &p, SharedMemory<Tile> &shared) {
+__device__ void produce(const Float32Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<1> Q{};
     Pipeline<Tile::Stages> KV{shared.KV};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
@@ -104,7 +104,7 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, b
 // Takes split jobs until the next work tile has arrived. The threads vote whether it has, so that all take the same
 // branch.
 template <class Tile>
-__device__ void split_while_waiting(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup,
+__device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {
     if (!p.workspace.heads || p.a.d % 4 != 0) return;
     while (!named_barrier_any(barrier_of_group(warpgroup), 128, tile_queue.is_full()) &&
@@ -151,7 +151,7 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
 
 // 12. - 13. O to HBM. True if hi and lo didn't carry the thread's rows: then the fallback must compute them.
 template <class Tile, class Unit, int Count>
-__device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &shared, const Float32Work &work,
+__device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shared, const Float32Work &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
     for (int r = 0; !Tile::IsSingle && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
@@ -168,7 +168,7 @@ __device__ bool finish_rows(const Parameters &p, const SharedMemory<Tile> &share
 
 // A consumer warpgroup: splits jobs while it waits for work tiles, then computes its 64 rows of each.
 template <class Tile>
-__device__ void consume(const Float32Parameters &p, SharedMemory<Tile> &shared) {
+__device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
     constexpr int Columns = Tile::Consumers == 2 ? 128 : 64;  // of Tij at a time: registers are short
     constexpr int Sums = D > 128 ? 4 : 1;                     // of Sij, for long rows: the tensor cores truncate less
@@ -292,7 +292,7 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float32_hopper_kernel(const __grid_constant__ Float32Parameters p) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    SharedMemory<Tile> &shared = *(SharedMemory<Tile> *)memory;
+    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
@@ -352,7 +352,7 @@ Plan plan_float32(const Attention &attention, const Device &device) {
     return with_tile(choice, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         const char *const name = Tile::IsSingle ? "float32, a single tile" : "float32";
-        Plan plan = make_plan<Tile, SharedMemory<Tile>>(a, device, name, choice);
+        Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, name, choice);
         Workspace w;
         const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
         if (bytes > 0) {

@@ -22,7 +22,7 @@
 namespace minimal_attn::hopper {
 
 template <class Tile>
-__device__ void produce_and_split(const Parameters &p, SharedMemory<Tile> &shared) {
+__device__ void produce_and_split(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<1> Q{};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     int parity = 0;  // of this work tile's phase of `tile_loaded` and KV

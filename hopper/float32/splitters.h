@@ -8,7 +8,7 @@ namespace minimal_attn::hopper {
 // A consumer warpgroup takes a split job and reads its tiles straight from global memory. False: there are no more
 // jobs.
 template <class Tile>
-__device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile> &shared, int warpgroup) {
+__device__ bool consumer_takes_job(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup) {
     SplitJob &next = shared.next_job[warpgroup];
     if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
     named_barrier_sync(barrier_of_group(warpgroup), 128);
@@ -33,7 +33,7 @@ __device__ bool consumer_takes_job(const Float32Parameters &p, SharedMemory<Tile
 // thread publishes, which waits for all stores. A one-warp splitter publishes before it waits for `tiles_taken`: a
 // producer warp may need that tile before it can take its next work tile.
 template <class Tile>
-__device__ void run_splitter(const Float32Parameters &p, SharedMemory<Tile> &shared, int splitter) {
+__device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;
     const int group = Tile::Consumers + splitter;
     SplitJob &next = shared.next_job[group];

@@ -58,7 +58,7 @@ struct SplitJob {
 
 // All tiles begin at multiples of 1024 bytes, since TMA swizzles them by address.
 template <class Tile>
-struct SharedMemory {
+struct SharedStorage {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
@@ -81,7 +81,7 @@ struct SharedMemory {
 // For both producers, `produce` (forward.cu) and `produce_and_split` (single.h): writes the n-th work tile, or that
 // there is none, to the tile queue. The caller then arrives at its `full`.
 template <class Tile>
-__device__ WorkTile describe_work(const Parameters &p, SharedMemory<Tile> &shared,
+__device__ WorkTile describe_work(const Parameters &p, SharedStorage<Tile> &shared,
                                   const Pipeline<kQueueStages> &tile_queue, int n) {
     const WorkTile tile = TileScheduler<Tile>{p}.tile(n);
     Float32Work &work = shared.work[tile_queue.stage()];
@@ -97,7 +97,7 @@ __device__ WorkTile describe_work(const Parameters &p, SharedMemory<Tile> &share
 
 // 8. Qi, 64 rows for each consumer, by either producer
 template <class Tile>
-__device__ void produce_Q(const Parameters &p, SharedMemory<Tile> &shared, int i0, int h, int b, Pipeline<1> &Q) {
+__device__ void produce_Q(const Parameters &p, SharedStorage<Tile> &shared, int i0, int h, int b, Pipeline<1> &Q) {
     for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
         Q.barriers = shared.Q[warpgroup];
         Q.producer_acquire();
