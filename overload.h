@@ -9,6 +9,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -26,6 +27,12 @@ inline constexpr const char *kOptions =
 inline constexpr std::array<const char *, 17> kNames = {
     "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
     "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
+
+constexpr size_t place_of(std::string_view name) {
+    size_t i = 0;
+    while (kNames[i] != name) ++i;
+    return i;
+}
 
 // Whether autograd has to record the call. Refuses what can't be differentiated.
 inline bool check_grad(const Tensor &t, const char *name, const char *refused_with) {
@@ -63,7 +70,7 @@ struct Overload<compute> {
     static Result autograd(c10::DispatchKeySet keys, Args... args) {
         size_t i = 0;
         bool is_wanted = false;
-        const auto &block_table = std::get<15>(std::tie(args...));
+        const auto &block_table = std::get<place_of("block_table")>(std::tie(args...));
         const char *const refused_with = std::is_void_v<Result> ? "out" : block_table ? "block_table" : nullptr;
         (..., (is_wanted |= check_grad(args, kNames[i++], refused_with)));
         if constexpr (!std::is_void_v<Result>)
