@@ -38,7 +38,7 @@ struct Parameters {
     int *tile_counter;
     bool tma_stores_O;    // TMA stores O wherever stages_O allows it
     bool aligned;         // rows of O begin and end at multiples of 16 bytes
-    bool stores_O_alone;  // they do, and there is no l, m, lse or earlier state
+    bool stores_O_alone;  // aligned, and there is no l, m, lse or earlier state
 };
 
 }  // namespace minimal_attn::hopper

@@ -1,4 +1,5 @@
 // forward.cu: float32 on Hopper's tensor cores: each number is hi + lo, two float16s, and each product three of theirs.
+// docs/float32.md has its budget, measurements and what was tried. Read half.cu first.
 //
 //     K, V, float32, in global memory
 //        | TMA, a tile at a time                 | ordinary loads, into registers

@@ -1,5 +1,5 @@
 // hi_lo.h: a float32 as two float16s. x * scale = hi + lo, 22 bits together; the scale is a power of 2 of the whole
-// tile. Then x y = hi hi + hi lo + lo hi, three products of the tensor cores. docs/float32.md has the error analysis.
+// tile. Then x y = hi hi + hi lo + lo hi, three products of the tensor cores. docs/numerics.md says what is lost.
 #pragma once
 #include "hopper/pipeline.h"
 #include "hopper/softmax.h"
