@@ -43,7 +43,7 @@ using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, 
                            const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
                            std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
                            const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
-                           std::string_view backend, std::optional<at::ScalarType> out_dtype);
+                           std::string_view backend, std::optional<at::ScalarType> out_dtype, bool deterministic);
 Backward backward;  // what the operator computes (main.cpp)
 // The same, into the tensors that `results` has, which are not checked. What is missing is allocated.
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
@@ -148,7 +148,7 @@ public:
                 typed_handle<Backward>("minimal_attn::backward")
                     .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size,
                           softmax_scale, maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset,
-                          maybe(unpack(offsets)), backend, std::nullopt);
+                          maybe(unpack(offsets)), backend, std::nullopt, false);
         const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
         if (o_before.defined() || sinks_.defined()) {
             const auto earlier =
