@@ -169,7 +169,9 @@ class _WithoutGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError("a block_table has no gradients: use torch.no_grad(), or detached q, k, v and s_aux")
+        raise RuntimeError(
+            "a block_table has no gradients: use torch.no_grad(), or detached q, k, v and s_aux"
+        )
 
 
 def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
