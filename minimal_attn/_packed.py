@@ -1,7 +1,8 @@
-"""flash_attn's functions on minimal_attn.forward, most of them of sequences that lie packed, one behind the other.
+"""What minimal_attn.flash_attn calls: attention of (B, N, H, d) tensors, or of sequences that lie packed, one
+behind the other, and its gradients.
 
-Packed sequences: the forward pass takes blocks of queries, which share all keys by a stride of 0. Then dk and dv would have a
-copy for each block. So the backward pass pads the sequences instead, a few at a time.
+The forward pass of packed sequences takes blocks of queries, which share all keys by a stride of 0. Then dk
+and dv would have a copy for each block. So the backward pass pads the sequences instead, a few at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
         q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
         with torch.set_grad_enabled(False):
             results = attend(q, k, v, s_aux, True, **options)
-        return _Deterministic.apply(q, k, v, s_aux, *results, options)
+        return _Deterministic.apply(*_distinct(q, k, v, s_aux), *results, options)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
     out, lse = results if wants_lse else (results, None)
@@ -85,12 +86,21 @@ def wants_grad(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _distinct(*tensors):
+    """The same tensors, but none twice, which Dynamo refuses in the arguments of an autograd.Function."""
+
+    def is_again(i):
+        return tensors[i] is not None and any(tensors[i] is x for x in tensors[:i])
+
+    return [x.view_as(x) if is_again(i) else x for i, x in enumerate(tensors)]
+
+
 def attend_pages(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
     """attend_packed with a block_table. As flash_attn it refuses the backward pass, not the forward pass."""
     with torch.set_grad_enabled(False):
         results = attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options)
     tensors = q, k, v, s_aux
-    return _WithoutGradients.apply(*results, *tensors) if wants_grad(*tensors) else results
+    return _WithoutGradients.apply(*results, *_distinct(*tensors)) if wants_grad(*tensors) else results
 
 
 def attend_sequences(
@@ -105,6 +115,7 @@ def attend_sequences(
         results = attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse or is_recorded, **options)
     if not is_recorded:
         return results
+    *tensors, cu_seqlens_q, cu_seqlens_k = _distinct(*tensors, cu_seqlens_q, cu_seqlens_k)
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return _Sequences.apply(*tensors, *results, *bounds, options)
 

@@ -325,6 +325,8 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
 
 
 def _check_packed(name, cu_seqlens, max_seqlen, total):
+    if not hasattr(max_seqlen, "__int__"):
+        raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}")
     longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
     if longest > max_seqlen:
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
@@ -336,7 +338,7 @@ def _lengths(cache_seqlens, N_new, N, q):
     """How many keys each sequence has, with the new ones: (B,) on q's device, or None: all."""
     if cache_seqlens is None:
         return None
-    if isinstance(cache_seqlens, int):
+    if type(cache_seqlens) is int:
         check_range("cache_seqlens", torch.tensor([cache_seqlens]), N - N_new + 1)
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
     _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)

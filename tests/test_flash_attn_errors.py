@@ -114,6 +114,16 @@ def test_no_query_is_checked_as_well(backend):
         refuses(error, flash_attn_varlen_func, options | wrong, pattern)
 
 
+def test_lengths_of_another_type(backend):
+    options = good(backend, flash_attn_varlen_func)
+    for name in "max_seqlen_q", "max_seqlen_k":
+        refuses(
+            TypeError, flash_attn_varlen_func, options | {name: None}, f"^{name} must be an int, but was None"
+        )
+    options = good(backend, flash_attn_with_kvcache) | dict(cache_seqlens=True)
+    refuses(TypeError, flash_attn_with_kvcache, options, "^cache_seqlens must be a tensor, but was True")
+
+
 @pytest.mark.parametrize("size", [(0, 3), (3, 0)])
 def test_pages_without_a_key(backend, size):
     pages = backend.randn(*size, 2, 8)
@@ -157,8 +167,10 @@ def test_gradients_of_caches_are_refused(backend):
 def test_gradients_of_pages_are_refused(backend):
     """As in flash_attn by the backward pass alone."""
     pages = dict(k=backend.randn(4, 7, 2, 8), v=backend.randn(4, 7, 2, 8))
-    options = good(backend, flash_attn_varlen_func) | pages | dict(block_table=backend.ints(1, 2).view(2, 1))
-    for wants_lse, options in itertools.product((False, True), each_with_grad(options)):
+    good_ones = (
+        good(backend, flash_attn_varlen_func) | pages | dict(block_table=backend.ints(1, 2).view(2, 1))
+    )
+    for wants_lse, options in itertools.product((False, True), each_with_grad(good_ones)):
         with torch.no_grad():
             expected = flash_attn_varlen_func(**options)
         out = flash_attn_varlen_func(**options, return_attn_probs=wants_lse)
