@@ -408,6 +408,7 @@ def test_other_mask_functions_are_not_guessed(function):
 def test_some_rows_of_a_mask():
     padding = torch.arange(7) >= torch.tensor([[0], [2], [6]])
     mask = make_mask(**mask_arguments(attention_mask=padding))
+    assert mask.contiguous() is mask
     assert torch.equal(seen_by(mask[:, :, -2:, :]), seen_by(mask)[:, :, -2:])
     with pytest.raises(RuntimeError, match="no tensor"):
         mask[:, :, :, :3]
