@@ -391,8 +391,8 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
                    std::optional<at::ScalarType> out_dtype, bool deterministic) {
     const MaybeTensor none;
-    const Arguments a{q,      k,       v,       causal, window_size, softmax_scale, seqlens_k, leftpad_k,
-                      offset, offsets, backend, none,   none,        none,          none,      none, deterministic};
+    const Arguments a{q,       k,       v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k,    offset,
+                      offsets, backend, none, none,   none,        none,          none,      deterministic};
     return differentiate(a, do_, o, lse, dlse, out_dtype);
 }
 
