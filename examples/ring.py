@@ -20,7 +20,8 @@ from minimal_attn import ring
 
 
 def main():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
     parser.add_argument("--length", type=int, default=4099, help="of the sequence")
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="of queries and of keys")
     parser.add_argument("--head-dim", type=int, default=64, help="d (torchrun takes --d for one of its own)")

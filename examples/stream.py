@@ -54,7 +54,7 @@ def exact(q, chunks, row):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1, help="size of all keys and values")
     parser.add_argument("--chunk", type=int, default=16384, help="keys in a chunk")
     arguments = parser.parse_args()

@@ -160,7 +160,8 @@ def plot(runs, losses, path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
     add, three = parser.add_argument, ["manual", "sdpa", "minimal_attn"]
     add("--attention", nargs="+", default=three, choices=ATTENTION, help="flash, cudnn, efficient: SDPA's")
     add("--compile", action="store_true", help="the model, by torch.compile")

@@ -49,6 +49,7 @@ def backward(
     offset: int | Tensor | None = None,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
@@ -69,12 +70,13 @@ def backward(
         backend: "auto", or a name as in forward. Where that backend has no kernel for gradients of q's dtype
             and d, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
+        deterministic: the same bits on every run, as under torch.use_deterministic_algorithms.
 
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
         head are summed in dk and dv. What is hidden has gradients of exactly 0, whatever it holds. The same
         inputs give the same bits, on a CPU with any number of threads. Only on Hopper, in half types with d
-        up to 128, the last bits of dq vary unless torch.use_deterministic_algorithms is on.
+        up to 128, the last bits of dq vary unless `deterministic` is set.
 
     Raises:
         TypeError, ValueError: as forward raises them.
@@ -104,4 +106,5 @@ def backward(
         offsets,
         backend,
         out_dtype,
+        deterministic,
     )

@@ -97,6 +97,7 @@ _MUST_BE = {
     "causal": (lambda x: isinstance(x, bool), "True or False"),
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
     "backward": (lambda x: isinstance(x, bool), "True or False"),
+    "deterministic": (lambda x: isinstance(x, bool), "True or False"),
     "backend": (
         lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
         "a Unicode string",

@@ -1,7 +1,8 @@
-"""Attention of sequences that lie packed, one behind the other, and its gradients.
+"""What minimal_attn.flash_attn calls: attention of (B, N, H, d) tensors, or of sequences that lie packed, one
+behind the other, and its gradients.
 
-The forward pass takes blocks of queries, which share all keys by a stride of 0. Then dk and dv would have a
-copy for each block. So the backward pass pads the sequences instead, a few at a time.
+The forward pass of packed sequences takes blocks of queries, which share all keys by a stride of 0. Then dk
+and dv would have a copy for each block. So the backward pass pads the sequences instead, a few at a time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
 
 
-def attend(q, k, v, s_aux, wants_lse, **options):
+def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
     """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
+    if deterministic and wants_grad(q, k, v, s_aux):
+        q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
+        with torch.set_grad_enabled(False):
+            results = attend(q, k, v, s_aux, True, **options)
+        return _Deterministic.apply(*_distinct(q, k, v, s_aux), *results, options)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
     out, lse = results if wants_lse else (results, None)
@@ -76,21 +82,42 @@ def divide_up(x, y):
 # ---------------------------------------------------------------------------------------------- gradients
 
 
+def wants_grad(*tensors):
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _distinct(*tensors):
+    """The same tensors, but none twice, which Dynamo refuses in the arguments of an autograd.Function."""
+
+    def is_again(i):
+        return tensors[i] is not None and any(tensors[i] is x for x in tensors[:i])
+
+    return [x.view_as(x) if is_again(i) else x for i, x in enumerate(tensors)]
+
+
+def attend_pages(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
+    """attend_packed with a block_table. As flash_attn it refuses the backward pass, not the forward pass."""
+    with torch.set_grad_enabled(False):
+        results = attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options)
+    tensors = q, k, v, s_aux
+    return _WithoutGradients.apply(*results, *_distinct(*tensors)) if wants_grad(*tensors) else results
+
+
 def attend_sequences(
     q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, wants_lse, **options
 ):
     """attend_packed where the keys of sequence b are k, v[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]."""
     q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
     tensors = q, k, v, s_aux
-    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    is_recorded = wants_grad(*tensors)
     with torch.set_grad_enabled(False):
         keys = k[None], v[None], cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:]
-        results = attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse or wants_grad, **options)
-    if not wants_grad:
+        results = attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse or is_recorded, **options)
+    if not is_recorded:
         return results
+    *tensors, cu_seqlens_q, cu_seqlens_k = _distinct(*tensors, cu_seqlens_q, cu_seqlens_k)
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    scalars = options["softmax_scale"], options["causal"], options["window_size"]
-    return _Sequences.apply(*tensors, *results, *bounds, *scalars)
+    return _Sequences.apply(*tensors, *results, *bounds, options)
 
 
 class _Sequences(torch.autograd.Function):
@@ -99,22 +126,63 @@ class _Sequences(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, s_aux, out, lse, *bounds_and_scalars):
+    def forward(q, k, v, s_aux, out, lse, *bounds_and_options):
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        q, k, v, s_aux, _, _, cu_q, cu_k, *ctx.scalars = inputs
+        q, k, v, s_aux, _, _, cu_q, cu_k, *ctx.longest, ctx.options = inputs
         ctx.save_for_backward(q, k, v, s_aux, *results, cu_q, cu_k)
 
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, s_aux, out, lse, *bounds = ctx.saved_tensors
-        *longest, softmax_scale, causal, window_size = ctx.scalars
-        options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
-        dq, dk, dv = gradients(do, q, k, v, out, lse, dlse, *bounds, *longest, **options)
+        dq, dk, dv = gradients(do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, **ctx.options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
-        return dq, dk, dv, dsinks, *[None] * 9
+        return dq, dk, dv, dsinks, *[None] * 7
+
+
+class _Deterministic(torch.autograd.Function):
+    """attend's results, whose gradients have the same bits on every run."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, s_aux, out, lse, options):
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, results):
+        *tensors, _, _, ctx.options = inputs
+        ctx.save_for_backward(*tensors, *results)
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, s_aux, out, lse = ctx.saved_tensors
+        heads_first = (x.transpose(1, 2) for x in (do, q, k, v, out))
+        parts = backward(*heads_first, lse, None, dlse=dlse, deterministic=True, **ctx.options)
+        dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
+        return *(x.transpose(1, 2) for x in parts), dsinks, None, None, None
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """attend_pages' results: an error where their gradients are asked for."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out, lse, *tensors):
+        return out.view_as(out), None if lse is None else lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, results):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "a block_table has no gradients: use torch.no_grad(), or detached q, k, v and s_aux"
+        )
 
 
 def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
@@ -155,7 +223,7 @@ def _pad(x, index, fill):
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):
     """A sink is one more key of each row, whose value is 0."""
-    D = (do.float() * out.float()).masked_fill(out == 0, 0).sum(-1).T - dlse
+    D = (do.float() * out.float()).masked_fill(out == 0, 0).sum(-1).mT - dlse
     score = sinks.float()[:, None]
     dS = torch.where(score == -torch.inf, 0, -torch.exp(score - lse) * D)
-    return dS.sum(1).to(sinks.dtype)
+    return dS.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)

@@ -7,7 +7,6 @@ flash_attn/flash_attn_interface.py). What differs:
     s_aux                   an argument of its own at the end: attention sinks, as in FlashAttention-3's forks
     softmax_lse             -inf in a row that sees no key, as in FlashAttention-3 (flash_attn 2 has +inf)
     gradients               of all but flash_attn_with_kvcache and a block_table, as there; in s_aux, too
-    deterministic           accepted; for gradients torch.use_deterministic_algorithms decides
     num_splits              accepted and not used
     NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
 
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from minimal_attn._errors import check_range, is_known, known_max, refuse_grad
 from minimal_attn._forward import forward
-from minimal_attn._packed import attend, attend_packed, attend_sequences, divide_up
+from minimal_attn._packed import attend, attend_pages, attend_sequences, divide_up
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
@@ -63,7 +62,7 @@ def flash_attn_func(
         window_size: (left, right): query i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right. A negative
             number is no bound.
         alibi_slopes: must be None.
-        deterministic: not used; torch.use_deterministic_algorithms decides.
+        deterministic: gradients with the same bits on every run, as under torch.use_deterministic_algorithms.
         return_attn_probs: return softmax_lse, too. Probabilities are never stored.
         s_aux: attention sinks (Hq,), float32, float16 or bfloat16: one more score for each row of a head,
             whose value is 0. softmax_lse counts it.
@@ -77,7 +76,7 @@ def flash_attn_func(
         NotImplementedError: dropout_p, softcap or alibi_slopes is given.
         TypeError, ValueError: an argument of another type, shape, dtype, device or value.
     """
-    options = _options(softmax_scale, causal, window_size)
+    options = _options(softmax_scale, causal, window_size) | {"deterministic": bool(deterministic)}
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
     out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
@@ -136,9 +135,9 @@ def flash_attn_varlen_func(
         out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
         of no sequence is 0.
 
-    Raises: as flash_attn_func, and RuntimeError: an input requires grad with a block_table.
+    Raises: as flash_attn_func. With a block_table, a backward pass raises RuntimeError.
     """
-    options = _options(softmax_scale, causal, window_size)
+    options = _options(softmax_scale, causal, window_size) | {"deterministic": bool(deterministic)}
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
@@ -150,7 +149,6 @@ def flash_attn_varlen_func(
     _check_packed("q", cu_seqlens_q, max_seqlen_q, len(q))
     _check_packed("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else float("inf"))
     if block_table is not None:
-        refuse_grad("a block_table", q=q, k=k, v=v, s_aux=s_aux)
         _check("block_table", block_table, q, (B, "n"), _INTS)
         lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
         if (longest := known_max(lengths)) > room:
@@ -160,8 +158,8 @@ def flash_attn_varlen_func(
         block_table = block_table[:, : divide_up(int(max_seqlen_k), k.shape[1])]
         begin = torch.arange(B, device=q.device) * (block_table.shape[1] * k.shape[1])
         end, options["block_table"] = begin + lengths, block_table.reshape(1, -1)
-        arguments = q, k, v, cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs
-        out, lse = attend_packed(*arguments, **options)
+        arguments = cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs
+        out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
         bounds = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
         out, lse = attend_sequences(q, k, v, s_aux, *bounds, return_attn_probs, **options)
@@ -327,6 +325,8 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
 
 
 def _check_packed(name, cu_seqlens, max_seqlen, total):
+    if not hasattr(max_seqlen, "__int__"):
+        raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}")
     longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
     if longest > max_seqlen:
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
@@ -338,7 +338,7 @@ def _lengths(cache_seqlens, N_new, N, q):
     """How many keys each sequence has, with the new ones: (B,) on q's device, or None: all."""
     if cache_seqlens is None:
         return None
-    if isinstance(cache_seqlens, int):
+    if type(cache_seqlens) is int:
         check_range("cache_seqlens", torch.tensor([cache_seqlens]), N - N_new + 1)
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
     _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)

@@ -93,6 +93,10 @@ class Mask:
 
         return Mask(moved(self.arguments) | {"device": device}, self.window, moved(self.bounds), self.why)
 
+    def contiguous(self):
+        """Itself. transformers 5.20 asks a StaticCache's mask for it, whatever its type."""
+        return self
+
     def __getitem__(self, index):
         """Some of the queries, mask[:, :, i:j, :]. Gemma 4 computes its last layers for those alone."""
         everything = slice(None)

@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
     these kernels. So is one with dual tensors (torch.func.jvp), which PyTorch serves under
     sdpa_kernel(SDPBackend.MATH) alone.
     """
-    served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(served, str):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -94,7 +94,7 @@ def explain_scaled_dot_product_attention(
         minimal_attn.explain's answer if it is one of these kernels, else why the call goes to PyTorch's, in a
         line such as "PyTorch: attn_mask is given". Nothing is computed.
     """
-    served = _served(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(served, str):
         return f"PyTorch: {served}"
     return explain(*served[0], causal=is_causal, offset=0, softmax_scale=scale)
@@ -110,6 +110,7 @@ def _served(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
+    is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> str | tuple[list[Tensor], _Shape | None]:
@@ -121,6 +122,10 @@ def _served(
         return "attn_mask is given"
     if dropout_p != 0:
         return "dropout_p is not 0"
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return "an argument is no tensor"
+    if not isinstance(is_causal, bool) or not (scale is None or hasattr(scale, "__float__")):
+        return "is_causal is no bool, or scale no number"
     if has_torch_function_variadic(query, key, value):
         return "a tensor's class or a mode overrides PyTorch's functions"
     if not query.layout == key.layout == value.layout == torch.strided:

