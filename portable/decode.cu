@@ -20,12 +20,14 @@
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
+#include "portable/decode_join.cuh"
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
 namespace {
 
-constexpr int kMostStages = 2, kJoinThreads = 128;
+constexpr int kMostStages = 2;
+constexpr double kLeastFull = 0.9;  // of the last wave of row_kernel's blocks, on average
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
@@ -97,66 +99,7 @@ struct Loader {
     }
 };
 
-// ------------------------------------------------------------------------------ joining
-
-// Of one row: l, m, and 4 columns of the undivided O.
-struct Part {
-    float l, m;
-    float o[4];
-};
-
-struct Sum {
-    float sum = 0.f, lost = 0.f;
-    __device__ void add(float x) {  // Kahan: a row may have thousands of chunks
-        const float y = x - lost, next = sum + y;
-        lost = fabsf(next) < INFINITY ? (next - sum) - y : 0.f;
-        sum = next;
-    }
-    __device__ void scale(float x) { sum *= x, lost *= x; }
-};
-
-// Steps 11 and 12 over the parts first, first + step, ... below count. Batch at a time: their loads are under way
-// together. lm(n) and o(n) read a part's (l, m) and o.
-template <int Batch, class LM, class O>
-__device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
-    float m = -INFINITY;
-    Sum l, x[4];
-#pragma unroll 1
-    for (int n0 = first; n0 < count; n0 += Batch * step) {
-        float2 part[Batch];
-        float4 four[Batch];
-        float m_new = m, m_safe;
-#pragma unroll
-        for (int k = 0; k < Batch; ++k) {
-            const int n = n0 + k * step;
-            part[k] = n < count ? lm(n) : float2{0.f, -INFINITY};
-            four[k] = n < count ? o(n) : float4{};
-        }
-#pragma unroll
-        for (int k = 0; k < Batch; ++k) m_new = fmaxf(m_new, part[k].y);
-        const float alpha = update_row_max(m, m_new, m_safe);
-        l.scale(alpha), x[0].scale(alpha), x[1].scale(alpha), x[2].scale(alpha), x[3].scale(alpha);
-#pragma unroll
-        for (int k = 0; k < Batch; ++k) {
-            const float weight = exp_fast(part[k].y - m_safe);
-            l.add(weight * part[k].x);
-            x[0].add(weight * four[k].x), x[1].add(weight * four[k].y);
-            x[2].add(weight * four[k].z), x[3].add(weight * four[k].w);
-        }
-    }
-    return {l.sum, m, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}};
-}
-
 // ------------------------------------------------------------------------------ the kernels
-
-// Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
-// can be read. The next kernel's blocks may start as soon as all blocks are here.
-__device__ void wait_for_the_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 template <class T, class Tile>
 __device__ void decode_block(const Attention &a, const Decode &p) {
@@ -197,52 +140,134 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
         rows.take_queries(a, p, next, Q_tile);
         for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
             const int r = n / (D / 4), x = n % (D / 4) * 4;
-            const Part part = join<kWarps>(
-                0, 1, kWarps, [&](int n) { return lm[n][r]; },
-                [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
-            if (x == 0) p.lm[first + r] = {part.l, part.m};
-            *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
+            Part part[kWarps];
+#pragma unroll
+            for (int n = 0; n < kWarps; ++n)
+                part[n] = {lm[n][r], *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x))};
+            const Part chunk = join(part);
+            if (x == 0) p.lm[first + r] = chunk.lm;
+            *(float4 *)(p.Oi + (first + r) * D + x) = chunk.o;
         }
         __syncthreads();
         item = next;
     }
 }
 
+#ifndef RUN
+#define RUN 4
+#endif
+constexpr int kRun = RUN;
+
+// Shared memory of row_kernel beside decode_kernel's
+template <class Tile>
+struct RowShared {
+    float2 lm[kRun][kWarps][Tile::Rows];   // of the warps, as their Oi
+    float2 chunk_lm[kFour][Tile::Rows];
+    float2 four_lm[kFour][Tile::Rows];
+    static int bytes(int rows) {
+        return (kWarps * (kRun - 1) + kFour - kRun + kFour - 1) * std::min(rows, Tile::Rows) * Tile::D * 4;
+    }
+};
+
+// An item is a whole row: at most four fours of chunks. Their partial results stay in shared memory.
+template <class T, class Tile>
+__device__ void row_block(const Attention &a, const Decode &p) {
+    constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
+    using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ RowShared<Tile> of_row;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
+    unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
+    T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
+    float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
+    float4 *const chunk_O = (float4 *)(O + kRun * kWarps * rows_of_O * D);  // each thread reads what it wrote
+    float4 *const four_O = chunk_O + (kFour - kRun) * rows_of_O * (D / 4);
+    WorkItem item(a, p);
+    wait_for_the_kernel_before();
+    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
+    loader.fill(a, p);
+    Rows rows;
+    rows.load_queries(a, p, item);
+    rows.take_queries(a, p, item, Q_tile);
+    __syncthreads();
+    while (item.exists) {
+        WorkItem next = item;
+        next.advance(a, p);
+        rows.load_queries(a, p, next);
+        const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+        int j = item.begin() + warp * Bc, end = item.begin();
+#pragma unroll 1
+        for (int chunk = 0, first = 0; chunk < p.of_row.count; first = chunk) {
+#pragma unroll 1
+            for (; chunk < min(first + kRun, p.of_row.count); ++chunk) {
+                rows.clear();
+                end = min(end + p.of_row.size, item.end());
+                for (; j < end; j += Step) {
+                    const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
+                    rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
+                    __syncwarp();
+                    ++loader.used;
+                    loader.fill(a, p);
+                }
+                const int run = chunk % kRun;
+                rows.store(O + (run * kWarps + warp) * rows_of_O * D, of_row.lm[run][warp], count);
+            }
+            __syncthreads();
+            const bool row_ends = chunk == p.of_row.count;
+            if (row_ends) rows.take_queries(a, p, next, Q_tile);
+            for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+                const int r = n / (D / 4), x = n % (D / 4), four = first / kFour;
+                const bool four_ends = row_ends || chunk % kFour == 0;
+                Part of_four[kFour];
+#pragma unroll
+                for (int k = 0; k < kFour; ++k) {
+                    const int of_run = four * kFour + k - first;
+                    if (of_run < 0) {
+                        if (four_ends) of_four[k] = {of_row.chunk_lm[k][r], chunk_O[k * rows_of_O * (D / 4) + n]};
+                    } else if (first + of_run < chunk) {
+                        Part part[kWarps];
+#pragma unroll
+                        for (int w = 0; w < kWarps; ++w)
+                            part[w] = {of_row.lm[of_run][w][r], *(const float4 *)(O + (of_run * kWarps + w) * rows_of_O * D + place_of<D>(r, 4 * x))};
+                        of_four[k] = join(part);
+                        if (four_ends) continue;
+                        if (x == 0) of_row.chunk_lm[k][r] = of_four[k].lm;
+                        chunk_O[k * rows_of_O * (D / 4) + n] = of_four[k].o;
+                    }
+                }
+                if (!four_ends) continue;
+                const Part sum = join(of_four);
+                if (!row_ends) {
+                    if (x == 0) of_row.four_lm[four][r] = sum.lm;
+                    four_O[four * rows_of_O * (D / 4) + n] = sum.o;
+                    continue;
+                }
+                Part part[Groups<D>];
+#pragma unroll
+                for (int k = 0; k < Groups<D>; ++k) {
+                    if (k < four) part[k] = {of_row.four_lm[k][r], four_O[k * rows_of_O * (D / 4) + n]};
+                    if (k == four) part[k] = sum;
+                }
+                const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
+                for (int past = x; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
+                finish_row<T>(a, p, block_of<T>(a, item.b, row), row, x, join(part));
+            }
+            __syncthreads();
+        }
+        item = next;
+    }
+}
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(kThreads, 2)
+    row_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) row_block<T, Tile>(a, p);
+}
+
 template <class T, class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
     if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
-}
-
-// 12. - 13. A block joins the chunks of one row. A group of D / 4 threads, 4 columns each, joins every Parts-th chunk.
-// Then the first group joins the groups' sums.
-template <class T, class Tile>
-__global__ void __launch_bounds__(kJoinThreads)
-    join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
-    __shared__ float2 lm[Parts];
-    __shared__ float4 O[Parts][D / 4];
-    if (!p.same_chunks) wait_for_the_kernel_before();
-    const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
-    const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
-    const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
-    const Row row = row_of(p, head - b * (int)a.Hkv, r);
-    Block<T> block;
-    block.b = b, block.h = row.h, block.band = band_of(a, b);
-    if (p.same_chunks) wait_for_the_kernel_before();
-    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
-    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
-    Part sum = join<4>(
-        part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
-        [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
-    if (x == 0) lm[part] = {sum.l, sum.m};
-    O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
-    __syncthreads();
-    if (part > 0) return;
-    sum = join<Parts>(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
-    const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
-    if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
-    store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
 }
 
 // ------------------------------------------------------------------------------ on the host: plan and launch
@@ -263,15 +288,14 @@ auto with_kernel(const Attention &a, bool on_tensor_cores, const Use &use) {
     return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
 }
 
-// The numbers of output tiles and of work items, and the workspace. Where only the device knows the lengths, the items
-// are an upper bound.
+// The number of work items and the workspace. Where only the device knows the lengths, the items are an upper bound.
 struct Size {
-    int64_t tiles, items, bytes;
+    int64_t items, bytes;
 };
 
 // Fills p, whose addresses begin at `workspace`.
 template <class Tile>
-Size describe(const Attention &a, char *workspace, Decode &p) {
+Size describe(const Attention &a, char *workspace, bool whole_rows, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
     p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
     if (p.same_chunks) {
@@ -280,9 +304,10 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
+    if (whole_rows) p.of_row = p.chunks, p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
     const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
     p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
-    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+    return {items, whole_rows ? 0 : rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
 template <class Tile, class T>
@@ -291,6 +316,20 @@ int stages_for(const Device &device, int rows) {
     while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory)
         --stages;
     return stages;
+}
+
+// How many blocks of so many bytes the device has room for
+int64_t places_for(const Device &device, int shared) {
+    return (int64_t)std::min((device.shared_memory + 1024) / (shared + 1024), 2) * device.multiprocessors;
+}
+
+// Whether an item is a whole row: where rows fill the device evenly. `shared` and `places` are decode_kernel's.
+template <class T, class Tile>
+bool takes_whole_rows(const Attention &a, const Device &device, const Decode &p, int shared, int64_t places) {
+    if (!Tile::WholeRows || !p.same_chunks || p.chunks.count > kFour * kFour) return false;
+    const int64_t rows = a.B * a.Hkv * p.tiles, waves = (rows + places - 1) / places;
+    return rows >= kLeastFull * waves * places &&
+           places_for(device, shared + RowShared<Tile>::bytes(p.rows) + (int)sizeof(RowShared<Tile>)) == places;
 }
 
 // Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
@@ -317,7 +356,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
-        const Size size = describe<Tile>(a, nullptr, p);
+        const Size size = describe<Tile>(a, nullptr, false, p);
         return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
                size.items <= int64_t(1) << 26 &&  // weights are summed as unsigned
                (p.same_chunks || !share_keys(a) || size.bytes <= std::max(kv_bytes / 4, kLittleWorkspace));
@@ -327,14 +366,16 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
+        using T = decltype(element);
         Decode p;
-        const Size size = describe<Tile>(a, nullptr, p);
-        const int stages = stages_for<Tile, decltype(element)>(device, p.rows);
-        const int shared = Tile::template shared_bytes<decltype(element)>(stages, p.rows);
-        const int64_t blocks =
-            std::min((device.shared_memory + 1024) / (shared + Tile::StaticBytes + 1024), 2) * device.multiprocessors;
-        return Plan{kDecode,  stages, Tile::Rows, Tile::Bc, Tile::D, std::min(size.items, blocks),
-                    kThreads, shared, size.bytes};
+        Size size = describe<Tile>(a, nullptr, false, p);
+        const int stages = stages_for<Tile, T>(device, p.rows);
+        int shared = Tile::template shared_bytes<T>(stages, p.rows);
+        const int64_t places = places_for(device, shared + Tile::StaticBytes);
+        const bool whole_rows = takes_whole_rows<T, Tile>(a, device, p, shared, places);
+        if (whole_rows) size = describe<Tile>(a, nullptr, true, p), shared += RowShared<Tile>::bytes(p.rows);
+        return Plan{whole_rows ? kDecodeRows : kDecode, stages,   Tile::Rows, Tile::Bc,  Tile::D,
+                    std::min(size.items, places),       kThreads, shared,     size.bytes};
     });
 }
 
@@ -343,10 +384,13 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        describe<Tile>(a, (char *)workspace, p);
+        const bool whole_rows = plan.kernel == kDecodeRows;
+        describe<Tile>(a, (char *)workspace, whole_rows, p);
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
-        const auto kernel = decode_kernel<T, Tile>;
+        auto kernel = decode_kernel<T, Tile>;
+        if constexpr (Tile::WholeRows)
+            if (whole_rows) kernel = row_kernel<T, Tile>;
         cudaFuncAttributes attributes;
         int device = 0, most = 0;
         cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -365,7 +409,8 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             return cudaLaunchKernelEx(&config, kernel, a, p);
         };
         error = launch(kernel, plan.grid, kThreads, plan.shared_memory);
-        return error == cudaSuccess ? launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0) : error;
+        if (error != cudaSuccess || whole_rows) return error;
+        return launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0);
     }));
 }
 

@@ -41,6 +41,7 @@ struct Decode {
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
+    Chunks of_row;  // row_kernel's: the chunks of each row, which `chunks` then has as one
 };
 
 __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {

@@ -13,6 +13,7 @@ struct DecodeTile {
     static constexpr bool OnTensorCores = OnTensorCores_;
     static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;       // queries
     static constexpr int Bc = OnTensorCores ? 16 : 8;                        // keys of a step
+    static constexpr bool WholeRows = OnTensorCores && D <= 128;             // whether row_kernel has this tile
     static constexpr int StaticBytes = kWarps * Rows * (int)sizeof(float2);  // li, mi
     template <class T>
     static constexpr int StageBytes = 2 * Bc * D * (int)sizeof(T);  // of a warp: Kj, Vj
