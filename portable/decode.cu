@@ -3,7 +3,9 @@
 //
 // The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks, whose
 // size depends on the numbers of keys and of key heads alone: a row's bits are the same in each batch and on each GPU.
-// decode_kernel computes Oi, li, mi of each chunk. join_kernel joins the chunks of a row and writes O, l, m.
+// decode_kernel computes Oi, li, mi of each chunk. join_kernel joins the chunks of a row and writes O, l, m. Where there
+// are as many rows as blocks, an item of decode_kernel is a whole row (Share): it joins the chunks itself, as join_kernel
+// would, and writes O, l, m.
 //
 //     role        | warps | registers            | does
 //     every warp  | 4     | Oi, li, mi, operands:| takes every fourth step (Bc keys) of a chunk: loads it into a stage
@@ -13,10 +15,11 @@
 //     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
 //     __syncthreads, first      | the block         | Qi of the first item is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; all have read Qi,
-//                               |                   | so the next item's Qi may overwrite it
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory, for a chunk or for
+//                               |                   | four; at the end of an item all have read Qi, so the next item's
+//                               |                   | may overwrite it
 //     __syncthreads after join  | the block         | the next item's Qi is in shared memory; all have read Oi, li, mi,
-//                               |                   | so the next item's may overwrite them
+//                               |                   | so those of the next chunks may overwrite them
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
@@ -27,7 +30,8 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kMostStages = 2;
-constexpr double kLeastFull = 0.9;  // of the last wave of row_kernel's blocks, on average
+// Whole rows are items where they fill so much of the device's places for blocks: else blocks idle in the last wave.
+constexpr double kLeastFull = 0.9;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
@@ -101,13 +105,13 @@ struct Loader {
 
 // ------------------------------------------------------------------------------ the kernels
 
-template <class T, class Tile>
+template <class T, class Tile, Share share>
 __device__ void decode_block(const Attention &a, const Decode &p) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float2 lm[kWarps][Tile::Rows];
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
+    __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), numbers_of_O = min(p.rows, Tile::Rows) * D;
     // Not `warp`, a uniform register: with it ptxas puts stream16's policy into an odd one (docs/ptxas.md).
     unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
@@ -125,83 +129,15 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
         WorkItem next = item;
         next.advance(a, p);
         rows.load_queries(a, p, next);
-        rows.clear();
-        for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
-            const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
-            rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
-            __syncwarp();
-            ++loader.used;
-            loader.fill(a, p);
-        }
         const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
-        const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
-        rows.store(O + warp * rows_of_O * D, lm[warp], count);
-        __syncthreads();
-        rows.take_queries(a, p, next, Q_tile);
-        for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
-            const int r = n / (D / 4), x = n % (D / 4) * 4;
-            Part part[kWarps];
-#pragma unroll
-            for (int n = 0; n < kWarps; ++n)
-                part[n] = {lm[n][r], *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x))};
-            const Part chunk = join(part);
-            if (x == 0) p.lm[first + r] = chunk.lm;
-            *(float4 *)(p.Oi + (first + r) * D + x) = chunk.o;
-        }
-        __syncthreads();
-        item = next;
-    }
-}
-
-#ifndef RUN
-#define RUN 4
-#endif
-constexpr int kRun = RUN;
-
-// Shared memory of row_kernel beside decode_kernel's
-template <class Tile>
-struct RowShared {
-    float2 lm[kRun][kWarps][Tile::Rows];   // of the warps, as their Oi
-    float2 chunk_lm[kFour][Tile::Rows];
-    float2 four_lm[kFour][Tile::Rows];
-    static int bytes(int rows) {
-        return (kWarps * (kRun - 1) + kFour - kRun + kFour - 1) * std::min(rows, Tile::Rows) * Tile::D * 4;
-    }
-};
-
-// An item is a whole row: at most four fours of chunks. Their partial results stay in shared memory.
-template <class T, class Tile>
-__device__ void row_block(const Attention &a, const Decode &p) {
-    constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
-    using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
-    extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ RowShared<Tile> of_row;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
-    unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
-    T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
-    float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    float4 *const chunk_O = (float4 *)(O + kRun * kWarps * rows_of_O * D);  // each thread reads what it wrote
-    float4 *const four_O = chunk_O + (kFour - kRun) * rows_of_O * (D / 4);
-    WorkItem item(a, p);
-    wait_for_the_kernel_before();
-    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
-    loader.fill(a, p);
-    Rows rows;
-    rows.load_queries(a, p, item);
-    rows.take_queries(a, p, item, Q_tile);
-    __syncthreads();
-    while (item.exists) {
-        WorkItem next = item;
-        next.advance(a, p);
-        rows.load_queries(a, p, next);
-        const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
-        int j = item.begin() + warp * Bc, end = item.begin();
-#pragma unroll 1
-        for (int chunk = 0, first = 0; chunk < p.of_row.count; first = chunk) {
-#pragma unroll 1
-            for (; chunk < min(first + kRun, p.of_row.count); ++chunk) {
+        int j = item.begin() + warp * Bc;
+        // The chunks of an item, as many as shared memory has room for
+        for (int first = 0, chunks = share == kWholeRow ? p.of_row.count : 1; first < chunks;
+             first += chunks_at_once(share)) {
+            for (int chunk = first; chunk < min(first + chunks_at_once(share), chunks); ++chunk) {
+                int end = item.end();
+                if (share == kWholeRow) end = min(end, item.begin() + (chunk + 1) * p.of_row.size);
                 rows.clear();
-                end = min(end + p.of_row.size, item.end());
                 for (; j < end; j += Step) {
                     const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
                     rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
@@ -209,48 +145,47 @@ __device__ void row_block(const Attention &a, const Decode &p) {
                     ++loader.used;
                     loader.fill(a, p);
                 }
-                const int run = chunk % kRun;
-                rows.store(O + (run * kWarps + warp) * rows_of_O * D, of_row.lm[run][warp], count);
+                rows.store(O + ((chunk - first) * kWarps + warp) * numbers_of_O, lm[chunk - first][warp], count);
             }
             __syncthreads();
-            const bool row_ends = chunk == p.of_row.count;
-            if (row_ends) rows.take_queries(a, p, next, Q_tile);
+            const bool item_ends = first + chunks_at_once(share) >= chunks;
+            if (item_ends) rows.take_queries(a, p, next, Q_tile);
             for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
-                const int r = n / (D / 4), x = n % (D / 4), four = first / kFour;
-                const bool four_ends = row_ends || chunk % kFour == 0;
-                Part of_four[kFour];
+                const int r = n / (D / 4), x = n % (D / 4);
+                const auto sum_of_warps = [&](int chunk) {
+                    Part part[kWarps];
 #pragma unroll
-                for (int k = 0; k < kFour; ++k) {
-                    const int of_run = four * kFour + k - first;
-                    if (of_run < 0) {
-                        if (four_ends) of_four[k] = {of_row.chunk_lm[k][r], chunk_O[k * rows_of_O * (D / 4) + n]};
-                    } else if (first + of_run < chunk) {
-                        Part part[kWarps];
+                    for (int w = 0; w < kWarps; ++w)
+                        part[w] = {lm[chunk][w][r],
+                                   *(const float4 *)(O + (chunk * kWarps + w) * numbers_of_O + place_of<D>(r, 4 * x))};
+                    return join(part);
+                };
+                if constexpr (share == kOneChunk) {
+                    const int64_t at = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows + r;
+                    const Part sum = sum_of_warps(0);
+                    if (x == 0) p.lm[at] = sum.lm;
+                    *(float4 *)(p.Oi + at * D + 4 * x) = sum.o;
+                } else {
+                    // As join_kernel does, group by group
+                    Part four[kFour], sum[Groups<D>];
 #pragma unroll
-                        for (int w = 0; w < kWarps; ++w)
-                            part[w] = {of_row.lm[of_run][w][r], *(const float4 *)(O + (of_run * kWarps + w) * rows_of_O * D + place_of<D>(r, 4 * x))};
-                        of_four[k] = join(part);
-                        if (four_ends) continue;
-                        if (x == 0) of_row.chunk_lm[k][r] = of_four[k].lm;
-                        chunk_O[k * rows_of_O * (D / 4) + n] = of_four[k].o;
+                    for (int k = 0; k < kFour; ++k)
+                        if (first + k < chunks) four[k] = sum_of_warps(k);
+                    const Part last = join(four);
+                    float4 *const O_of_fours = (float4 *)(O + kFour * kWarps * numbers_of_O) + n;  // this thread's
+                    if (!item_ends) {
+                        if (x == 0) lm_of_fours[first / kFour][r] = last.lm;
+                        O_of_fours[first / kFour * (numbers_of_O / 4)] = last.o;
+                        continue;
                     }
-                }
-                if (!four_ends) continue;
-                const Part sum = join(of_four);
-                if (!row_ends) {
-                    if (x == 0) of_row.four_lm[four][r] = sum.lm;
-                    four_O[four * rows_of_O * (D / 4) + n] = sum.o;
-                    continue;
-                }
-                Part part[Groups<D>];
 #pragma unroll
-                for (int k = 0; k < Groups<D>; ++k) {
-                    if (k < four) part[k] = {of_row.four_lm[k][r], four_O[k * rows_of_O * (D / 4) + n]};
-                    if (k == four) part[k] = sum;
+                    for (int k = 0; k < kFour; ++k) {
+                        if (k < first / kFour) sum[k] = {lm_of_fours[k][r], O_of_fours[k * (numbers_of_O / 4)]};
+                        if (k == first / kFour) sum[k] = last;
+                    }
+                    const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
+                    finish_row<T, Tile>(a, p, block_of<T>(a, item.b, row), row.i, x, join(sum));
                 }
-                const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
-                for (int past = x; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
-                finish_row<T>(a, p, block_of<T>(a, item.b, row), row, x, join(part));
             }
             __syncthreads();
         }
@@ -258,16 +193,10 @@ __device__ void row_block(const Attention &a, const Decode &p) {
     }
 }
 
-template <class T, class Tile>
-__global__ void __launch_bounds__(kThreads, 2)
-    row_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) row_block<T, Tile>(a, p);
-}
-
-template <class T, class Tile>
+template <class T, class Tile, Share share>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile, share>(a, p);
 }
 
 // ------------------------------------------------------------------------------ on the host: plan and launch
@@ -295,7 +224,7 @@ struct Size {
 
 // Fills p, whose addresses begin at `workspace`.
 template <class Tile>
-Size describe(const Attention &a, char *workspace, bool whole_rows, Decode &p) {
+Size describe(const Attention &a, char *workspace, Share share, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
     p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
     if (p.same_chunks) {
@@ -304,32 +233,34 @@ Size describe(const Attention &a, char *workspace, bool whole_rows, Decode &p) {
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
-    if (whole_rows) p.of_row = p.chunks, p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
+    if (share == kWholeRow) p.of_row = p.chunks, p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
     const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
     p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
-    return {items, whole_rows ? 0 : rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+    return {items, share == kWholeRow ? 0 : rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
     int stages = kMostStages;
-    while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory)
-        --stages;
+    while (stages > 0 && shared_bytes<Tile, T>(stages, rows, kOneChunk) > device.shared_memory) --stages;
     return stages;
 }
 
-// How many blocks of so many bytes the device has room for
-int64_t places_for(const Device &device, int shared) {
-    return (int64_t)std::min((device.shared_memory + 1024) / (shared + 1024), 2) * device.multiprocessors;
+// How many blocks the device has room for at once
+template <class Tile, class T>
+int64_t places_for(const Device &device, int stages, int rows, Share share) {
+    const int shared = shared_bytes<Tile, T>(stages, rows, share) + 1024;
+    return (int64_t)std::min((device.shared_memory + 1024) / shared, 2) * device.multiprocessors;
 }
 
-// Whether an item is a whole row: where rows fill the device evenly. `shared` and `places` are decode_kernel's.
-template <class T, class Tile>
-bool takes_whole_rows(const Attention &a, const Device &device, const Decode &p, int shared, int64_t places) {
-    if (!Tile::WholeRows || !p.same_chunks || p.chunks.count > kFour * kFour) return false;
-    const int64_t rows = a.B * a.Hkv * p.tiles, waves = (rows + places - 1) / places;
-    return rows >= kLeastFull * waves * places &&
-           places_for(device, shared + RowShared<Tile>::bytes(p.rows) + (int)sizeof(RowShared<Tile>)) == places;
+// What an item is: a whole row, where rows fill the device evenly and a block has room for one.
+template <class Tile, class T>
+Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
+    if (!Tile::HasWholeRows || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
+    const int64_t places = places_for<Tile, T>(device, stages, p.rows, kOneChunk), rows = a.B * a.Hkv * p.tiles;
+    const int64_t waves = (rows + places - 1) / places;
+    const bool full = rows >= kLeastFull * waves * places;
+    return full && places_for<Tile, T>(device, stages, p.rows, kWholeRow) == places ? kWholeRow : kOneChunk;
 }
 
 // Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
@@ -356,7 +287,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
-        const Size size = describe<Tile>(a, nullptr, false, p);
+        const Size size = describe<Tile>(a, nullptr, kOneChunk, p);
         return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
                size.items <= int64_t(1) << 26 &&  // weights are summed as unsigned
                (p.same_chunks || !share_keys(a) || size.bytes <= std::max(kv_bytes / 4, kLittleWorkspace));
@@ -368,14 +299,21 @@ Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores)
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        Size size = describe<Tile>(a, nullptr, false, p);
+        describe<Tile>(a, nullptr, kOneChunk, p);
         const int stages = stages_for<Tile, T>(device, p.rows);
-        int shared = Tile::template shared_bytes<T>(stages, p.rows);
-        const int64_t places = places_for(device, shared + Tile::StaticBytes);
-        const bool whole_rows = takes_whole_rows<T, Tile>(a, device, p, shared, places);
-        if (whole_rows) size = describe<Tile>(a, nullptr, true, p), shared += RowShared<Tile>::bytes(p.rows);
-        return Plan{whole_rows ? kDecodeRows : kDecode, stages,   Tile::Rows, Tile::Bc,  Tile::D,
-                    std::min(size.items, places),       kThreads, shared,     size.bytes};
+        const Share share = share_for<Tile, T>(a, device, p, stages);
+        const Size size = describe<Tile>(a, nullptr, share, p);
+        const int64_t blocks = std::min(size.items, places_for<Tile, T>(device, stages, p.rows, share));
+        const int shared = shared_bytes<Tile, T>(stages, p.rows, share) - static_bytes<Tile>(share);
+        return Plan{share == kWholeRow ? kDecodeRows : kDecode,
+                    stages,
+                    Tile::Rows,
+                    Tile::Bc,
+                    Tile::D,
+                    blocks,
+                    kThreads,
+                    shared,
+                    size.bytes};
     });
 }
 
@@ -384,13 +322,13 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        const bool whole_rows = plan.kernel == kDecodeRows;
-        describe<Tile>(a, (char *)workspace, whole_rows, p);
+        const Share share = plan.kernel == kDecodeRows ? kWholeRow : kOneChunk;
+        describe<Tile>(a, (char *)workspace, share, p);
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
-        auto kernel = decode_kernel<T, Tile>;
-        if constexpr (Tile::WholeRows)
-            if (whole_rows) kernel = row_kernel<T, Tile>;
+        auto kernel = decode_kernel<T, Tile, kOneChunk>;
+        if constexpr (Tile::HasWholeRows)
+            if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
         cudaFuncAttributes attributes;
         int device = 0, most = 0;
         cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -409,7 +347,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             return cudaLaunchKernelEx(&config, kernel, a, p);
         };
         error = launch(kernel, plan.grid, kThreads, plan.shared_memory);
-        if (error != cudaSuccess || whole_rows) return error;
+        if (error != cudaSuccess || share == kWholeRow) return error;
         return launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0);
     }));
 }

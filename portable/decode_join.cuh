@@ -5,7 +5,7 @@
 namespace minimal_attn {
 namespace {
 
-constexpr int kFour = 4, kJoinThreads = 128;
+constexpr int kJoinThreads = 128;
 
 // How many groups of D / 4 threads a block of join_kernel has. Each joins every Groups-th four of chunks.
 template <int D>
@@ -58,21 +58,22 @@ __device__ Part join(const Part (&part)[Count]) {
     return joined.result();
 }
 
-// 13. Row r of key head h_kv, columns 4 x to 4 x + 3
-template <class T>
-__device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &block, const Row &row, int x,
-                           const Part &sum) {
-    const RowEnd end = end_row(a, block, row.i, sum.lm.x, sum.lm.y);
-    const float o[] = {sum.o.x, sum.o.y, sum.o.z, sum.o.w};
-    if (x == 0) store_l_m_lse(a, block.b, row.h, row.i, end.l, end.m);
-    store_o<4>(a, block, row.i, 4 * x, end, o, p.aligned_o);
-}
-
+// Of a row, what the steps that end it read
 template <class T>
 __device__ Block<T> block_of(const Attention &a, int b, const Row &row) {
     Block<T> block;
     block.b = b, block.h = row.h, block.band = band_of(a, b);
     return block;
+}
+
+// 13. Columns 4 x to 4 x + 3 of a row. D / 4 threads have the row.
+template <class T, class Tile>
+__device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &block, int i, int x, const Part &sum) {
+    const RowEnd end = end_row(a, block, i, sum.lm.x, sum.lm.y);
+    const float o[] = {sum.o.x, sum.o.y, sum.o.z, sum.o.w};
+    if (x == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+    for (int past = x; past < 32; past += Tile::D / 4) pad_lse(a, block.b, block.h, i + 1, past);
+    store_o<4>(a, block, i, 4 * x, end, o, p.aligned_o);
 }
 
 // Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
@@ -99,7 +100,6 @@ __global__ void __launch_bounds__(kJoinThreads)
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     const Block<T> block = block_of<T>(a, b, row);
     if (p.same_chunks) wait_for_the_kernel_before();
-    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     Joined joined;
 #pragma unroll 1
     for (int chunk = kFour * group; chunk < count; chunk += kFour * Groups) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kJoinThreads)
     Part part[Groups];
 #pragma unroll
     for (int n = 0; n < Groups; ++n) part[n] = {lm[n], O[n][x]};
-    finish_row<T>(a, p, block, row, x, join(part));
+    finish_row<T, Tile>(a, p, block, row.i, x, join(part));
 }
 
 }  // namespace
