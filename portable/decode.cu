@@ -103,11 +103,23 @@ struct Loader {
     }
 };
 
-// ------------------------------------------------------------------------------ the kernels
+// ------------------------------------------------------------------------------ the kernel
+
+// The step that begins at key j, the oldest one loaded. Then the next one's load may begin.
+template <class Tile, class T, class Rows>
+__device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, Rows &rows,
+                         const unsigned char *stages, int j) {
+    constexpr int StageBytes = Tile::template StageBytes<T>;
+    const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
+    rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
+    __syncwarp();
+    ++loader.used;
+    loader.fill(a, p);
+}
 
 template <class T, class Tile, Share share>
 __device__ void decode_block(const Attention &a, const Decode &p) {
-    constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
+    constexpr int D = Tile::D, StageBytes = Tile::template StageBytes<T>;
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
@@ -130,7 +142,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
         next.advance(a, p);
         rows.load_queries(a, p, next);
         const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
-        int j = item.begin() + warp * Bc;
+        int j = item.begin() + warp * Tile::Bc;
         // The chunks of an item, as many as shared memory has room for
         for (int first = 0, chunks = share == kWholeRow ? p.of_row.count : 1; first < chunks;
              first += chunks_at_once(share)) {
@@ -138,13 +150,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
                 int end = item.end();
                 if (share == kWholeRow) end = min(end, item.begin() + (chunk + 1) * p.of_row.size);
                 rows.clear();
-                for (; j < end; j += Step) {
-                    const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
-                    rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
-                    __syncwarp();
-                    ++loader.used;
-                    loader.fill(a, p);
-                }
+                for (; j < end; j += kWarps * Tile::Bc) add_step<Tile>(a, p, loader, rows, stages, j);
                 rows.store(O + ((chunk - first) * kWarps + warp) * numbers_of_O, lm[chunk - first][warp], count);
             }
             __syncthreads();
