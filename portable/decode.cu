@@ -31,7 +31,7 @@ namespace {
 
 constexpr int kMostStages = 2;
 // Whole rows are items where they fill so much of the device's places for blocks: else blocks idle in the last wave.
-constexpr double kLeastFull = 0.9;
+constexpr double kLeastFull = 0.8;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
@@ -105,7 +105,7 @@ struct Loader {
 
 // ------------------------------------------------------------------------------ the kernel
 
-// The step that begins at key j, the oldest one loaded. Then the next one's load may begin.
+// A step. Then the next one's load may begin.
 template <class Tile, class T, class Rows>
 __device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, Rows &rows,
                          const unsigned char *stages, int j) {
@@ -119,11 +119,11 @@ __device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &l
 
 template <class T, class Tile, Share share>
 __device__ void decode_block(const Attention &a, const Decode &p) {
-    constexpr int D = Tile::D, StageBytes = Tile::template StageBytes<T>;
+    constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), numbers_of_O = min(p.rows, Tile::Rows) * D;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
     // Not `warp`, a uniform register: with it ptxas puts stream16's policy into an odd one (docs/ptxas.md).
     unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
@@ -141,59 +141,60 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
         WorkItem next = item;
         next.advance(a, p);
         rows.load_queries(a, p, next);
-        const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
-        int j = item.begin() + warp * Tile::Bc;
-        // The chunks of an item, as many as shared memory has room for
-        for (int first = 0, chunks = share == kWholeRow ? p.of_row.count : 1; first < chunks;
-             first += chunks_at_once(share)) {
-            for (int chunk = first; chunk < min(first + chunks_at_once(share), chunks); ++chunk) {
-                int end = item.end();
-                if (share == kWholeRow) end = min(end, item.begin() + (chunk + 1) * p.of_row.size);
-                rows.clear();
-                for (; j < end; j += kWarps * Tile::Bc) add_step<Tile>(a, p, loader, rows, stages, j);
-                rows.store(O + ((chunk - first) * kWarps + warp) * numbers_of_O, lm[chunk - first][warp], count);
+        int j = item.begin() + warp * Bc;
+        if constexpr (share == kOneChunk) {
+            rows.clear();
+            for (; j < item.end(); j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
+            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+            const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
+            rows.store(O + warp * rows_of_O * D, lm[0][warp], count);
+            __syncthreads();
+            rows.take_queries(a, p, next, Q_tile);
+            for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+                const int r = n / (D / 4), x = n % (D / 4) * 4;
+                const Part part = join_warps<Tile>(lm[0], O, rows_of_O, r, x);
+                if (x == 0) p.lm[first + r] = {part.l, part.m};
+                *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
             }
             __syncthreads();
-            const bool item_ends = first + chunks_at_once(share) >= chunks;
-            if (item_ends) rows.take_queries(a, p, next, Q_tile);
-            for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
-                const int r = n / (D / 4), x = n % (D / 4);
-                const auto sum_of_warps = [&](int chunk) {
-                    Part part[kWarps];
-#pragma unroll
-                    for (int w = 0; w < kWarps; ++w)
-                        part[w] = {lm[chunk][w][r],
-                                   *(const float4 *)(O + (chunk * kWarps + w) * numbers_of_O + place_of<D>(r, 4 * x))};
-                    return join(part);
-                };
-                if constexpr (share == kOneChunk) {
-                    const int64_t at = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows + r;
-                    const Part sum = sum_of_warps(0);
-                    if (x == 0) p.lm[at] = sum.lm;
-                    *(float4 *)(p.Oi + at * D + 4 * x) = sum.o;
-                } else {
-                    // As join_kernel does, group by group
-                    Part four[kFour], sum[Groups<D>];
+        } else {
+            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), chunks = p.of_row.count;
+            for (int four = 0; four * kFour < chunks; ++four) {
+                const int first = four * kFour, chunks_of_four = min(kFour, chunks - first);
+                for (int k = 0; k < chunks_of_four; ++k) {
+                    const int end = min(item.begin() + (first + k + 1) * p.of_row.size, item.end());
+                    rows.clear();
+                    for (; j < end; j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
+                    rows.store(O + (k * kWarps + warp) * rows_of_O * D, lm[k][warp], count);
+                }
+                __syncthreads();
+                const bool last = first + kFour >= chunks;
+                if (last) rows.take_queries(a, p, next, Q_tile);
+                for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+                    const int r = n / (D / 4), x = n % (D / 4) * 4;
+                    Part part[kFour];
 #pragma unroll
                     for (int k = 0; k < kFour; ++k)
-                        if (first + k < chunks) four[k] = sum_of_warps(k);
-                    const Part last = join(four);
-                    float4 *const O_of_fours = (float4 *)(O + kFour * kWarps * numbers_of_O) + n;  // this thread's
-                    if (!item_ends) {
-                        if (x == 0) lm_of_fours[first / kFour][r] = last.lm;
-                        O_of_fours[first / kFour * (numbers_of_O / 4)] = last.o;
+                        if (k < chunks_of_four)
+                            part[k] = join_warps<Tile>(lm[k], O + k * kWarps * rows_of_O * D, rows_of_O, r, x);
+                    // As join_kernel does: four chunks, then the fours
+                    const Part sum = join<kFour>(
+                        0, kFour, kFour, [&](int k) { return part[k].lm(); }, [&](int k) { return part[k].o4(); });
+                    float4 *const O_of_fours = (float4 *)(O + kFour * kWarps * rows_of_O * D) + n;  // this thread's
+                    if (!last) {
+                        if (x == 0) lm_of_fours[four][r] = sum.lm();
+                        O_of_fours[four * rows_of_O * (D / 4)] = sum.o4();
                         continue;
                     }
-#pragma unroll
-                    for (int k = 0; k < kFour; ++k) {
-                        if (k < first / kFour) sum[k] = {lm_of_fours[k][r], O_of_fours[k * (numbers_of_O / 4)]};
-                        if (k == first / kFour) sum[k] = last;
-                    }
                     const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
-                    finish_row<T, Tile>(a, p, block_of<T>(a, item.b, row), row.i, x, join(sum));
+                    const Part whole = join<Groups<D>>(
+                        0, Groups<D>, four + 1, [&](int n) { return n < four ? lm_of_fours[n][r] : sum.lm(); },
+                        [&](int n) { return n < four ? O_of_fours[n * rows_of_O * (D / 4)] : sum.o4(); });
+                    for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
+                    finish_row(a, p, block_of<T>(a, item.b, row), row.i, x / 4, whole);
                 }
+                __syncthreads();
             }
-            __syncthreads();
         }
         item = next;
     }

@@ -13,9 +13,17 @@ constexpr int Groups = kJoinThreads / (D / 4);
 
 // Of one row: l, m, and 4 columns of the undivided O. Without a key l is 0 and m is -inf.
 struct Part {
-    float2 lm{0.f, -INFINITY};
-    float4 o{};
+    float l = 0.f, m = -INFINITY;
+    float o[4] = {};
+    __device__ float2 lm() const { return {l, m}; }
+    __device__ float4 o4() const { return {o[0], o[1], o[2], o[3]}; }
 };
+
+// Where a number of Oi is in shared memory: the same columns of eight rows lie in different banks.
+template <int D>
+__device__ int place_of(int row, int column) {
+    return row * D + (column ^ row % 8 * 8);
+}
 
 struct Sum {
     float sum = 0.f, lost = 0.f;
@@ -27,35 +35,45 @@ struct Sum {
     __device__ void scale(float x) { sum *= x, lost *= x; }
 };
 
-// Steps 11 and 12 over parts, Count at a time
-class Joined {
+// Steps 11 and 12 over Batch parts at a time, from part `first` on, then from first + step on, ..., below count. The
+// loads of a batch are under way together. lm(n) and o(n) read a part's (l, m) and o.
+template <int Batch, class LM, class O>
+__device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
     float m = -INFINITY;
     Sum l, x[4];
-
-public:
-    template <int Count>
-    __device__ void add(const Part (&part)[Count]) {
+#pragma unroll 1
+    for (int n0 = first; n0 < count; n0 += step) {
+        float2 part[Batch];
+        float4 four[Batch];
         float m_new = m, m_safe;
 #pragma unroll
-        for (int k = 0; k < Count; ++k) m_new = fmaxf(m_new, part[k].lm.y);
+        for (int k = 0; k < Batch; ++k) {
+            const int n = n0 + k;
+            part[k] = n < count ? lm(n) : float2{0.f, -INFINITY};
+            four[k] = n < count ? o(n) : float4{};
+        }
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) m_new = fmaxf(m_new, part[k].y);
         const float alpha = update_row_max(m, m_new, m_safe);
         l.scale(alpha), x[0].scale(alpha), x[1].scale(alpha), x[2].scale(alpha), x[3].scale(alpha);
 #pragma unroll
-        for (int k = 0; k < Count; ++k) {
-            const float weight = exp_fast(part[k].lm.y - m_safe);
-            l.add(weight * part[k].lm.x);
-            x[0].add(weight * part[k].o.x), x[1].add(weight * part[k].o.y);
-            x[2].add(weight * part[k].o.z), x[3].add(weight * part[k].o.w);
+        for (int k = 0; k < Batch; ++k) {
+            const float weight = exp_fast(part[k].y - m_safe);
+            l.add(weight * part[k].x);
+            x[0].add(weight * four[k].x), x[1].add(weight * four[k].y);
+            x[2].add(weight * four[k].z), x[3].add(weight * four[k].w);
         }
     }
-    __device__ Part result() const { return {{l.sum, m}, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}}; }
-};
+    return {l.sum, m, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}};
+}
 
-template <int Count>
-__device__ Part join(const Part (&part)[Count]) {
-    Joined joined;
-    joined.add(part);
-    return joined.result();
+// The sums of a chunk's warps in shared memory, for row r and columns x to x + 3
+template <class Tile>
+__device__ Part join_warps(const float2 (*lm)[Tile::Rows], const float *O, int rows_of_O, int r, int x) {
+    constexpr int D = Tile::D;
+    return join<kWarps>(
+        0, kWarps, kWarps, [&](int n) { return lm[n][r]; },
+        [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
 }
 
 // Of a row, what the steps that end it read
@@ -67,13 +85,11 @@ __device__ Block<T> block_of(const Attention &a, int b, const Row &row) {
 }
 
 // 13. Columns 4 x to 4 x + 3 of a row. D / 4 threads have the row.
-template <class T, class Tile>
+template <class T>
 __device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &block, int i, int x, const Part &sum) {
-    const RowEnd end = end_row(a, block, i, sum.lm.x, sum.lm.y);
-    const float o[] = {sum.o.x, sum.o.y, sum.o.z, sum.o.w};
+    const RowEnd end = end_row(a, block, i, sum.l, sum.m);
     if (x == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
-    for (int past = x; past < 32; past += Tile::D / 4) pad_lse(a, block.b, block.h, i + 1, past);
-    store_o<4>(a, block, i, 4 * x, end, o, p.aligned_o);
+    store_o<4>(a, block, i, 4 * x, end, sum.o, p.aligned_o);
 }
 
 // Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
@@ -100,26 +116,19 @@ __global__ void __launch_bounds__(kJoinThreads)
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     const Block<T> block = block_of<T>(a, b, row);
     if (p.same_chunks) wait_for_the_kernel_before();
-    Joined joined;
-#pragma unroll 1
-    for (int chunk = kFour * group; chunk < count; chunk += kFour * Groups) {
-        Part part[kFour];  // their loads are under way together
-#pragma unroll
-        for (int k = 0; k < kFour; ++k) {
-            const int64_t at = first + (int64_t)(chunk + k) * Tile::Rows;
-            if (chunk + k < count) part[k] = {__ldcg(&p.lm[at]), __ldcg((const float4 *)(p.Oi + at * D) + x)};
-        }
-        joined.add(part);
-    }
-    const Part four = joined.result();
-    if (x == 0) lm[group] = four.lm;
-    O[group][x] = four.o;
+    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
+    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
+    Part sum = join<kFour>(
+        kFour * group, kFour * Groups, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
+        [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
+    if (x == 0) lm[group] = sum.lm();
+    O[group][x] = sum.o4();
     __syncthreads();
     if (group > 0) return;
-    Part part[Groups];
-#pragma unroll
-    for (int n = 0; n < Groups; ++n) part[n] = {lm[n], O[n][x]};
-    finish_row<T, Tile>(a, p, block, row.i, x, join(part));
+    sum = join<Groups>(
+        0, Groups, min(Groups, (count + kFour - 1) / kFour), [&](int n) { return lm[n]; },
+        [&](int n) { return O[n][x]; });
+    finish_row(a, p, block, row.i, x, sum);
 }
 
 }  // namespace

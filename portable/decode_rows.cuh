@@ -32,12 +32,6 @@ int shared_bytes(int stages, int rows, Share share) {
            parts * std::min(rows, Tile::Rows) * Tile::D * (int)sizeof(float);
 }
 
-// Where a number of Oi is in shared memory: the same columns of eight rows lie in different banks.
-template <int D>
-__device__ int place_of(int row, int column) {
-    return row * D + (column ^ row % 8 * 8);
-}
-
 template <class T>
 __device__ const T *query(const Attention &a, int b, const Row &row) {
     return (const T *)a.q + b * a.q_stride.batch + row.h * a.q_stride.head + row.i * a.q_stride.row;
