@@ -264,10 +264,10 @@ int64_t places_for(const Device &device, int stages, int rows, Share share) {
 template <class Tile, class T>
 Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
     if (!Tile::HasWholeRows || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
-    const int64_t places = places_for<Tile, T>(device, stages, p.rows, kOneChunk), rows = a.B * a.Hkv * p.tiles;
+    const int64_t places = places_for<Tile, T>(device, stages, p.rows, kWholeRow), rows = a.B * a.Hkv * p.tiles;
+    if (places == 0) return kOneChunk;
     const int64_t waves = (rows + places - 1) / places;
-    const bool full = rows >= kLeastFull * waves * places;
-    return full && places_for<Tile, T>(device, stages, p.rows, kWholeRow) == places ? kWholeRow : kOneChunk;
+    return rows >= kLeastFull * waves * places ? kWholeRow : kOneChunk;
 }
 
 // Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each

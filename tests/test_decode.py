@@ -144,6 +144,8 @@ WHOLE_ROWS = {
     "no key": (64, None, 4, 1, 700, {"window_size": (5, 5), "offset": -100}),
     "odd": (80, None, 3, 1, 650, {"window_size": (500, 0)}),
     "pages": (128, 16, 1, 1, 448, {}),
+    "eight queries": (128, None, 8, 1, 600, {}),
+    "sixteen queries": (128, None, 4, 4, 300, {"causal": True}),
 }
 
 
