@@ -123,7 +123,7 @@ const std::vector<Backend> &backends() {
              return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
          },
          [](const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-             if (plan.kernel == portable::kDecode) return portable::launch_decode(a, plan, workspace, stream);
+             if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
              return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                               : hopper::launch_half(a, plan, workspace, stream);
          },

@@ -140,8 +140,8 @@ def forward(
             page_size, d), at least one. Keys p * page_size .. of batch b are page block_table[b, p], so that
             Nk is n * page_size. Numbers outside 0..pages - 1 count as the nearest page. Behind seqlens_k they
             may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
-            pass x.transpose(1, 2). "hopper" and "portable" read pages in place where `explain` says kernel
-            "decode" (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
+            pass x.transpose(1, 2). "hopper" and "portable" read pages in place where `explain` says a kernel
+            "decode..." (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse

@@ -3,7 +3,9 @@
 //
 // The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks, whose
 // size depends on the numbers of keys and of key heads alone: a row's bits are the same in each batch and on each GPU.
-// decode_kernel computes Oi, li, mi of each chunk. join_kernel joins the chunks of a row and writes O, l, m.
+// decode_kernel computes Oi, li, mi of each chunk. join_kernel joins the chunks of a row and writes O, l, m. Where there
+// are as many rows as blocks, an item of decode_kernel is a whole row (Share): it joins the chunks itself, as join_kernel
+// would, and writes O, l, m.
 //
 //     role        | warps | registers            | does
 //     every warp  | 4     | Oi, li, mi, operands:| takes every fourth step (Bc keys) of a chunk: loads it into a stage
@@ -13,19 +15,23 @@
 //     Loader::wait              | one warp          | Kj and Vj of the oldest step have arrived in the warp's stage
 //     __syncwarp, after step 12 | one warp          | all lanes have read the stage: a later step may overwrite it
 //     __syncthreads, first      | the block         | Qi of the first item is in shared memory
-//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory; all have read Qi,
-//                               |                   | so the next item's Qi may overwrite it
+//     __syncthreads before join | the block         | Oi, li, mi of all warps are in shared memory, for a chunk or for
+//                               |                   | four; at the end of an item all have read Qi, so the next item's
+//                               |                   | may overwrite it
 //     __syncthreads after join  | the block         | the next item's Qi is in shared memory; all have read Oi, li, mi,
-//                               |                   | so the next item's may overwrite them
+//                               |                   | so those of the next chunks may overwrite them
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
+#include "portable/decode_join.cuh"
 #include "portable/decode_rows.cuh"
 
 namespace minimal_attn {
 namespace {
 
-constexpr int kMostStages = 2, kJoinThreads = 128;
+constexpr int kMostStages = 2;
+// Whole rows are items where they fill so much of the device's places for blocks: else blocks idle in the last wave.
+constexpr double kLeastFull = 0.8;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
@@ -97,73 +103,26 @@ struct Loader {
     }
 };
 
-// ------------------------------------------------------------------------------ joining
+// ------------------------------------------------------------------------------ the kernel
 
-// Of one row: l, m, and 4 columns of the undivided O.
-struct Part {
-    float l, m;
-    float o[4];
-};
-
-struct Sum {
-    float sum = 0.f, lost = 0.f;
-    __device__ void add(float x) {  // Kahan: a row may have thousands of chunks
-        const float y = x - lost, next = sum + y;
-        lost = fabsf(next) < INFINITY ? (next - sum) - y : 0.f;
-        sum = next;
-    }
-    __device__ void scale(float x) { sum *= x, lost *= x; }
-};
-
-// Steps 11 and 12 over the parts first, first + step, ... below count. Batch at a time: their loads are under way
-// together. lm(n) and o(n) read a part's (l, m) and o.
-template <int Batch, class LM, class O>
-__device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
-    float m = -INFINITY;
-    Sum l, x[4];
-#pragma unroll 1
-    for (int n0 = first; n0 < count; n0 += Batch * step) {
-        float2 part[Batch];
-        float4 four[Batch];
-        float m_new = m, m_safe;
-#pragma unroll
-        for (int k = 0; k < Batch; ++k) {
-            const int n = n0 + k * step;
-            part[k] = n < count ? lm(n) : float2{0.f, -INFINITY};
-            four[k] = n < count ? o(n) : float4{};
-        }
-#pragma unroll
-        for (int k = 0; k < Batch; ++k) m_new = fmaxf(m_new, part[k].y);
-        const float alpha = update_row_max(m, m_new, m_safe);
-        l.scale(alpha), x[0].scale(alpha), x[1].scale(alpha), x[2].scale(alpha), x[3].scale(alpha);
-#pragma unroll
-        for (int k = 0; k < Batch; ++k) {
-            const float weight = exp_fast(part[k].y - m_safe);
-            l.add(weight * part[k].x);
-            x[0].add(weight * four[k].x), x[1].add(weight * four[k].y);
-            x[2].add(weight * four[k].z), x[3].add(weight * four[k].w);
-        }
-    }
-    return {l.sum, m, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}};
+// A step. Then the next one's load may begin.
+template <class Tile, class T, class Rows>
+__device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, Rows &rows,
+                         const unsigned char *stages, int j) {
+    constexpr int StageBytes = Tile::template StageBytes<T>;
+    const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
+    rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
+    __syncwarp();
+    ++loader.used;
+    loader.fill(a, p);
 }
 
-// ------------------------------------------------------------------------------ the kernels
-
-// Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
-// can be read. The next kernel's blocks may start as soon as all blocks are here.
-__device__ void wait_for_the_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-template <class T, class Tile>
+template <class T, class Tile, Share share>
 __device__ void decode_block(const Attention &a, const Decode &p) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
     using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float2 lm[kWarps][Tile::Rows];
+    __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
     // Not `warp`, a uniform register: with it ptxas puts stream16's policy into an odd one (docs/ptxas.md).
     unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
@@ -182,67 +141,69 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
         WorkItem next = item;
         next.advance(a, p);
         rows.load_queries(a, p, next);
-        rows.clear();
-        for (int j = item.begin() + warp * Bc; j < item.end(); j += Step) {
-            const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
-            rows.add_step(a, Kj, Kj + StageBytes / 2 / sizeof(T), j);
-            __syncwarp();
-            ++loader.used;
-            loader.fill(a, p);
+        int j = item.begin() + warp * Bc;
+        if constexpr (share == kOneChunk) {
+            rows.clear();
+            for (; j < item.end(); j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
+            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
+            const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
+            rows.store(O + warp * rows_of_O * D, lm[0][warp], count);
+            __syncthreads();
+            rows.take_queries(a, p, next, Q_tile);
+            for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+                const int r = n / (D / 4), x = n % (D / 4) * 4;
+                const Part part = join_warps<Tile>(lm[0], O, rows_of_O, r, x);
+                if (x == 0) p.lm[first + r] = {part.l, part.m};
+                *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
+            }
+            __syncthreads();
+        } else {
+            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), chunks = p.of_row.count;
+            for (int four = 0; four * kFour < chunks; ++four) {
+                const int first = four * kFour, chunks_of_four = min(kFour, chunks - first);
+                for (int k = 0; k < chunks_of_four; ++k) {
+                    const int end = min(item.begin() + (first + k + 1) * p.of_row.size, item.end());
+                    rows.clear();
+                    for (; j < end; j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
+                    rows.store(O + (k * kWarps + warp) * rows_of_O * D, lm[k][warp], count);
+                }
+                __syncthreads();
+                const bool last = first + kFour >= chunks;
+                if (last) rows.take_queries(a, p, next, Q_tile);
+                for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+                    const int r = n / (D / 4), x = n % (D / 4) * 4;
+                    Part part[kFour];
+#pragma unroll
+                    for (int k = 0; k < kFour; ++k)
+                        if (k < chunks_of_four)
+                            part[k] = join_warps<Tile>(lm[k], O + k * kWarps * rows_of_O * D, rows_of_O, r, x);
+                    // As join_kernel does: four chunks, then the fours
+                    const Part sum = join<kFour>(
+                        0, kFour, kFour, [&](int k) { return part[k].lm(); }, [&](int k) { return part[k].o4(); });
+                    float4 *const O_of_fours = (float4 *)(O + kFour * kWarps * rows_of_O * D) + n;  // this thread's
+                    if (!last) {
+                        if (x == 0) lm_of_fours[four][r] = sum.lm();
+                        O_of_fours[four * rows_of_O * (D / 4)] = sum.o4();
+                        continue;
+                    }
+                    const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
+                    const Part whole = join<Groups<D>>(
+                        0, Groups<D>, four + 1, [&](int n) { return n < four ? lm_of_fours[n][r] : sum.lm(); },
+                        [&](int n) { return n < four ? O_of_fours[n * rows_of_O * (D / 4)] : sum.o4(); });
+                    for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
+                    finish_row(a, p, block_of<T>(a, item.b, row), row.i, x / 4, whole);
+                }
+                __syncthreads();
+            }
         }
-        const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
-        const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
-        rows.store(O + warp * rows_of_O * D, lm[warp], count);
-        __syncthreads();
-        rows.take_queries(a, p, next, Q_tile);
-        for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
-            const int r = n / (D / 4), x = n % (D / 4) * 4;
-            const Part part = join<kWarps>(
-                0, 1, kWarps, [&](int n) { return lm[n][r]; },
-                [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
-            if (x == 0) p.lm[first + r] = {part.l, part.m};
-            *(float4 *)(p.Oi + (first + r) * D + x) = {part.o[0], part.o[1], part.o[2], part.o[3]};
-        }
-        __syncthreads();
         item = next;
     }
 }
 
-template <class T, class Tile>
+template <class T, class Tile, Share share>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile>(a, p);
-}
-
-// 12. - 13. A block joins the chunks of one row. A group of D / 4 threads, 4 columns each, joins every Parts-th chunk.
-// Then the first group joins the groups' sums.
-template <class T, class Tile>
-__global__ void __launch_bounds__(kJoinThreads)
-    join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    constexpr int D = Tile::D, Parts = kJoinThreads / (D / 4);
-    __shared__ float2 lm[Parts];
-    __shared__ float4 O[Parts][D / 4];
-    if (!p.same_chunks) wait_for_the_kernel_before();
-    const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
-    const int x = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
-    const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
-    const Row row = row_of(p, head - b * (int)a.Hkv, r);
-    Block<T> block;
-    block.b = b, block.h = row.h, block.band = band_of(a, b);
-    if (p.same_chunks) wait_for_the_kernel_before();
-    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
-    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
-    Part sum = join<4>(
-        part, Parts, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
-        [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
-    if (x == 0) lm[part] = {sum.l, sum.m};
-    O[part][x] = {sum.o[0], sum.o[1], sum.o[2], sum.o[3]};
-    __syncthreads();
-    if (part > 0) return;
-    sum = join<Parts>(0, 1, min(Parts, count), [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
-    const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
-    if (x == 0) store_l_m_lse(a, b, row.h, row.i, end.l, end.m);
-    store_o<4>(a, block, row.i, 4 * x, end, sum.o, p.aligned_o);
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile, share>(a, p);
 }
 
 // ------------------------------------------------------------------------------ on the host: plan and launch
@@ -263,15 +224,14 @@ auto with_kernel(const Attention &a, bool on_tensor_cores, const Use &use) {
     return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
 }
 
-// The numbers of output tiles and of work items, and the workspace. Where only the device knows the lengths, the items
-// are an upper bound.
+// The number of work items and the workspace. Where only the device knows the lengths, the items are an upper bound.
 struct Size {
-    int64_t tiles, items, bytes;
+    int64_t items, bytes;
 };
 
 // Fills p, whose addresses begin at `workspace`.
 template <class Tile>
-Size describe(const Attention &a, char *workspace, Decode &p) {
+Size describe(const Attention &a, char *workspace, Share share, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
     p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
     if (p.same_chunks) {
@@ -280,17 +240,34 @@ Size describe(const Attention &a, char *workspace, Decode &p) {
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
+    if (share == kWholeRow) p.of_row = p.chunks, p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
     const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
     p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
-    return {tiles, items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+    return {items, share == kWholeRow ? 0 : rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
 template <class Tile, class T>
 int stages_for(const Device &device, int rows) {
     int stages = kMostStages;
-    while (stages > 0 && Tile::template shared_bytes<T>(stages, rows) + Tile::StaticBytes > device.shared_memory)
-        --stages;
+    while (stages > 0 && shared_bytes<Tile, T>(stages, rows, kOneChunk) > device.shared_memory) --stages;
     return stages;
+}
+
+// How many blocks the device has room for at once
+template <class Tile, class T>
+int64_t places_for(const Device &device, int stages, int rows, Share share) {
+    const int shared = shared_bytes<Tile, T>(stages, rows, share) + 1024;
+    return (int64_t)std::min((device.shared_memory + 1024) / shared, 2) * device.multiprocessors;
+}
+
+// What an item is: a whole row, where rows fill the device evenly and a block has room for one.
+template <class Tile, class T>
+Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
+    if (!Tile::HasWholeRows || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
+    const int64_t places = places_for<Tile, T>(device, stages, p.rows, kWholeRow), rows = a.B * a.Hkv * p.tiles;
+    if (places == 0) return kOneChunk;
+    const int64_t waves = (rows + places - 1) / places;
+    return rows >= kLeastFull * waves * places ? kWholeRow : kOneChunk;
 }
 
 // Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
@@ -317,7 +294,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
-        const Size size = describe<Tile>(a, nullptr, p);
+        const Size size = describe<Tile>(a, nullptr, kOneChunk, p);
         return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
                size.items <= int64_t(1) << 26 &&  // weights are summed as unsigned
                (p.same_chunks || !share_keys(a) || size.bytes <= std::max(kv_bytes / 4, kLittleWorkspace));
@@ -327,14 +304,23 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
+        using T = decltype(element);
         Decode p;
-        const Size size = describe<Tile>(a, nullptr, p);
-        const int stages = stages_for<Tile, decltype(element)>(device, p.rows);
-        const int shared = Tile::template shared_bytes<decltype(element)>(stages, p.rows);
-        const int64_t blocks =
-            std::min((device.shared_memory + 1024) / (shared + Tile::StaticBytes + 1024), 2) * device.multiprocessors;
-        return Plan{kDecode,  stages, Tile::Rows, Tile::Bc, Tile::D, std::min(size.items, blocks),
-                    kThreads, shared, size.bytes};
+        describe<Tile>(a, nullptr, kOneChunk, p);
+        const int stages = stages_for<Tile, T>(device, p.rows);
+        const Share share = share_for<Tile, T>(a, device, p, stages);
+        const Size size = describe<Tile>(a, nullptr, share, p);
+        const int64_t blocks = std::min(size.items, places_for<Tile, T>(device, stages, p.rows, share));
+        const int shared = shared_bytes<Tile, T>(stages, p.rows, share) - static_bytes<Tile>(share);
+        return Plan{share == kWholeRow ? kDecodeRows : kDecode,
+                    stages,
+                    Tile::Rows,
+                    Tile::Bc,
+                    Tile::D,
+                    blocks,
+                    kThreads,
+                    shared,
+                    size.bytes};
     });
 }
 
@@ -343,10 +329,13 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        describe<Tile>(a, (char *)workspace, p);
+        const Share share = plan.kernel == kDecodeRows ? kWholeRow : kOneChunk;
+        describe<Tile>(a, (char *)workspace, share, p);
         p.stages = plan.tile;
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
-        const auto kernel = decode_kernel<T, Tile>;
+        auto kernel = decode_kernel<T, Tile, kOneChunk>;
+        if constexpr (Tile::HasWholeRows)
+            if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
         cudaFuncAttributes attributes;
         int device = 0, most = 0;
         cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -365,7 +354,8 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             return cudaLaunchKernelEx(&config, kernel, a, p);
         };
         error = launch(kernel, plan.grid, kThreads, plan.shared_memory);
-        return error == cudaSuccess ? launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0) : error;
+        if (error != cudaSuccess || share == kWholeRow) return error;
+        return launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0);
     }));
 }
 

@@ -12,6 +12,14 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 // rows are only 0.4 % of K and V (bfloat16, d 128).
 constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
 
+// What an item is, for one tile of rows. Whole rows have no partial results in the workspace.
+enum Share { kOneChunk, kWholeRow };
+
+// Chunks are joined by fours, fours by groups (join_kernel). A whole row has at most kMostOfRow chunks, and shared memory
+// has room for the sums of all warps in a four.
+constexpr int kFour = 4, kMostOfRow = kFour * kFour;
+constexpr int chunks_at_once(Share share) { return share == kWholeRow ? kFour : 1; }
+
 // The chunks of the keys that a batch's queries see.
 struct Chunks {
     Keys seen;
@@ -41,6 +49,7 @@ struct Decode {
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
+    Chunks of_row;  // for kWholeRow: the chunks of each row, which `chunks` then has as one
 };
 
 __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {

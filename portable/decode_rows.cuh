@@ -1,7 +1,7 @@
 // decode_rows.cuh: what a warp of decode.cu computes: Oi, li and mi of all rows of the tile, over the warp's steps.
 // MmaRows computes on tensor cores, FmaRows on FMA units.
 #pragma once
-#include "portable/decode_chunks.cuh"
+#include "portable/decode_join.cuh"
 #include "portable/mma.cuh"
 
 namespace minimal_attn {
@@ -11,23 +11,25 @@ template <int D_, bool OnTensorCores_>
 struct DecodeTile {
     static constexpr int D = D_;
     static constexpr bool OnTensorCores = OnTensorCores_;
-    static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;       // queries
-    static constexpr int Bc = OnTensorCores ? 16 : 8;                        // keys of a step
-    static constexpr int StaticBytes = kWarps * Rows * (int)sizeof(float2);  // li, mi
+    static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
+    static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
+    static constexpr bool HasWholeRows = OnTensorCores && D <= 128;     // of kWholeRow
     template <class T>
     static constexpr int StageBytes = 2 * Bc * D * (int)sizeof(T);  // of a warp: Kj, Vj
     template <class T>
     static constexpr int QBytes = OnTensorCores ? Rows * D * (int)sizeof(T) : 0;
-    template <class T>
-    static int shared_bytes(int stages, int rows) {
-        return kWarps * (stages * StageBytes<T> + std::min(rows, Rows) * D * 4) + QBytes<T>;
-    }
 };
 
-// Where a number of Oi is in shared memory: the same columns of eight rows lie in different banks.
-template <int D>
-__device__ int place_of(int row, int column) {
-    return row * D + (column ^ row % 8 * 8);
+// Shared memory of a block: li and mi, in static memory; stages, Qi and Oi of the warps, and of the fours of a row
+template <class Tile>
+int static_bytes(Share share) {
+    return (kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0)) * Tile::Rows * (int)sizeof(float2);
+}
+template <class Tile, class T>
+int shared_bytes(int stages, int rows, Share share) {
+    const int parts = kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0);
+    return static_bytes<Tile>(share) + kWarps * stages * Tile::template StageBytes<T> + Tile::template QBytes<T> +
+           parts * std::min(rows, Tile::Rows) * Tile::D * (int)sizeof(float);
 }
 
 template <class T>

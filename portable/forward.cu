@@ -49,7 +49,7 @@ Plan plan_portable(const Attention &a, const Device &device) {
 }
 
 const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return plan.kernel == portable::kDecode ? portable::launch_decode(a, plan, workspace, stream)
+    return portable::is_decode(plan)        ? portable::launch_decode(a, plan, workspace, stream)
            : plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
            : plan.kernel == portable::kTf32 ? portable::launch_tf32(a, plan, workspace, stream)
                                             : portable::launch_float32(a, plan, workspace, stream);

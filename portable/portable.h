@@ -9,7 +9,7 @@ namespace minimal_attn::portable {
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu and backward.cu compare the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
                       kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
-                      kHalfBackward[] = "half backward, two passes",
+                      kDecodeRows[] = "decode, whole rows", kHalfBackward[] = "half backward, two passes",
                       kTf32Backward[] = "float32 backward on tensor cores";
 
 // Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from
@@ -41,6 +41,7 @@ const char *launch_half_backward(const Gradient &g, const Plan &plan, void *work
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
 const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
+inline bool is_decode(const Plan &plan) { return plan.kernel == kDecode || plan.kernel == kDecodeRows; }
 
 // Whether the kernel that takes the call reads k and v page by page: only decode.cu does.
 bool reads_pages(const Attention &a, const Device &device);

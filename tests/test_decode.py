@@ -10,7 +10,9 @@ import minimal_attn
 
 def is_decode(backend, *tensors, **options):
     """Whether the call is one for decode.cu, on a backend that has it."""
-    return backend.name in ("cpu", "paper") or backend.explain(*tensors, **options).kernel == "decode"
+    return backend.name in ("cpu", "paper") or backend.explain(*tensors, **options).kernel.startswith(
+        "decode"
+    )
 
 
 def should_be_decode(backend, q, k):
@@ -133,6 +135,63 @@ def test_bits_do_not_depend_on_the_batch(cuda_backend, dtype, d):
     assert torch.equal(again[17], first[17])
 
 
+# d, keys of a page or none, query heads of a key head, queries, keys, options. A window may hide some chunks.
+WHOLE_ROWS = {
+    "one chunk": (64, None, 4, 1, 170, {"window_size": (40, 0)}),
+    "four chunks": (128, None, 4, 1, 256, {}),
+    "nine": (128, None, 2, 2, 530, {"causal": True}),
+    "sixteen": (128, 32, 4, 1, 1024, {}),
+    "no key": (64, None, 4, 1, 700, {"window_size": (5, 5), "offset": -100}),
+    "odd": (80, None, 3, 1, 650, {"window_size": (500, 0)}),
+    "pages": (128, 16, 1, 1, 448, {}),
+    "eight queries": (128, None, 8, 1, 600, {}),
+    "sixteen queries": (128, None, 4, 4, 300, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("d, page_size, group, Nq, Nk, options", WHOLE_ROWS.values(), ids=WHOLE_ROWS.keys())
+def test_whole_rows(cuda_backend, dtype, d, page_size, group, Nq, Nk, options):
+    """Many batches, whose blocks take whole rows: the same bits as alone, and as in a call with lengths."""
+    backend = cuda_backend
+    device = torch.cuda.get_device_properties(0)
+    B, Hkv = device.multi_processor_count, 2
+    q = backend.randn(B, group * Hkv, Nq, d, dtype=dtype)
+    k, v = (backend.randn(1, Hkv, Nk, d, dtype=dtype).expand(B, -1, -1, -1) for _ in "kv")
+    if not is_decode(backend, q[:1], k[:1], v[:1]):
+        pytest.skip("another kernel")
+    if page_size:
+        table = backend.ints(*range(Nk // page_size)).expand(B, -1).contiguous()
+        k, v = (t[0].unflatten(1, (-1, page_size)).transpose(0, 1).contiguous() for t in (k, v))
+        options = options | {"block_table": table}
+    kernel = backend.explain(q, k, v, **options).kernel
+    if dtype == torch.float32:
+        assert kernel == "decode"
+    elif device.shared_memory_per_block_optin > 200 << 10:
+        assert kernel == "decode, whole rows"
+    sinks = backend.randn(group * Hkv)
+    for more in {"return_state": True}, {"sinks": sinks, "return_lse": True}:
+        found = backend.forward(q, k, v, **more, **options)
+        lengths = backend.ints(*[Nk] * B)
+        by_chunks = backend.forward(q, k, v, seqlens_k=lengths, **more, **options)
+        assert all(torch.equal(x, y) for x, y in zip(found, by_chunks, strict=True))
+        for b in 0, B // 2, B - 1:
+            one = slice(b, b + 1)
+            of_one = options | ({"block_table": table[one]} if page_size else {})
+            cache = (k, v) if page_size else (k[one], v[one])
+            assert backend.explain(q[one], *cache, **of_one).kernel == "decode"
+            alone = backend.forward(q[one], *cache, **more, **of_one)
+            assert all(torch.equal(x[one], y) for x, y in zip(found, alone, strict=True))
+    if not page_size:
+        backend.check(q[:2], k[:2], v[:2], **options)
+        expected = attention(q[-3:], k[-3:], v[-3:], **options)
+        check_o(backend.forward(q, k, v, **options)[-3:], expected, dtype)
+        check_l_m(*(t[-3:] for t in backend.forward(q, k, v, return_state=True, **options)[1:]), expected)
+        state = backend.forward(q, k, v, return_state=True)
+        found = backend.forward(q, k, v, state=state, **options)
+        by_chunks = backend.forward(q, k, v, state=state, seqlens_k=lengths, **options)
+        assert all(torch.equal(x, y) for x, y in zip(found, by_chunks, strict=True))
+
+
 def test_graph(cuda_backend, dtype):
     """Replayed with other lengths: each replay divides the keys among the blocks anew."""
     backend = cuda_backend
@@ -192,7 +251,7 @@ def test_shared_memory_of_a_t4(cuda_backend, shared_memory_limit, d):
     for Nq in range(1, 17):
         q, k, v = backend.qkv(B=1, Hq=2, Hkv=2, Nq=Nq, Nk=300, d=d, dtype=torch.float16)
         plan = backend.explain(q, k, v)
-        assert plan.kernel != "decode" or plan.shared_memory + 512 <= 64 << 10
+        assert not plan.kernel.startswith("decode") or plan.shared_memory + 512 <= 64 << 10
         backend.check(q, k, v)
 
 
@@ -202,3 +261,6 @@ def test_few_chunks(cuda_backend, dtype):
     backend = cuda_backend
     q, k, v = backend.qkv(B=3, Hq=4, Hkv=2, Nq=1, Nk=300, dtype=dtype)
     backend.check(q, k, v, causal=True, seqlens_k=backend.ints(300, 5, 130))
+    B = torch.cuda.get_device_properties(0).multi_processor_count
+    q, k, v = backend.qkv(B=B, Hq=8, Hkv=2, Nq=1, Nk=300, dtype=dtype)  # on large GPUs an item is a whole row
+    backend.check(q, k, v)

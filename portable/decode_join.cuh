@@ -1,0 +1,135 @@
+// decode_join.cuh: how decode.cu joins partial results: of a chunk's warps, of four chunks, of a row's fours.
+#pragma once
+#include "portable/decode_chunks.cuh"
+
+namespace minimal_attn {
+namespace {
+
+constexpr int kJoinThreads = 128;
+
+// How many groups of D / 4 threads a block of join_kernel has. Each joins every Groups-th four of chunks.
+template <int D>
+constexpr int Groups = kJoinThreads / (D / 4);
+
+// Of one row: l, m, and 4 columns of the undivided O. Without a key l is 0 and m is -inf.
+struct Part {
+    float l = 0.f, m = -INFINITY;
+    float o[4] = {};
+    __device__ float2 lm() const { return {l, m}; }
+    __device__ float4 o4() const { return {o[0], o[1], o[2], o[3]}; }
+};
+
+// Where a number of Oi is in shared memory: the same columns of eight rows lie in different banks.
+template <int D>
+__device__ int place_of(int row, int column) {
+    return row * D + (column ^ row % 8 * 8);
+}
+
+struct Sum {
+    float sum = 0.f, lost = 0.f;
+    __device__ void add(float x) {  // Kahan: a row may have thousands of chunks
+        const float y = x - lost, next = sum + y;
+        lost = fabsf(next) < INFINITY ? (next - sum) - y : 0.f;
+        sum = next;
+    }
+    __device__ void scale(float x) { sum *= x, lost *= x; }
+};
+
+// Steps 11 and 12 over Batch parts at a time, from part `first` on, then from first + step on, ..., below count. The
+// loads of a batch are under way together. lm(n) and o(n) read a part's (l, m) and o.
+template <int Batch, class LM, class O>
+__device__ Part join(int first, int step, int count, const LM &lm, const O &o) {
+    float m = -INFINITY;
+    Sum l, x[4];
+#pragma unroll 1
+    for (int n0 = first; n0 < count; n0 += step) {
+        float2 part[Batch];
+        float4 four[Batch];
+        float m_new = m, m_safe;
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) {
+            const int n = n0 + k;
+            part[k] = n < count ? lm(n) : float2{0.f, -INFINITY};
+            four[k] = n < count ? o(n) : float4{};
+        }
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) m_new = fmaxf(m_new, part[k].y);
+        const float alpha = update_row_max(m, m_new, m_safe);
+        l.scale(alpha), x[0].scale(alpha), x[1].scale(alpha), x[2].scale(alpha), x[3].scale(alpha);
+#pragma unroll
+        for (int k = 0; k < Batch; ++k) {
+            const float weight = exp_fast(part[k].y - m_safe);
+            l.add(weight * part[k].x);
+            x[0].add(weight * four[k].x), x[1].add(weight * four[k].y);
+            x[2].add(weight * four[k].z), x[3].add(weight * four[k].w);
+        }
+    }
+    return {l.sum, m, {x[0].sum, x[1].sum, x[2].sum, x[3].sum}};
+}
+
+// The sums of a chunk's warps in shared memory, for row r and columns x to x + 3
+template <class Tile>
+__device__ Part join_warps(const float2 (*lm)[Tile::Rows], const float *O, int rows_of_O, int r, int x) {
+    constexpr int D = Tile::D;
+    return join<kWarps>(
+        0, kWarps, kWarps, [&](int n) { return lm[n][r]; },
+        [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
+}
+
+// Of a row, what the steps that end it read
+template <class T>
+__device__ Block<T> block_of(const Attention &a, int b, const Row &row) {
+    Block<T> block;
+    block.b = b, block.h = row.h, block.band = band_of(a, b);
+    return block;
+}
+
+// 13. Columns 4 x to 4 x + 3 of a row. D / 4 threads have the row.
+template <class T>
+__device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &block, int i, int x, const Part &sum) {
+    const RowEnd end = end_row(a, block, i, sum.l, sum.m);
+    if (x == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+    store_o<4>(a, block, i, 4 * x, end, sum.o, p.aligned_o);
+}
+
+// Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
+// can be read. The next kernel's blocks may start as soon as all blocks are here.
+__device__ void wait_for_the_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 12. - 13. A block joins the chunks of one row. A group of D / 4 threads, 4 columns each, joins every Groups-th four.
+// Then the first group joins the groups' sums.
+template <class T, class Tile>
+__global__ void __launch_bounds__(kJoinThreads)
+    join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    constexpr int D = Tile::D, Groups = minimal_attn::Groups<D>;
+    __shared__ float2 lm[Groups];
+    __shared__ float4 O[Groups][D / 4];
+    if (!p.same_chunks) wait_for_the_kernel_before();
+    const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
+    const int x = threadIdx.x % (D / 4), group = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
+    const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
+    const Row row = row_of(p, head - b * (int)a.Hkv, r);
+    const Block<T> block = block_of<T>(a, b, row);
+    if (p.same_chunks) wait_for_the_kernel_before();
+    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
+    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
+    Part sum = join<kFour>(
+        kFour * group, kFour * Groups, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
+        [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
+    if (x == 0) lm[group] = sum.lm();
+    O[group][x] = sum.o4();
+    __syncthreads();
+    if (group > 0) return;
+    sum = join<Groups>(
+        0, Groups, min(Groups, (count + kFour - 1) / kFour), [&](int n) { return lm[n]; },
+        [&](int n) { return O[n][x]; });
+    finish_row(a, p, block, row.i, x, sum);
+}
+
+}  // namespace
+}  // namespace minimal_attn
