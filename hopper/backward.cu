@@ -4,7 +4,7 @@
 //     up to 128    backward_fused.cu             backward_fused.cu without dQ, then backward_dq.cu
 //     above        backward_dkdv.cu, then backward_dq.cu
 //
-// Before them gradient_rows.h (portable/) computes lse and D of the rows, and after the fused one it converts dQ.
+// Before them gradient_rows.h (portable/) computes lse and D of the rows.
 #include "hopper/backward.h"
 
 namespace minimal_attn::hopper {
@@ -49,9 +49,7 @@ const char *launch_half_backward(const Gradient &g, const Plan &plan, void *work
     if (why) return why;
     why = g.a.d <= 128 ? launch_fused(g, rows, kernels.keys, for_keys, stream)
                        : launch_dkdv(g, rows, kernels.keys, stream);
-    if (why) return why;
-    if (!kernels.is_fused) return launch_dq(g, rows, kernels.queries, for_queries, stream);
-    return launch_convert_dq(g, (float *)for_keys, kernels.keys.D, g.a.softmax_scale, stream);
+    return why || kernels.is_fused ? why : launch_dq(g, rows, kernels.queries, for_queries, stream);
 }
 
 }  // namespace minimal_attn::hopper

@@ -5,8 +5,7 @@
 namespace minimal_attn::hopper {
 
 // The fused kernel computes dK and dV, with computes_dQ also dQ, for d up to 128. Blocks add their parts of dQ in any
-// order, in the plan's workspace; launch_convert_dq reads it with Plan::D columns. The kernel uses the counters of
-// `rows`, once.
+// order, in the plan's workspace. The kernel uses the counters of `rows`, once.
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);

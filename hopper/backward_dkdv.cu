@@ -46,7 +46,8 @@ struct Tile {
     static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), BlocksPerSM = 1;
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = D / kBoxColumns, Bytes = 64 * Boxes * 128;  // of each tile
-    enum NamedBarrier { kZeroed = 1 };                                       // + the consumer; 0 is __syncthreads
+    static constexpr bool kStartsApart = false;
+    enum NamedBarrier { kZeroed = 1 };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0 && D % kBoxColumns == 0 && Stages > 1);
 };
 

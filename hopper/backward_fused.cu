@@ -19,6 +19,9 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of the next product as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
+// Work tiles from key_tiles on have no keys: dQ of 128 queries becomes dq, once all blocks have added to their head. So
+// blocks without a tile of keys convert, while others compute the last tiles.
+//
 // | role                | warps              | registers a thread | does                                           |
 // |---------------------|--------------------|--------------------|------------------------------------------------|
 // | scheduler, K, Q     | 0 (thread 0)       | 24                 | takes work tiles, loads Kj, all Qi and lse_i   |
@@ -40,8 +43,8 @@
 // | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T, dP^T     |
 // | named kZeroed + index   | that consumer                | that consumer                | hidden rows = 0            |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. At d 64 adders of several
-// blocks also wait for one another, at counters in device memory (add_dQ).
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. Blocks also wait for one
+// another, at counters in device memory (add_dQ, schedule_and_load_K_Q).
 #include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
@@ -57,10 +60,7 @@ struct Tile {
     static constexpr int ProducerRegisters = 24;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
-    static constexpr bool kTakesTurns = true;
-    // Whether the first block that adds to a part of dQ stores it, so that dQ needs no zeros. At d 128 blocks that begin
-    // with the same queries wait for one another: N 8192, full, is 5 % slower than with a memset.
-    static constexpr bool kStoresFirst = D_ <= 64;
+    static constexpr bool kTakesTurns = true, kStartsApart = true;
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
     static_assert(Boxes * QueryBoxes == Consumers);  // each computes 64 x 64 of dQi:
@@ -85,18 +85,22 @@ struct SharedStorage {
 };
 
 struct FusedParameters : KeyParameters {
-    TensorMap dQ;
+    TensorMap dQ;       // float32, the rows of a head padded
+    const float *sums;  // its data
+    GradientTensor dq;
+    Divisor units_of_head, units_of_group;  // of kGradientRows rows, for a query head and for those of a key head
+    int *added;                             // for each key head: how often an adder has added all parts of a work tile
 };
 
-// use(keys) for each work tile of this block.
+// use(n) for each work tile of this block.
 template <class Tile, class Use>
 __device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile> &shared, const Use &use) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const int n = shared.work[tile_queue.stage()];
-        if (n >= p.key_tiles) return;
-        use(KeyTile<Tile>(p, n));
+        if (n >= p.work_tiles) return;
+        use(n);
     }
 }
 
@@ -115,19 +119,25 @@ __device__ void load(const FusedParameters &p, const KeyTile<Tile> &keys, const 
     load_queries(p, keys, Q_or_dO, rows, Q, Qi, numbers);
 }
 
-// Thread 0 takes a work tile when it has begun to load the last Qi of the one before.
+// Thread 0 takes a work tile when it has begun to load the last Qi of the one before. Behind the last tile of keys it waits
+// for blocks that still add. They run, since only a block that runs has taken a work tile, so there is no deadlock.
 template <class Tile>
 __device__ void schedule_and_load_K_Q(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     Pipeline<1> KV{shared.KV};
     Pipeline<Tile::QStages> Q{shared.Q};
-    for (int n = blockIdx.x;; n = gridDim.x + atomicAdd(p.tile_counter, 1)) {
+    for (;;) {
+        const int n = atomicAdd(p.tile_counter, 1);
         tile_queue.producer_acquire();
+        if (p.key_tiles <= n && n < p.work_tiles)
+            while (load_acquire(p.added[(n - p.key_tiles) / p.units_of_group]) < p.Tc * Tile::Consumers) {
+            }
         shared.work[tile_queue.stage()] = n;
         arrive(tile_queue.full());
         tile_queue.advance();
-        if (n >= p.key_tiles) return;
-        load(p, KeyTile<Tile>(p, n), p.K, KV, shared.Kj, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
+        if (n >= p.work_tiles) return;
+        if (n < p.key_tiles)
+            load(p, KeyTile<Tile>(p, n), p.K, KV, shared.Kj, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
     }
 }
 
@@ -135,8 +145,9 @@ template <class Tile>
 __device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<1> KV{shared.KV};
     Pipeline<Tile::dOStages> dO{shared.dO};
-    for_each_work_tile(p, shared, [&](const KeyTile<Tile> &keys) {
-        load(p, keys, p.V, KV, shared.Vj, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
+    for_each_work_tile(p, shared, [&](int n) {
+        if (n < p.key_tiles)
+            load(p, KeyTile<Tile>(p, n), p.V, KV, shared.Vj, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
     });
 }
 
@@ -145,25 +156,23 @@ __device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared)
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
-    for_each_work_tile(p, shared, [&](const KeyTile<Tile> &keys) {
+    for_each_work_tile(p, shared, [&](int n) {
+        if (n >= p.key_tiles) return;
+        const KeyTile<Tile> keys(p, n);
         keys.for_each_query_tile([&](int h, int i0, bool) {
             dQ.consumer_wait();
+            if (keys.none) return dQ.consumer_release();
             const auto send = [&](const auto &store_or_add) {
                 for (int box = 0; box < 2; ++box)
                     store_or_add(p.dQ.map, shared.dQi[consumer][box], 64 * Tile::column_box(consumer) + 32 * box,
                                  i0 + 64 * Tile::query_box(consumer), h * p.dQ.head, keys.b * p.dQ.batch);
             };
-            int *counter = nullptr, state = 2;
-            if (Tile::kStoresFirst) {
-                if (keys.none) return dQ.consumer_release();
-                const unsigned row =
-                    (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
-                counter = &p.rows.counters[row / 64 * Tile::Boxes + consumer];
-                state = set_if_0_acquire(*counter, 1);
-                while (state == 1 && load_acquire(*counter) == 1) {
-                }
-                fence_async_global();
+            const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
+            int &counter = p.rows.counters[row / 64 * Tile::Boxes + consumer];
+            const int state = set_if_0_acquire(counter, 1);
+            while (state == 1 && load_acquire(counter) == 1) {
             }
+            fence_async_global();
             if (state == 0)
                 send(tma_store);
             else
@@ -173,8 +182,11 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             if (state != 0) return;
             tma_store_wait();
             fence_async_global();
-            add_release(*counter, 1);
+            add_release(counter, 1);
         });
+        tma_store_wait();
+        fence_async_global();
+        add_release(p.added[n / p.Tc], 1);
     });
 }
 
@@ -190,6 +202,23 @@ __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consum
     for (int j = 0; j < Tile::Bc; j += 16)
         wgmma_shared<Product::AtB>(T(), dQ, K + j / 64 * Tile::KBytes + j % 64 * 128, S + j * 128, j > 0);
     wgmma_commit();
+}
+
+// dq = softmax_scale dQ for 64 rows of a unit. A thread reads dQ as if it were in an accumulator.
+template <class T, class Tile>
+__device__ void convert_dQ(const FusedParameters &p, int unit) {
+    const int thread = opaque(threadIdx.x) - 128, row = thread / 32 * 16 + thread % 32 / 4;
+    const int head = unit / p.units_of_head, b = head / p.Hq;
+    const float *const from = p.sums + (int64_t(unit) * kGradientRows + row) * Tile::D + thread % 4 * 2;
+    float dQ[Tile::D / 2];
+#pragma unroll
+    for (int x = 0; x < Tile::D / 2; x += 2) {
+        const float2 two = __ldcg((const float2 *)(from + x / 2 % 2 * 8 * Tile::D + x / 4 * 8));
+        dQ[x] = two.x, dQ[x + 1] = two.y;
+    }
+    const BandOf<int> band = band_of_batch(p, b);
+    store_gradient<T>(p.dq, b, head % p.Hq, unit % p.units_of_head * kGradientRows + row, p.a.Nq, p.a.d,
+                      p.a.softmax_scale, dQ, [&](int i) { return !empty(keys_of_row(band, i)); });
 }
 
 // dS^T in place of dP^T.
@@ -238,9 +267,12 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::dOStages> dO{shared.dO};
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};
 
-    for_each_work_tile(p, shared, [&](const KeyTile<Tile> &keys) {
-        const BandOf<int> &band = keys.band;
+    for_each_work_tile(p, shared, [&](int n) {
+        if constexpr (dQ_is == DQ::added)
+            if (n >= p.key_tiles) return convert_dQ<T, Tile>(p, n - p.key_tiles);
+        const KeyTile<Tile> keys(p, n);
         float dK[D / 2], dV[D / 2];
+        const BandOf<int> &band = keys.band;
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
             const int end = band.keys.end == a.Nk ? keys.j0 + Bc : band.keys.end;  // TMA has set the others to 0
             for (int n = 0; n < Tile::Consumers; ++n)
@@ -358,6 +390,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<Tile<64, 128, 2, 2>, Tile<128, 64, 3, 2>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
+int64_t key_tiles_of(const Gradient &g, int Bc) { return g.a.B * g.a.Hkv * ((g.a.Nk + Bc - 1) / Bc); }
+int64_t units_of(const Gradient &g) { return g.a.B * g.a.Hq * padded_rows(g.a) / kGradientRows; }
+
 }  // namespace
 
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ) {
@@ -365,7 +400,8 @@ Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ) {
         using Tile = decltype(tile);
         const Attention &a = g.a;
         Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, "dK, dV, dQ", tile_of(a));
-        plan.grid = std::min<int64_t>(a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc), device.multiprocessors);
+        const int64_t work_tiles = key_tiles_of(g, Tile::Bc) + (computes_dQ ? units_of(g) : 0);
+        plan.grid = std::min<int64_t>(work_tiles, device.multiprocessors);
         plan.workspace = computes_dQ ? a.B * a.Hq * padded_rows(a) * Tile::D * 4 : 0;
         return plan;
     });
@@ -399,10 +435,10 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.rows = rows, p.c = a.softmax_scale * kLog2e;
         p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
         set_heads_and_mask(p);
-        p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.key_tiles = a.B * a.Hkv * p.Tc;
-        p.tile_counter = rows.counters + a.B * a.Hq * rows.head_stride / kCounterRows;
-        if (dQ && !Tile::kStoresFirst) error = cudaMemsetAsync(dQ, 0, plan.workspace, stream);
-        if (error != cudaSuccess) return why_not(error);
+        p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.key_tiles = key_tiles_of(g, Tile::Bc);
+        p.work_tiles = p.key_tiles + (dQ ? units_of(g) : 0), p.tile_counter = rows.tile_counter;
+        p.sums = dQ, p.dq = gradient_tensor(g, g.dq, g.dq_stride), p.added = rows.head_counters;
+        p.units_of_head = rows.head_stride / kGradientRows, p.units_of_group = p.units_of_head * (int)p.group;
         kernel<<<(unsigned)plan.grid, Tile::Threads, plan.shared_memory, stream>>>(p);
         return why_not(cudaGetLastError());
     });

@@ -19,6 +19,7 @@ struct KeyParameters : Parameters {
 template <class Tile>
 struct KeyTile {
     int b, key_head, j0, h0, i0, i1, tiles;
+    int start;  // where the walk of a head's queries begins
     bool none;  // no query sees them: one tile is computed all the same, and masked
     BandOf<int> band;
 
@@ -31,6 +32,8 @@ struct KeyTile {
         i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
         none = i0 >= i1;
         if (none) i0 = 0, i1 = 1;
+        // Tiles that all queries see begin apart, so that their adders don't meet.
+        start = Tile::kStartsApart && i0 == 0 && i1 == p.a.Nq ? j0 % i1 / Tile::Br * Tile::Br : i0;
         tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
     }
     // Which queries see key j.
@@ -42,11 +45,12 @@ struct KeyTile {
     // use(h, i0, whether it is the first) for each tile of queries. One loop: two would take more registers.
     template <class Use>
     __device__ void for_each_query_tile(const Use &use) const {
-        int h = h0, i = i0;
+        int h = h0, i = start;
         for (int n = 0; n < tiles; ++n) {
             use(h, i, n == 0);
             i += Tile::Br;
-            if (i >= i1) i = i0, ++h;
+            if (i >= i1) i = i0;
+            if (i == start) ++h;
         }
     }
 };

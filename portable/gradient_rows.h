@@ -1,4 +1,4 @@
-// gradient_rows.h: what every backward kernel reads of each query beside Q and dO, and dQ's way from float32 to HBM.
+// gradient_rows.h: what every backward kernel reads of each query beside Q and dO.
 #pragma once
 
 #include "flash.h"
@@ -16,7 +16,7 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
-    int *counters;  // zeros: one for each kCounterRows rows, and one more
+    int *counters, *head_counters, *tile_counter;  // zeros: one for each kCounterRows rows, for each head, and one more
 };
 constexpr int kCounterRows = 32;
 
@@ -25,9 +25,5 @@ GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
 // Fills rows.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
-
-// dq = scale * dQ, in out_dtype; of rows that see no key 0, whatever dQ has. dQ is float32 (B, Hq, head_stride, D), D a
-// multiple of 8.
-const char *launch_convert_dq(const Gradient &g, const float *dQ, int D, float scale, CUstream_st *stream);
 
 }  // namespace minimal_attn
