@@ -44,7 +44,7 @@ struct Tensor {
 };
 
 // 24. factor * sums to HBM: this warp's part of rows from row0 on of head h. The usual case stages it in `tile`, which no
-// warp reads any more: then a thread writes 16 bytes.
+// warp reads any more: then a thread writes 16 bytes. Other cases stage a row for one loop, which is short to compile.
 template <class T, class Tile>
 __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile::X][4], float factor,
                            const Tensor &result, int64_t b, int64_t h, int row0, int N, T *tile, int warp_row, int part,
@@ -52,19 +52,28 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
     constexpr int Chunks = Tile::X, RowsAtOnce = 32 / Chunks;
     const bool is_staged = aligned && g.out_dtype != Dtype::float32;
     const int lane = threadIdx.x % 32;
+    float2 *const of_thread = (float2 *)(tile + (warp_row + part * Tile::WarpRows / Tile::Group) * Tile::D) + lane;
 #pragma unroll
     for (int r = 0; r < 2 * Tile::M; ++r) {
         const int row = warp_row + lane / 4 + 8 * r;
 #pragma unroll
         for (int x = 0; x < Tile::X; ++x) {
-            const int chunk = part * Chunks + x, column = 8 * chunk + lane % 4 * 2, count = g.a.d - column;
             const float *sum = &sums[r / 2][x][r % 2 * 2];
-            const float two[2] = {factor * sum[0], factor * sum[1]};
+            const float2 two = {factor * sum[0], factor * sum[1]};
             if (is_staged)
-                *(unsigned *)(tile + swizzle<Tile::D, T>(row, chunk) + lane % 4 * 2) = pack<T>(two[0], two[1]);
-            else if (row0 + row < N && count > 0 && g.out_dtype == Dtype::float32)
+                *(unsigned *)(tile + swizzle<Tile::D, T>(row, part * Chunks + x) + lane % 4 * 2) =
+                    pack<T>(two.x, two.y);
+            else
+                of_thread[32 * x] = two;
+        }
+        if (is_staged || row0 + row >= N) continue;
+#pragma unroll 1
+        for (int x = 0; x < Tile::X; ++x) {
+            const int column = 8 * (part * Chunks + x) + lane % 4 * 2, count = g.a.d - column;
+            const float *two = &of_thread[32 * x].x;
+            if (count > 0 && g.out_dtype == Dtype::float32)
                 store<2>(result.row<float>(b, h, row0 + row) + column, two, aligned, count);
-            else if (row0 + row < N && count > 0)
+            else if (count > 0)
                 store<2>(result.row<T>(b, h, row0 + row) + column, two, aligned, count);
         }
     }
