@@ -117,6 +117,38 @@ __device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &l
     loader.fill(a, p);
 }
 
+// 12. - 13. Joins four chunks of a row, whose warps have their sums in shared memory, and at the row's end the fours: the
+// same sums in the same order as join_kernel's.
+template <class T, class Tile>
+__device__ void join_four(const Attention &a, const Decode &p, const WorkItem &item, int four,
+                          const float2 (*lm)[kWarps][Tile::Rows], float2 (*lm_of_fours)[Tile::Rows], float *O) {
+    constexpr int D = Tile::D;
+    const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), rows_of_O = min(p.rows, Tile::Rows);
+    const int chunks = min(kFour, p.of_row.count - four * kFour);
+    const bool row_ends = (four + 1) * kFour >= p.of_row.count;
+    for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
+        const int r = n / (D / 4), x = n % (D / 4) * 4;
+        Part part[kFour];
+#pragma unroll
+        for (int k = 0; k < kFour; ++k)
+            if (k < chunks) part[k] = join_warps<Tile>(lm[k], O + k * kWarps * rows_of_O * D, rows_of_O, r, x);
+        const Part sum =
+            join<kFour>(0, kFour, kFour, [&](int k) { return part[k].lm(); }, [&](int k) { return part[k].o4(); });
+        float4 *const O_of_fours = (float4 *)(O + kFour * kWarps * rows_of_O * D) + n;  // this thread's
+        if (!row_ends) {
+            if (x == 0) lm_of_fours[four][r] = sum.lm();
+            O_of_fours[four * rows_of_O * (D / 4)] = sum.o4();
+            continue;
+        }
+        const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
+        const Part whole = join<Groups<D>>(
+            0, Groups<D>, four + 1, [&](int n) { return n < four ? lm_of_fours[n][r] : sum.lm(); },
+            [&](int n) { return n < four ? O_of_fours[n * rows_of_O * (D / 4)] : sum.o4(); });
+        for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
+        finish_row(a, p, block_of<T>(a, item.b, row), row.i, x / 4, whole);
+    }
+}
+
 template <class T, class Tile, Share share>
 __device__ void decode_block(const Attention &a, const Decode &p) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
@@ -168,31 +200,8 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
                     rows.store(O + (k * kWarps + warp) * rows_of_O * D, lm[k][warp], count);
                 }
                 __syncthreads();
-                const bool last = first + kFour >= chunks;
-                if (last) rows.take_queries(a, p, next, Q_tile);
-                for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
-                    const int r = n / (D / 4), x = n % (D / 4) * 4;
-                    Part part[kFour];
-#pragma unroll
-                    for (int k = 0; k < kFour; ++k)
-                        if (k < chunks_of_four)
-                            part[k] = join_warps<Tile>(lm[k], O + k * kWarps * rows_of_O * D, rows_of_O, r, x);
-                    // As join_kernel does: four chunks, then the fours
-                    const Part sum = join<kFour>(
-                        0, kFour, kFour, [&](int k) { return part[k].lm(); }, [&](int k) { return part[k].o4(); });
-                    float4 *const O_of_fours = (float4 *)(O + kFour * kWarps * rows_of_O * D) + n;  // this thread's
-                    if (!last) {
-                        if (x == 0) lm_of_fours[four][r] = sum.lm();
-                        O_of_fours[four * rows_of_O * (D / 4)] = sum.o4();
-                        continue;
-                    }
-                    const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
-                    const Part whole = join<Groups<D>>(
-                        0, Groups<D>, four + 1, [&](int n) { return n < four ? lm_of_fours[n][r] : sum.lm(); },
-                        [&](int n) { return n < four ? O_of_fours[n * rows_of_O * (D / 4)] : sum.o4(); });
-                    for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
-                    finish_row(a, p, block_of<T>(a, item.b, row), row.i, x / 4, whole);
-                }
+                if (first + kFour >= chunks) rows.take_queries(a, p, next, Q_tile);
+                join_four<T, Tile>(a, p, item, four, lm, lm_of_fours, O);
                 __syncthreads();
             }
         }
