@@ -325,7 +325,8 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
 
 
 def _check_packed(name, cu_seqlens, max_seqlen, total):
-    if not hasattr(max_seqlen, "__int__"):
+    # Dynamo has no hasattr of a SymInt.
+    if not (isinstance(max_seqlen, int) or hasattr(max_seqlen, "__int__")):
         raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}")
     longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
     if longest > max_seqlen:

@@ -124,7 +124,9 @@ def _served(
         return "dropout_p is not 0"
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return "an argument is no tensor"
-    if not isinstance(is_causal, bool) or not (scale is None or hasattr(scale, "__float__")):
+    # Dynamo has no hasattr of a SymFloat.
+    is_scale = scale is None or isinstance(scale, (int, float)) or hasattr(scale, "__float__")
+    if not isinstance(is_causal, bool) or not is_scale:
         return "is_causal is no bool, or scale no number"
     if has_torch_function_variadic(query, key, value):
         return "a tensor's class or a mode overrides PyTorch's functions"

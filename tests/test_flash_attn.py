@@ -626,6 +626,16 @@ def test_compiled_gradients_of_packed_sequences(backend):
     torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(*inputs), expected)
 
 
+def test_compiled_with_any_longest(backend):
+    """max_seqlen may be a SymInt."""
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in [7, 23], [40, 9]:
+        q, k, v, cu_seqlens = packed(backend, lengths)
+        arguments = q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths) + 1
+        assert torch.equal(compiled(*arguments), flash_attn_varlen_func(*arguments))
+
+
 def main(count, seed=0, name="cpu"):
     failed = 0
     for n in range(int(count)):

@@ -213,6 +213,18 @@ def test_compiled_function(randn):
     assert torch.equal(actual, expected)
 
 
+def test_compiled_with_any_scale(randn):
+    """scale may be a SymFloat."""
+    q = randn(2, 4, 50, 64)
+    torch._dynamo.reset()
+    function = torch.compile(
+        minimal_attn.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for scale in 0.25, 0.375:
+        expected = minimal_attn.scaled_dot_product_attention(q, q, q, scale=scale)
+        assert torch.equal(function(q, q, q, scale=scale), expected)
+
+
 # ------------------------------------------------------------------------------------- activate()
 
 
