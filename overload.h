@@ -117,11 +117,11 @@ struct Overload<compute> {
     }
 
     // q, k and v in autocast's dtype, as F.scaled_dot_product_attention casts them.
-    template <at::DeviceType device>
-    static Result autocast(Args... args) {
-        const c10::impl::ExcludeDispatchKeyGuard guard(
-            at::autocast::get_autocast_dispatch_key_from_device_type(device));
-        const auto cast = [](const Tensor &t) {
+    static Result autocast(c10::DispatchKeySet keys, Args... args) {
+        const auto key = keys.highestPriorityTypeId();
+        const c10::impl::ExcludeDispatchKeyGuard guard(key);
+        const auto device = key == c10::DispatchKey::AutocastCUDA ? at::kCUDA : at::kCPU;
+        const auto cast = [device](const Tensor &t) {
             return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
         };
         return [&](const Tensor &q, const Tensor &k, const Tensor &v, auto &&...rest) {
@@ -144,8 +144,8 @@ struct Overload<compute> {
             m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Negative, &resolve_negative));
             m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::FuncTorchBatched, &refuse_vmap));
         }
-        m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCPU, &autocast<at::kCPU>));
-        m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::AutocastCUDA, &autocast<at::kCUDA>));
+        for (const auto key : {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA})
+            m.impl(full_name.c_str(), torch::dispatch(key, &autocast));
     }
 };
 

@@ -14,33 +14,29 @@ namespace {
 
 #include "cpu/vector.h"
 
-// use(x, column, sum over y < n of A(x, y) B(y, column)) for vectors of columns, whose number is a multiple of W.
-template <int R, class Use>
-[[gnu::always_inline]] inline void multiply_columns(int rows, int columns, int n, const float *A, int64_t A_x,
-                                                    int64_t A_y, const float *B, int64_t B_y, const Use &use) {
+// C(x, column) = sum over y < n of A(x, y) B(y, column), plus C's old value if it `adds`, for x < rows. `columns` is a
+// multiple of W. A_x, A_y, B_y and C_x are strides. All products are calls of this one function, which is long to compile.
+template <int R = max_R>
+[[gnu::noinline]] void multiply_matrices(int rows, int columns, int n, const float *A, int64_t A_x, int64_t A_y,
+                                         const float *B, int64_t B_y, float *C, int64_t C_x, bool adds) {
     int first = 0;
     for (; first + R * W <= columns; first += R * W)
-        multiply<R, sums / R>(0, rows, n, A, A_x, A_y, B + first, B_y,
-                              [&](int x, int r, Vec sum) { use(x, first + r * W, sum); });
+        multiply<R, sums / R>(0, rows, n, A, A_x, A_y, B + first, B_y, [&](int x, int r, Vec sum) {
+            Vec &c = vec(C + x * C_x + first + r * W);
+            c = adds ? c + sum : sum;
+        });
     if constexpr (R > 1)
         if (first < columns)
-            multiply_columns<R / 2>(rows, columns - first, n, A, A_x, A_y, B + first, B_y,
-                                    [&](int x, int column, Vec sum) { use(x, first + column, sum); });
+            multiply_matrices<R / 2>(rows, columns - first, n, A, A_x, A_y, B + first, B_y, C + first, C_x, adds);
 }
 
-// scores(x, column) = use(x, column, sum over channels c of A(x, c) B_T(c, column)), with Bc scores a row. Sums of 64
-// products are added up, as in kernel.h: one long sum would round more.
-template <class Use>
-[[gnu::always_inline]] inline void multiply_channels(int rows, int columns, int d, const float *A, const float *B_T,
-                                                     float *scores, const Use &use) {
+// scores(x, column) = sum over channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums of 64 products are added
+// up, as in kernel.h: one long sum would round more.
+inline void multiply_channels(int rows, int columns, int d, const float *A, const float *B_T, float *scores) {
     constexpr int channels = 64;
     for (int c = 0; c < d; c += channels)
-        multiply_columns<max_R>(rows, columns, std::min(channels, d - c), A + c, round_up(d, 16), 1, B_T + c * Bc, Bc,
-                                [&](int x, int column, Vec sum) {
-                                    Vec &score = vec(scores + x * Bc + column);
-                                    if (c > 0) sum += score;
-                                    score = c + channels < d ? sum : use(x, column, sum);
-                                });
+        multiply_matrices(rows, columns, std::min(channels, d - c), A + c, round_up(d, 16), 1, B_T + c * Bc, Bc, scores,
+                          Bc, c > 0);
 }
 
 // A row as float32, with zeros up to D.
@@ -91,21 +87,18 @@ void load_queries(const Gradient &g, const Band &band, const QueryTile &t, const
     }
 }
 
-// sum(j, c) += sum over i of A(i, j) B(i, c), for dVj and dKj
-[[gnu::noinline]] void add_transposed_product(int keys, int64_t D, int rows, const float *A, const float *B,
-                                              float *sum) {
-    multiply_columns<max_R>(keys, D, rows, A, 1, Bc, B, D,
-                            [&](int x, int column, Vec AB) { vec(sum + x * D + column) += AB; });
-}
-
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
 void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int j0, int keys,
                   const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
-    multiply_channels(t.rows, vectors, a.d, buffers.Qi, buffers.Kj_T, P,
-                      [&](int x, int, Vec QK) { return exp(a.softmax_scale * QK - buffers.lse[x]); });
+    multiply_channels(t.rows, vectors, a.d, buffers.Qi, buffers.Kj_T, P);
+    for (int lane = 0; lane < t.rows; ++lane)
+        for (int c = 0; c < vectors; c += W) {
+            Vec &p = vec(P + lane * Bc + c);
+            p = exp(a.softmax_scale * p - buffers.lse[lane]);
+        }
     const Keys seen_by_all = keys_of_all(band, t.query(0), t.query(t.rows - 1) + 1);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
         for (int lane = 0; lane < t.rows; ++lane) {
@@ -114,25 +107,25 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         }
-    add_transposed_product(keys, D, t.rows, P, buffers.dOi, buffers.dVj);
+    multiply_matrices(keys, D, t.rows, P, 1, Bc, buffers.dOi, D, buffers.dVj, D, true);
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
-    multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS, [&](int x, int column, Vec dP) {
-        const Vec p = vec(P + x * Bc + column);
-        return p == 0.f ? Vec{} : a.softmax_scale * p * (dP - buffers.Di[x]);
-    });
-    add_transposed_product(keys, D, t.rows, dS, buffers.Qi, buffers.dKj);
+    multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS);
+    for (int lane = 0; lane < t.rows; ++lane)
+        for (int c = 0; c < vectors; c += W) {
+            const Vec p = vec(P + lane * Bc + c);
+            Vec &ds = vec(dS + lane * Bc + c);
+            ds = p == 0.f ? Vec{} : a.softmax_scale * p * (ds - buffers.Di[lane]);
+        }
+    multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
 
 // Step 21: dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits. The first of
 // key_tiles begins the sum; after the last one dQi is complete.
-[[gnu::noinline]] void add_dQ(int rows, int64_t D, Keys key_tiles, int key_tile, int keys, float *dQi,
-                              std::atomic<int> &turn, const GradientBuffers &buffers) {
+inline void add_dQ(int rows, int64_t D, Keys key_tiles, int key_tile, int keys, float *dQi, std::atomic<int> &turn,
+                   const GradientBuffers &buffers) {
     const bool is_first = key_tile == key_tiles.begin;
     while (turn.load(std::memory_order_acquire) != key_tile - key_tiles.begin) std::this_thread::yield();
-    multiply_columns<max_R>(rows, D, keys, buffers.dSij, Bc, 1, buffers.Kj, D, [&](int x, int column, Vec dSK) {
-        Vec &dq = vec(dQi + x * D + column);
-        dq = is_first ? dSK : dq + dSK;
-    });
+    multiply_matrices(rows, D, keys, buffers.dSij, Bc, 1, buffers.Kj, D, dQi, D, !is_first);
     turn.store(key_tile - key_tiles.begin + 1, std::memory_order_release);
 }
 
