@@ -98,10 +98,10 @@ struct SharedStorage {
 struct FusedParameters : KeyParameters {
     TensorMap dQ;       // float32, the rows of a head padded
     const float *sums;  // its data
-    GradientTensor dq;      // dQ becomes dq by units of kGradientRows rows:
-    Divisor units_of_head;  // of a query head
-    Divisor units_of_group; // of all query heads of a key head
-    int *added;             // of each key head; see the table of counters
+    GradientTensor dq;
+    Divisor units_of_head;   // of a query head: a work tile converts a unit, kGradientRows rows of dQ
+    Divisor units_of_group;  // of all query heads of a key head
+    int *added;              // the counters of key heads
 };
 
 // use(n) for each work tile of this block.

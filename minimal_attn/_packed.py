@@ -96,7 +96,7 @@ def _distinct(*tensors):
 
 
 def attend_pages(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """attend_packed with a block_table. Like flash_attn it refuses the backward pass, not the forward pass."""
+    """attend_packed with a block_table. Like flash_attn it refuses only the backward pass."""
     with torch.set_grad_enabled(False):
         results = attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options)
     tensors = q, k, v, s_aux
