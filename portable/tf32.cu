@@ -96,8 +96,8 @@ __device__ bool all_finite(const Rows<Tile> &rows) {
     return zero == 0.f;
 }
 
-// 12. - 13. O = Oi / li, l and m to HBM: Columns neighbouring ones of a row for each group of accumulators. One loop
-// stores a row from the warp's rows of Qi's tile: unrolled, from registers, it takes half of the compile time.
+// 12. - 13. O = Oi / li, l and m to HBM. A group of accumulators has `Columns` neighbouring columns of a row. A row goes
+// through the warp's rows of Qi's tile, so that a loop stores it: unrolled stores take half of the compile time.
 template <class Tile>
 __device__ void store_rows(const Attention &a, const Block<float> &block, const Rows<Tile> &rows, float *Q_tile,
                            int warp_row, bool aligned) {
