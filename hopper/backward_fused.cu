@@ -180,6 +180,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
                                  i0 + 64 * Tile::query_box(consumer), h * p.dQ.head, keys.b * p.dQ.batch);
             };
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
+            // The consumers' parts are neighbours: at d 64 in rows, at d 128 in columns.
             int &counter = p.rows.counters[row / 64 * Tile::Boxes + consumer];
             const int state = set_if_0_acquire(counter, 1);
             while (state == 1 && load_acquire(counter) == 1) {
@@ -288,8 +289,8 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
         const BandOf<int> &band = keys.band;
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
             const int end = band.keys.end == a.Nk ? keys.j0 + Bc : band.keys.end;  // TMA has set rows from Nk on to 0
-            for (int n = 0; n < Tile::Consumers; ++n)
-                zero_rows_outside<64, Tile::Boxes>(tiles[n], band.keys.begin - keys.j0 - 64 * n, end - keys.j0 - 64 * n,
+            for (int x = 0; x < Tile::Consumers; ++x)
+                zero_rows_outside<64, Tile::Boxes>(tiles[x], band.keys.begin - keys.j0 - 64 * x, end - keys.j0 - 64 * x,
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
@@ -379,13 +380,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     constexpr bool adds_dQ = dQ_is == DQ::added;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        const auto init_all = [](auto &stages, int full, int empty) {
-            for (StageBarriers &stage : stages) init(stage.full, full), init(stage.empty, empty);
-        };
-        init_all(shared.tile_queue, 1, warps + 1 + (adds_dQ ? Tile::Consumers : 0));
-        init_all(shared.KV, 2 * Tile::Consumers, warps);
-        init_all(shared.Q, 2, warps), init_all(shared.dO, 2, warps), init_all(shared.dS_ready, warps, warps);
-        for (auto &dQ : shared.dQ) init_all(dQ, 4, 1);
+        init_pipeline(shared.tile_queue, warps + 1 + (adds_dQ ? Tile::Consumers : 0));
+        init_pipeline(shared.KV, warps, 2 * Tile::Consumers);
+        init_pipeline(shared.Q, warps, 2), init_pipeline(shared.dO, warps, 2);
+        init_pipeline(shared.dS_ready, warps, warps);
+        for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
     };
     const auto produce = [&] {
         if (threadIdx.x == 0) schedule_and_load_K_Q(p, shared);
@@ -425,14 +424,12 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
     float *const dQ = plan.workspace > 0 ? (float *)workspace : nullptr;
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
-        using bfloat16 = __nv_bfloat16;
         const Attention &a = g.a;
-        const bool is_half = a.dtype == Dtype::float16;
-        const auto adds =
-            is_half ? fused_backward_kernel<__half, Tile, DQ::added> : fused_backward_kernel<bfloat16, Tile, DQ::added>;
-        const auto leaves_out = is_half ? fused_backward_kernel<__half, Tile, DQ::left_out>
-                                        : fused_backward_kernel<bfloat16, Tile, DQ::left_out>;
-        const auto kernel = dQ ? adds : leaves_out;
+        const auto kernel_for = [&](auto half) {
+            using T = decltype(half);
+            return dQ ? fused_backward_kernel<T, Tile, DQ::added> : fused_backward_kernel<T, Tile, DQ::left_out>;
+        };
+        const auto kernel = a.dtype == Dtype::float16 ? kernel_for(__half()) : kernel_for(__nv_bfloat16());
         // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
         cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
         if (error != cudaSuccess) return why_not(error);

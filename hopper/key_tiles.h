@@ -32,7 +32,7 @@ struct KeyTile {
         i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
         none = i0 >= i1;
         if (none) i0 = 0, i1 = 1;
-        // The walks of tiles that all queries see begin apart, so that their blocks don't add to the same dQi.
+        // Where all queries see the keys, each tile's walk begins at other queries: blocks add to different dQi.
         start = Tile::kStartsApart && i0 == 0 && i1 == p.a.Nq ? j0 % i1 / Tile::Br * Tile::Br : i0;
         tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
     }
