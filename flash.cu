@@ -84,7 +84,7 @@ using Floats = Four<float>;
 
 __device__ Floats &floats_at(float *shared) { return *(Floats *)shared; }
 
-// Where fewer than four exist, `count` of them are read or written; the others are 0.
+// Where fewer than four exist, `count` of them are read or written; further ones are 0.
 template <class T>
 __device__ Floats load4(const T *from, int count, bool aligned) {
     Four<T> four;

@@ -106,7 +106,7 @@ def draw_ways():
 
 
 def draw_timelines():
-    """Who is busy when: ping-pong at d 128, and the sequential steps of float32 at d 64."""
+    """What is busy when: ping-pong at d 128, and the sequential steps of float32 at d 64."""
     p = Picture(940, 430)
     left, scale = 120, 0.13  # pixels a cycle
 

@@ -49,7 +49,8 @@ const char *launch_half_backward(const Gradient &g, const Plan &plan, void *work
     if (why) return why;
     why = g.a.d <= 128 ? launch_fused(g, rows, kernels.keys, for_keys, stream)
                        : launch_dkdv(g, rows, kernels.keys, stream);
-    return why || kernels.is_fused ? why : launch_dq(g, rows, kernels.queries, for_queries, stream);
+    if (why || kernels.is_fused) return why;
+    return launch_dq(g, rows, kernels.queries, for_queries, stream);
 }
 
 }  // namespace minimal_attn::hopper

@@ -5,7 +5,7 @@
 namespace minimal_attn::hopper {
 
 // The fused kernel computes dK and dV, with computes_dQ also dQ, for d up to 128. Blocks add their parts of dQ in any
-// order, in the plan's workspace. The kernel uses the counters of `rows`, once.
+// order, in the plan's workspace. The counters of `rows` must be 0; the kernel changes them.
 Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);

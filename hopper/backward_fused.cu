@@ -16,18 +16,22 @@
 //                         +----------------> dQ^T = Kj^T dS^T    (wgmma), 64 x 64 of it
 //                        dQi <-----------+--------------------------------------------> TMA adds it to dQ in HBM
 //
+// Nothing sets dQ to 0 before: the first block that has a part of it stores the part, later ones add (add_dQ).
+//
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of the next product as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// Work tiles from key_tiles on have no keys: dQ of 128 queries becomes dq, once all blocks have added to their head. So
-// blocks without a tile of keys convert, while others compute the last tiles.
+// Work tiles from number key_tiles on have no keys. Each converts dQ of 128 queries, float32 in the workspace, to dq, once
+// dQ of all query heads of their key head is complete. So a block converts when no tile of keys is left to take, while
+// slower blocks compute the last ones.
 //
 // | role                | warps              | registers a thread | does                                           |
 // |---------------------|--------------------|--------------------|------------------------------------------------|
 // | scheduler, K, Q     | 0 (thread 0)       | 24                 | takes work tiles, loads Kj, all Qi and lse_i   |
 // | adders of dQ        | 1, 2 (lane 0)      | 24                 | store or add what their consumer staged of dQi |
 // | V, dO               | 3 (thread 96)      | 24                 | loads Vj, all dOi and Di                       |
-// | consumer warpgroups | 4 to 11            | 240                | 64 keys each: S^T to dK, dV; its part of dQi   |
+// | consumer warpgroups | 4 to 11            | 240                | 64 keys each: S^T to dK, dV; its part of dQi.  |
+// |                     |                    |                    | Or 64 queries each: dQ to dq                   |
 //
 // | barrier                 | arrives                      | waits                        | then                       |
 // |-------------------------|------------------------------|------------------------------|----------------------------|
@@ -43,15 +47,22 @@
 // | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T, dP^T     |
 // | named kZeroed + index   | that consumer                | that consumer                | hidden rows = 0            |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. Blocks also wait for one
-// another, at counters in device memory (add_dQ, schedule_and_load_K_Q).
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+//
+// | counter in device memory      | counts                                        | waits    | until                    |
+// |-------------------------------|-----------------------------------------------|----------|--------------------------|
+// | rows.counters: a part of dQ   | 1 while a block stores the part, 2 afterwards | adders   | 2: then they add         |
+// | added: a key head             | tiles of keys that each adder has ended       | thread 0 | all: then dQ is complete |
+//
+// No wait is circular. An adder waits for a store that has begun, which waits for nothing. Thread 0 waits for tiles of keys
+// that running blocks have taken. It has issued all loads of its own tile before, so that tile ends meanwhile.
 #include "hopper/key_tiles.h"
 #include "hopper/launch.h"
 
 namespace minimal_attn::hopper {
 namespace {
 
-enum class DQ { added, left_out };
+enum class DQ { added, left_out };  // left_out: backward_dq.cu computes it
 
 template <int D_, int Br_, int QStages_, int dOStages_>
 struct Tile {
@@ -88,8 +99,9 @@ struct FusedParameters : KeyParameters {
     TensorMap dQ;       // float32, the rows of a head padded
     const float *sums;  // its data
     GradientTensor dq;
-    Divisor units_of_head, units_of_group;  // of kGradientRows rows, for a query head and for those of a key head
-    int *added;                             // for each key head: how often an adder has added all parts of a work tile
+    Divisor units_of_head;   // of a query head: a work tile converts a unit, kGradientRows rows of dQ
+    Divisor units_of_group;  // of all query heads of a key head
+    int *added;              // the counters of key heads
 };
 
 // use(n) for each work tile of this block.
@@ -119,8 +131,8 @@ __device__ void load(const FusedParameters &p, const KeyTile<Tile> &keys, const 
     load_queries(p, keys, Q_or_dO, rows, Q, Qi, numbers);
 }
 
-// Thread 0 takes a work tile when it has begun to load the last Qi of the one before. Behind the last tile of keys it waits
-// for blocks that still add. They run, since only a block that runs has taken a work tile, so there is no deadlock.
+// Thread 0 takes a work tile when it has begun to load the last Qi of the one before. A work tile that converts dQ it
+// publishes once all adders, this block's included, have ended the tiles of its key head.
 template <class Tile>
 __device__ void schedule_and_load_K_Q(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
@@ -151,8 +163,8 @@ __device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared)
     });
 }
 
-// The counter of a part of dQ: 0 until a block takes it, 1 until that block has stored what it staged, then 2. A block
-// waits only for one that waits for nothing.
+// An adder stores or adds what its consumer staged: parts of dQ of 64 queries x 64 columns. The block that sets a part's
+// counter from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on blocks add.
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
@@ -168,6 +180,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
                                  i0 + 64 * Tile::query_box(consumer), h * p.dQ.head, keys.b * p.dQ.batch);
             };
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
+            // The consumers' parts are neighbours: at d 64 in rows, at d 128 in columns.
             int &counter = p.rows.counters[row / 64 * Tile::Boxes + consumer];
             const int state = set_if_0_acquire(counter, 1);
             while (state == 1 && load_acquire(counter) == 1) {
@@ -204,7 +217,8 @@ __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consum
     wgmma_commit();
 }
 
-// dq = softmax_scale dQ for 64 rows of a unit. A thread reads dQ as if it were in an accumulator.
+// dq = softmax_scale dQ, 64 rows of a unit for each consumer. A thread reads dQ as if it were in an accumulator. No block
+// has stored dQ of rows that see no key: store_gradient sets these to 0.
 template <class T, class Tile>
 __device__ void convert_dQ(const FusedParameters &p, int unit) {
     const int thread = opaque(threadIdx.x) - 128, row = thread / 32 * 16 + thread % 32 / 4;
@@ -274,9 +288,9 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
         float dK[D / 2], dV[D / 2];
         const BandOf<int> &band = keys.band;
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
-            const int end = band.keys.end == a.Nk ? keys.j0 + Bc : band.keys.end;  // TMA has set the others to 0
-            for (int n = 0; n < Tile::Consumers; ++n)
-                zero_rows_outside<64, Tile::Boxes>(tiles[n], band.keys.begin - keys.j0 - 64 * n, end - keys.j0 - 64 * n,
+            const int end = band.keys.end == a.Nk ? keys.j0 + Bc : band.keys.end;  // TMA has set rows from Nk on to 0
+            for (int x = 0; x < Tile::Consumers; ++x)
+                zero_rows_outside<64, Tile::Boxes>(tiles[x], band.keys.begin - keys.j0 - 64 * x, end - keys.j0 - 64 * x,
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
@@ -366,13 +380,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     constexpr bool adds_dQ = dQ_is == DQ::added;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        const auto init_all = [](auto &stages, int full, int empty) {
-            for (StageBarriers &stage : stages) init(stage.full, full), init(stage.empty, empty);
-        };
-        init_all(shared.tile_queue, 1, warps + 1 + (adds_dQ ? Tile::Consumers : 0));
-        init_all(shared.KV, 2 * Tile::Consumers, warps);
-        init_all(shared.Q, 2, warps), init_all(shared.dO, 2, warps), init_all(shared.dS_ready, warps, warps);
-        for (auto &dQ : shared.dQ) init_all(dQ, 4, 1);
+        init_pipeline(shared.tile_queue, warps + 1 + (adds_dQ ? Tile::Consumers : 0));
+        init_pipeline(shared.KV, warps, 2 * Tile::Consumers);
+        init_pipeline(shared.Q, warps, 2), init_pipeline(shared.dO, warps, 2);
+        init_pipeline(shared.dS_ready, warps, warps);
+        for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
     };
     const auto produce = [&] {
         if (threadIdx.x == 0) schedule_and_load_K_Q(p, shared);
@@ -412,14 +424,12 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
     float *const dQ = plan.workspace > 0 ? (float *)workspace : nullptr;
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
-        using bfloat16 = __nv_bfloat16;
         const Attention &a = g.a;
-        const bool is_half = a.dtype == Dtype::float16;
-        const auto adds =
-            is_half ? fused_backward_kernel<__half, Tile, DQ::added> : fused_backward_kernel<bfloat16, Tile, DQ::added>;
-        const auto leaves_out = is_half ? fused_backward_kernel<__half, Tile, DQ::left_out>
-                                        : fused_backward_kernel<bfloat16, Tile, DQ::left_out>;
-        const auto kernel = dQ ? adds : leaves_out;
+        const auto kernel_for = [&](auto half) {
+            using T = decltype(half);
+            return dQ ? fused_backward_kernel<T, Tile, DQ::added> : fused_backward_kernel<T, Tile, DQ::left_out>;
+        };
+        const auto kernel = a.dtype == Dtype::float16 ? kernel_for(__half()) : kernel_for(__nv_bfloat16());
         // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
         cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
         if (error != cudaSuccess) return why_not(error);

@@ -32,7 +32,7 @@ struct KeyTile {
         i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
         none = i0 >= i1;
         if (none) i0 = 0, i1 = 1;
-        // Tiles that all queries see begin apart, so that their adders don't meet.
+        // Where all queries see the keys, each tile's walk begins at other queries: blocks add to different dQi.
         start = Tile::kStartsApart && i0 == 0 && i1 == p.a.Nq ? j0 % i1 / Tile::Br * Tile::Br : i0;
         tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
     }
@@ -71,7 +71,7 @@ __device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, 
     });
 }
 
-// Sets rows of a tile of queries that see no key of any tile to 0.
+// Sets blind rows of a tile of queries, which see no key at all, to 0.
 template <class Tile>
 __device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
     const int end = empty(keys.band.keys) ? 0 : keys.band.keys.end - keys.band.first;
@@ -80,7 +80,8 @@ __device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, 
                                              end < Nq ? end - i0 : Tile::Br, barrier);
 }
 
-// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one; lse is of its first.
+// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one; `lse`
+// begins at its first column.
 template <int Count>
 __device__ void compute_P(float (&S)[Count], const float *lse, float c) {
 #pragma unroll

@@ -31,7 +31,7 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     d), or of the pages in options' block_table (1, n).
 
     forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
-    How many blocks there are at most is known without the lengths. The last block has no query and no key.
+    The sum of the lengths bounds the number of blocks. The last block has no query and no key.
     """
     total, B, device = len(q), len(begin), q.device
     if total == 0:  # forward's checks, and its empty results
@@ -96,7 +96,7 @@ def _distinct(*tensors):
 
 
 def attend_pages(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """attend_packed with a block_table. As flash_attn it refuses the backward pass, not the forward pass."""
+    """attend_packed with a block_table. Like flash_attn it refuses only the backward pass."""
     with torch.set_grad_enabled(False):
         results = attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options)
     tensors = q, k, v, s_aux

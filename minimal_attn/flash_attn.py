@@ -276,7 +276,7 @@ def flash_attn_with_kvcache(
 
 
 def _check_pages(block_table, lengths, name, cache):
-    """Pages behind a sequence's last key may have any number."""
+    """Checks the numbers of the pages, but not of those behind a sequence's last key."""
     if 0 in cache.shape[:2]:
         raise ValueError(f"{name} must have pages, of at least 1 key, but has shape {tuple(cache.shape)}")
     if lengths is not None and is_known(block_table):

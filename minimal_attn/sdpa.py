@@ -88,7 +88,7 @@ def explain_scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Explanation | str:
-    """Who computes scaled_dot_product_attention with these arguments.
+    """What computes scaled_dot_product_attention with these arguments.
 
     Returns:
         minimal_attn.explain's answer if it is one of these kernels, else why the call goes to PyTorch's, in a

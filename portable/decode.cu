@@ -3,9 +3,10 @@
 //
 // The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks, whose
 // size depends on the numbers of keys and of key heads alone: a row's bits are the same in each batch and on each GPU.
-// decode_kernel computes Oi, li, mi of each chunk. join_kernel joins the chunks of a row and writes O, l, m. Where there
-// are as many rows as blocks, an item of decode_kernel is a whole row (Share): it joins the chunks itself, as join_kernel
-// would, and writes O, l, m.
+// A block of decode_kernel takes one item after another. An item is one of two things for a tile of rows (Share):
+//     a chunk       Oi, li, mi of it go to the workspace. Then join_kernel joins the chunks of a row and writes O, l, m
+//     a whole row   all chunks: decode_kernel joins them and writes O, l, m. Where rows fill the GPU (share_for)
+// Both add and join in the same order, so the bits are the same: a chunk's warps, four chunks, the fours.
 //
 //     role        | warps | registers            | does
 //     every warp  | 4     | Oi, li, mi, operands:| takes every fourth step (Bc keys) of a chunk: loads it into a stage
@@ -30,7 +31,8 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kMostStages = 2;
-// Whole rows are items where they fill so much of the device's places for blocks: else blocks idle in the last wave.
+// Whole rows are items where they fill at least this part of the device's places for blocks. Below, too many blocks are
+// idle in the last wave.
 constexpr double kLeastFull = 0.8;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
@@ -105,7 +107,7 @@ struct Loader {
 
 // ------------------------------------------------------------------------------ the kernel
 
-// A step. Then the next one's load may begin.
+// Adds a step to Oi, li, mi of the warp. Then the load of a later step may take its stage.
 template <class Tile, class T, class Rows>
 __device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, Rows &rows,
                          const unsigned char *stages, int j) {
@@ -190,6 +192,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
             }
             __syncthreads();
         } else {
+            static_assert(kLeastChunk % Step == 0);  // so a warp's next step is its first one of the next chunk
             const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), chunks = p.of_row.count;
             for (int four = 0; four * kFour < chunks; ++four) {
                 const int first = four * kFour, chunks_of_four = min(kFour, chunks - first);
@@ -262,14 +265,15 @@ int stages_for(const Device &device, int rows) {
     return stages;
 }
 
-// How many blocks the device has room for at once
+// How many blocks the device has room for at once. CUDA takes 1 KB of shared memory for each.
 template <class Tile, class T>
 int64_t places_for(const Device &device, int stages, int rows, Share share) {
     const int shared = shared_bytes<Tile, T>(stages, rows, share) + 1024;
     return (int64_t)std::min((device.shared_memory + 1024) / shared, 2) * device.multiprocessors;
 }
 
-// What an item is: a whole row, where rows fill the device evenly and a block has room for one.
+// What an item is: a whole row, where rows fill the device evenly and a block has room for one. It may depend on B and
+// on the GPU, since the bits don't depend on it.
 template <class Tile, class T>
 Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
     if (!Tile::HasWholeRows || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
@@ -305,7 +309,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
         Decode p;
         const Size size = describe<Tile>(a, nullptr, kOneChunk, p);
         return stages_for<Tile, decltype(element)>(device, rows) > 0 &&
-               size.items <= int64_t(1) << 26 &&  // weights are summed as unsigned
+               size.items <= int64_t(1) << 26 &&  // WorkItem counts them as unsigned
                (p.same_chunks || !share_keys(a) || size.bytes <= std::max(kv_bytes / 4, kLittleWorkspace));
     });
 }

@@ -12,7 +12,8 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 // rows are only 0.4 % of K and V (bfloat16, d 128).
 constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
 
-// What an item is, for one tile of rows. Whole rows have no partial results in the workspace.
+// What an item has of the keys, for one tile of rows: one chunk, or all chunks. A whole row has no partial results in the
+// workspace.
 enum Share { kOneChunk, kWholeRow };
 
 // Chunks are joined by fours, fours by groups (join_kernel). A whole row has at most kMostOfRow chunks, and shared memory
@@ -49,15 +50,16 @@ struct Decode {
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
-    Chunks of_row;  // for kWholeRow: the chunks of each row, which `chunks` then has as one
+    Chunks of_row;  // for kWholeRow: the chunks of each row. `chunks` then has them as a single one
 };
 
 __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
     return p.same_chunks ? p.chunks : chunks_of(a, b);
 }
 
-// One chunk of keys for one tile of queries. Items are numbered by b, key head, chunk, tile. Block x takes item x and
-// each gridDim.x-th after it: blocks that run at the same time read neighbouring keys, and tiles share a chunk in L2.
+// One chunk of keys, or all as one chunk, for one tile of rows. Items are numbered by b, key head, chunk, tile. Block x
+// takes item x and each gridDim.x-th after it: blocks that run at the same time read neighbouring keys, and tiles share
+// a chunk in L2.
 struct WorkItem {
     int b = 0, h_kv, chunk, tile = 0;
     Chunks chunks;

@@ -20,7 +20,8 @@ struct DecodeTile {
     static constexpr int QBytes = OnTensorCores ? Rows * D * (int)sizeof(T) : 0;
 };
 
-// Shared memory of a block: li and mi, in static memory; stages, Qi and Oi of the warps, and of the fours of a row
+// Bytes of shared memory of a block. static_bytes: (li, mi) of the warps and of a row's fours. shared_bytes: these, the
+// stages, Qi, and Oi of the warps and of a row's fours.
 template <class Tile>
 int static_bytes(Share share) {
     return (kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0)) * Tile::Rows * (int)sizeof(float2);

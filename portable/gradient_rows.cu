@@ -11,7 +11,7 @@ namespace {
 
 // Eight neighbouring threads share kCount rows, kStep apart, so that enough loads are in flight.
 constexpr int kThreads = 256, kLanes = 8, kStep = kThreads / kLanes, kCount = 2, kRows = kCount * kStep;
-constexpr int kCounters = kRows / kCounterRows + 1;  // for the rows of a block
+constexpr int kCounters = kRows / kCounterRows + 1;  // that a block sets to 0: those of its rows, and one for the heads
 static_assert(kGradientRows % kRows == 0 && kCount <= kLanes);
 
 template <class T, int N>
@@ -19,8 +19,8 @@ struct alignas(N * sizeof(T)) Chunk {
     T x[N];
 };
 
-// Loads what nothing reads again, so without a place in the L1 cache: 53 us instead of 57 for 16384 tokens of hidden
-// size 2048 on an H100.
+// Loads what nothing reads again, so without a place in the L1 cache: 53 us instead of 57 for 16384 tokens of 16 heads,
+// d 128, on an H100.
 template <class T, int N>
 __device__ Chunk<T, N> load_once(const T *from) {
     if constexpr (N == 1) {
@@ -92,7 +92,7 @@ template <class T>
 cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {
     const bool aligned =
         is_aligned(g.o, g.o_stride, sizeof(T), g.a.d) && is_aligned(g.do_, g.do_stride, sizeof(T), g.a.d);
-    // The memory of so many rows would be beyond any GPU's before the grid is.
+    // No GPU has memory for as many rows as would make the grid too large.
     const unsigned blocks = g.a.B * g.a.Hq * rows.head_stride / kRows;
     fill_rows<T><<<blocks, kThreads, 0, stream>>>(g, rows, aligned);
     return cudaGetLastError();

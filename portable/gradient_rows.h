@@ -1,4 +1,4 @@
-// gradient_rows.h: what every backward kernel reads of each query beside Q and dO.
+// gradient_rows.h: what the backward kernels of portable and hopper read of each query besides Q and dO.
 #pragma once
 
 #include "flash.h"
@@ -16,14 +16,15 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
-    int *counters, *head_counters, *tile_counter;  // zeros: one for each kCounterRows rows, for each head, and one more
+    // Zeros, for hopper/backward_fused.cu: for each part of dQ, 64 x 64, at d up to 128; for each key head; and one.
+    int *counters, *head_counters, *tile_counter;
 };
-constexpr int kCounterRows = 32;
+constexpr int kCounterRows = 32;  // rows for each of `counters`: at d 128 two parts have 64 rows
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// Fills rows.
+// Fills what `rows` points to.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn
