@@ -96,8 +96,9 @@ __device__ bool all_finite(const Rows<Tile> &rows) {
     return zero == 0.f;
 }
 
-// 12. - 13. O = Oi / li, l and m to HBM: Columns neighbouring ones of a row for each group of accumulators. Rows that
-// aren't aligned or join a state are stored by one loop, from Qi's tile: unrolled, it takes a fifth of the compile time.
+// 12. - 13. O = Oi / li, l and m to HBM. A group of accumulators has `Columns` neighbouring columns of a row. Rows that
+// aren't aligned or join a state go through Qi's tile, so that one loop stores them: unrolled, it takes a fifth of the
+// compile time.
 template <class Tile>
 __device__ void store_rows(const Attention &a, const Block<float> &block, const Rows<Tile> &rows, float *Q_tile,
                            int warp_row, bool aligned) {
