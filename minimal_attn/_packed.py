@@ -226,4 +226,4 @@ def gradient_of_sinks(do, out, lse, dlse, sinks):
     D = (do.float() * out.float()).masked_fill(out == 0, 0).sum(-1).mT - dlse
     score = sinks.float()[:, None]
     dS = torch.where(score == -torch.inf, 0, -torch.exp(score - lse) * D)
-    return dS.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
+    return dS.sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)

@@ -494,6 +494,12 @@ def test_gradients(backend, deterministic):
         assert relative_error((x.transpose(1, 2) if x.dim() == 4 else x).double(), y) < 5e-6
 
 
+def test_gradients_without_heads(backend):
+    q, sinks = backend.randn(2, 3, 0, 8).requires_grad_(), backend.randn(0).requires_grad_()
+    out = flash_attn_func(q, q, q, s_aux=sinks, deterministic=True)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, sinks))] == [q.shape, sinks.shape]
+
+
 SEQUENCES = {  # lengths of queries and of keys, options
     "self": ([33, 0, 70, 1], [33, 0, 70, 1], dict(causal=True)),
     "cross": ([5, 60, 0, 20], [40, 7, 12, 0], {}),
