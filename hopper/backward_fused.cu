@@ -233,6 +233,7 @@ __device__ void convert_dQ(const FusedParameters &p, int unit) {
     const BandOf<int> band = band_of_batch(p, b);
     store_gradient<T>(p.dq, b, head % p.Hq, unit % p.units_of_head * kGradientRows + row, p.a.Nq, p.a.d,
                       p.a.softmax_scale, dQ, [&](int i) { return !empty(keys_of_row(band, i)); });
+    __syncwarp();  // all lanes have read the work tile's number, which the first lane releases
 }
 
 // dS^T in place of dP^T.
