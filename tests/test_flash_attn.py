@@ -86,9 +86,8 @@ class Case:
             lengths = LENGTHS_OF_CACHE if "kvcache" in kind else LENGTHS
         self.Nq, self.Nk = choice([(q, k) for q, k in lengths if q * k * self.d * 3 <= work])
         self.Hq = choice([h for h in (3, 4, 6, 9) if h * self.Nq * self.Nk * self.d <= work])
-        self.Hkv = (
-            self.Hq if "qkvpacked" in kind else choice([h for h in (1, 2, 3, self.Hq) if self.Hq % h == 0])
-        )
+        of_keys = [h for h in (1, 2, 3, self.Hq) if self.Hq % h == 0]
+        self.Hkv = self.Hq if "qkvpacked" in kind else choice(of_keys)
         self.B = min(choice([1, 2, 4, 8]), max(1, work // (self.Hq * self.Nq * self.Nk * self.d)))
         self.options = {}
         if choice([True, False]):

@@ -215,14 +215,11 @@ def test_compiled_function(randn):
 
 def test_compiled_with_any_scale(randn):
     """scale may be a SymFloat."""
-    q = randn(2, 4, 50, 64)
+    q, attend = randn(2, 4, 50, 64), minimal_attn.scaled_dot_product_attention
     torch._dynamo.reset()
-    function = torch.compile(
-        minimal_attn.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager"
-    )
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     for scale in 0.25, 0.375:
-        expected = minimal_attn.scaled_dot_product_attention(q, q, q, scale=scale)
-        assert torch.equal(function(q, q, q, scale=scale), expected)
+        assert torch.equal(compiled(q, q, q, scale=scale), attend(q, q, q, scale=scale))
 
 
 # ------------------------------------------------------------------------------------- activate()
