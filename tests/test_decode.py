@@ -157,7 +157,7 @@ def test_whole_rows(cuda_backend, dtype, d, page_size, group, Nq, Nk, options):
     B, Hkv = device.multi_processor_count, 2
     q = backend.randn(B, group * Hkv, Nq, d, dtype=dtype)
     k, v = (backend.randn(1, Hkv, Nk, d, dtype=dtype).expand(B, -1, -1, -1) for _ in "kv")
-    if not is_decode(backend, q[:1], k[:1], v[:1]):
+    if backend.name == "paper" or not is_decode(backend, q[:1], k[:1], v[:1]):
         pytest.skip("another kernel")
     if page_size:
         table = backend.ints(*range(Nk // page_size)).expand(B, -1).contiguous()
