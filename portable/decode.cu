@@ -119,8 +119,8 @@ __device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &l
     loader.fill(a, p);
 }
 
-// 12. - 13. Joins four chunks of a row, whose warps have their sums in shared memory, and at the row's end the fours: the
-// same sums in the same order as join_kernel's.
+// 12. - 13. The block joins the warps' sums of four chunks, which are in shared memory. At the row's end it also joins
+// the fours. The order is that of join_kernel, so the bits are the same.
 template <class T, class Tile>
 __device__ void join_four(const Attention &a, const Decode &p, const WorkItem &item, int four,
                           const float2 (*lm)[kWarps][Tile::Rows], float2 (*lm_of_fours)[Tile::Rows], float *O) {

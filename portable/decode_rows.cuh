@@ -20,17 +20,21 @@ struct DecodeTile {
     static constexpr int QBytes = OnTensorCores ? Rows * D * (int)sizeof(T) : 0;
 };
 
-// Bytes of shared memory of a block. static_bytes: (li, mi) of the warps and of a row's fours. shared_bytes: these, the
-// stages, Qi, and Oi of the warps and of a row's fours.
+// How many parts, a tile's rows each, a block keeps in shared memory: those of its warps, for whole rows also the fours.
+constexpr int parts_in_shared(Share share) {
+    return kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0);
+}
+
+// Bytes of shared memory of a block. static_bytes: (li, mi) of the parts. shared_bytes: these, the stages, Qi, and Oi of
+// the parts.
 template <class Tile>
 int static_bytes(Share share) {
-    return (kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0)) * Tile::Rows * (int)sizeof(float2);
+    return parts_in_shared(share) * Tile::Rows * (int)sizeof(float2);
 }
 template <class Tile, class T>
 int shared_bytes(int stages, int rows, Share share) {
-    const int parts = kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0);
     return static_bytes<Tile>(share) + kWarps * stages * Tile::template StageBytes<T> + Tile::template QBytes<T> +
-           parts * std::min(rows, Tile::Rows) * Tile::D * (int)sizeof(float);
+           parts_in_shared(share) * std::min(rows, Tile::Rows) * Tile::D * (int)sizeof(float);
 }
 
 template <class T>

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
         const float whole = row_sum<kLanes>(sum[r]);
         if (lane == r) D = whole - dlse;
     }
-    if (threadIdx.x < kCounters) rows.counters[blockIdx.x * kCounters + threadIdx.x] = *rows.tile_counter = 0;
+    if (threadIdx.x < kCounters) *rows.tile_counter = 0, rows.counters[blockIdx.x * kCounters + threadIdx.x] = 0;
     if (stores) rows.lse[head * rows.head_stride + i] = lse, rows.D[head * rows.head_stride + i] = D;
 }
 
