@@ -8,6 +8,7 @@ from importlib.machinery import PathFinder
 from itertools import combinations
 
 import torch
+from torch import library
 
 # The operators' tensors that have a row for each batch and head, and all that have a row for each batch.
 # Sinks have one for each head alone.
@@ -167,7 +168,7 @@ def _functional():
 
 def register():
     for operator in _functional():
-        torch.library.register_vmap(operator, _vmap_rule(operator))
+        library.register_vmap(operator, _vmap_rule(operator))
     functions = {
         "torch.utils.flop_counter": _register_flops,
         "torch.distributed.tensor": _register_sharding,
