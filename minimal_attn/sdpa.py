@@ -126,8 +126,8 @@ def _served(
         return "an argument is no tensor"
     # Dynamo has no hasattr of a SymFloat.
     is_scale = scale is None or isinstance(scale, (int, float)) or hasattr(scale, "__float__")
-    if not isinstance(is_causal, bool) or not is_scale:
-        return "is_causal is no bool, or scale no number"
+    if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool) or not is_scale:
+        return "is_causal or enable_gqa is no bool, or scale no number"
     if has_torch_function_variadic(query, key, value):
         return "a tensor's class or a mode overrides PyTorch's functions"
     if not query.layout == key.layout == value.layout == torch.strided:

@@ -146,6 +146,7 @@ WHOLE_ROWS = {
     "pages": (128, 16, 1, 1, 448, {}),
     "eight queries": (128, None, 8, 1, 600, {}),
     "sixteen queries": (128, None, 4, 4, 300, {"causal": True}),
+    "two tiles": (128, 64, 8, 3, 2048, {"causal": True}),
 }
 
 
@@ -154,7 +155,7 @@ def test_whole_rows(cuda_backend, dtype, d, page_size, group, Nq, Nk, options):
     """Many batches, whose blocks take whole rows: the same bits as alone, and as in a call with lengths."""
     backend = cuda_backend
     device = torch.cuda.get_device_properties(0)
-    B, Hkv = device.multi_processor_count, 2
+    B, Hkv = device.multi_processor_count, 8 if Nk > 1024 else 2  # so that a row has at most sixteen chunks
     q = backend.randn(B, group * Hkv, Nq, d, dtype=dtype)
     k, v = (backend.randn(1, Hkv, Nk, d, dtype=dtype).expand(B, -1, -1, -1) for _ in "kv")
     if backend.name == "paper" or not is_decode(backend, q[:1], k[:1], v[:1]):

@@ -127,11 +127,14 @@ def test_pytorch_refuses_what_does_not_fit(randn, shapes, options):
         minimal_attn.scaled_dot_product_attention(*tensors, **options)
 
 
-@pytest.mark.parametrize("wrong", [{"query": None}, {"scale": "1"}, {"is_causal": 1}], ids=str)
-def test_pytorch_refuses_wrong_types(randn, wrong):
-    arguments = dict.fromkeys(("query", "key", "value"), randn(2, 4, 5, 8)) | wrong
+WRONG_TYPES = {"query": None, "scale": "1", "is_causal": 1, "enable_gqa": "a"}
+
+
+@pytest.mark.parametrize("name, wrong", WRONG_TYPES.items(), ids=WRONG_TYPES.keys())
+def test_pytorch_refuses_wrong_types(randn, name, wrong):
+    arguments = dict.fromkeys(("query", "key", "value"), randn(2, 4, 5, 8)) | {name: wrong}
     for function in F.scaled_dot_product_attention, minimal_attn.scaled_dot_product_attention:
-        with pytest.raises(TypeError, match=rf"scaled_dot_product_attention\(\): .*'{[*wrong][0]}'"):
+        with pytest.raises(TypeError, match=rf"scaled_dot_product_attention\(\): .*'{name}'"):
             function(**arguments)
 
 
