@@ -43,47 +43,52 @@ LaunchLock::LaunchLock() { launch_mutex.lock(); }
 LaunchLock::~LaunchLock() { launch_mutex.unlock(); }
 
 namespace {
-constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 16;  // bytes: of all, of a launch
-__device__ unsigned char array_of_zeros[kZeros];
+constexpr int kArrays = 8;                                       // for so many streams, the first that ask
+constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 16;  // bytes: of an array; of a launch
+__device__ unsigned char zeros[kArrays][kZeros];
 
-// A device's array. It belongs to the first default stream that asks: a green context has another one.
-struct ArrayOfZeros {
+struct ZerosOfStream {
     unsigned char *begin = nullptr;
     int64_t used = kZeros;
-    unsigned long long stream_id;
 };
+
 std::mutex zeros_mutex;
-std::map<int, ArrayOfZeros> zeros_of_device;
+// By device and id. No two streams of a process have one id, though their handles may be equal.
+std::map<std::pair<int, unsigned long long>, ZerosOfStream> zeros_of_streams;
 
 // Null if the launch needs a memset of its own.
 unsigned char *take_zeros(int64_t bytes, cudaStream_t stream) {
     int device;
-    unsigned long long stream_id;
-    if (cudaGetDevice(&device) != cudaSuccess || cudaStreamGetId(stream, &stream_id) != cudaSuccess) return nullptr;
-    ArrayOfZeros &zeros = zeros_of_device[device];
-    if (!zeros.begin) {
-        if (cudaGetSymbolAddress((void **)&zeros.begin, array_of_zeros) != cudaSuccess) return nullptr;
-        zeros.stream_id = stream_id;
+    unsigned long long id;
+    cudaStreamCaptureStatus status;
+    if (bytes > kMostZeros || cudaGetDevice(&device) != cudaSuccess || cudaStreamGetId(stream, &id) != cudaSuccess ||
+        cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone)
+        return nullptr;
+    auto found = zeros_of_streams.find({device, id});
+    if (found == zeros_of_streams.end()) {
+        const auto is_of_device = [&](const auto &entry) { return entry.first.first == device; };
+        const auto n = std::count_if(zeros_of_streams.begin(), zeros_of_streams.end(), is_of_device);
+        void *address;
+        if (n == kArrays || cudaGetSymbolAddress(&address, zeros) != cudaSuccess) return nullptr;
+        found = zeros_of_streams.insert({{device, id}, {(unsigned char *)address + n * kZeros}}).first;
     }
-    if (stream_id != zeros.stream_id) return nullptr;
-    if (zeros.used + bytes > kZeros) {  // the stream's order keeps it behind the launches that use it
-        if (cudaMemsetAsync(zeros.begin, 0, kZeros, stream) != cudaSuccess) return nullptr;
-        zeros.used = 0;
+    ZerosOfStream &array = found->second;
+    if (array.used + bytes > kZeros) {  // launches before this one are done with the array, by the stream's order
+        if (cudaMemsetAsync(array.begin, 0, kZeros, stream) != cudaSuccess) return nullptr;
+        array.used = 0;
     }
-    unsigned char *const part = zeros.begin + zeros.used;
-    zeros.used += (bytes + 127) / 128 * 128;
+    unsigned char *const part = array.begin + array.used;
+    array.used += (bytes + 127) / 128 * 128;
     return part;
 }
 }  // namespace
 
 Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullptr) {
     if (bytes == 0) return;
-    if (stream == nullptr && bytes <= kMostZeros) {
-        zeros_mutex.lock();
-        memory = take_zeros(bytes, stream);
-        if (memory) return;
-        zeros_mutex.unlock();
-    }
+    zeros_mutex.lock();
+    memory = take_zeros(bytes, stream);
+    if (memory) return;
+    zeros_mutex.unlock();
     memory = workspace, by_memset = true;
     error = cudaMemsetAsync(workspace, 0, bytes, stream);
 }

@@ -160,8 +160,8 @@ struct LaunchLock {
 };
 
 // Memory for the counters of a launch, 0 when its kernel begins: a part of the workspace, by a memset. That takes 1.2 us
-// of host time and ends the overlap with the kernel before. So on the default stream, which no graph can capture, it is
-// the next part of an array that one memset sets to 0 for hundreds of launches.
+// of host time and ends the overlap with the kernel before. So it mostly is the next part of the stream's own array, which
+// one memset sets to 0 for hundreds of launches. Not in a graph, which would use that part again.
 struct Zeros {
     void *memory;  // null for 0 bytes
     bool by_memset = false;
