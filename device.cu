@@ -59,10 +59,11 @@ std::map<std::pair<int, unsigned long long>, ZerosOfStream> zeros_of_streams;
 // Null if the launch needs a memset of its own.
 unsigned char *take_zeros(int64_t bytes, cudaStream_t stream) {
     int device;
-    unsigned long long id;
+    unsigned long long id;  // which a capturing stream may not be asked for
     cudaStreamCaptureStatus status;
-    if (bytes > kMostZeros || cudaGetDevice(&device) != cudaSuccess || cudaStreamGetId(stream, &id) != cudaSuccess ||
-        cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone)
+    if (bytes > kMostZeros || cudaGetDevice(&device) != cudaSuccess ||
+        cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone ||
+        cudaStreamGetId(stream, &id) != cudaSuccess)
         return nullptr;
     auto found = zeros_of_streams.find({device, id});
     if (found == zeros_of_streams.end()) {
