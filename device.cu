@@ -1,9 +1,11 @@
-// device.cu: host code of device.h. The headers of its set and its mutex would cost each other .cu file a second.
+// device.cu: host code of device.h. The headers of its maps and mutexes would cost each other .cu file a second.
 #include "device.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 namespace minimal_attn {
 
