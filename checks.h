@@ -4,7 +4,7 @@
 // Meta (shapes without data, torch.compile) refuses what the backends refuse.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>

@@ -1,8 +1,11 @@
-// device.cu: host code of device.h. The headers of its set and its mutex would cost each other .cu file a second.
+// device.cu: host code of device.h. The headers of its maps and mutexes would cost each other .cu file a second.
 #include "device.h"
 
+#include <algorithm>
+#include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 namespace minimal_attn {
 
@@ -16,11 +19,85 @@ cudaError_t allow_shared_memory(const void *kernel, int bytes) {
     return error;
 }
 
+cudaError_t allow_all_shared_memory(const void *kernel, int &ptx_version) {
+    thread_local std::map<std::pair<const void *, int>, int> allowed;  // the PTX versions
+    int device;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const auto found = allowed.find({kernel, device});
+    if (found != allowed.end()) return ptx_version = found->second, cudaSuccess;
+    cudaFuncAttributes attributes;
+    int most;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     most - (int)attributes.sharedSizeBytes);
+    if (error == cudaSuccess) allowed[{kernel, device}] = ptx_version = attributes.ptxVersion;
+    return error;
+}
+
 namespace {
 std::mutex launch_mutex;
 }  // namespace
 
 LaunchLock::LaunchLock() { launch_mutex.lock(); }
 LaunchLock::~LaunchLock() { launch_mutex.unlock(); }
+
+namespace {
+constexpr int kArrays = 8;                                       // for so many streams, the first that ask
+constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 16;  // bytes: of an array; of a launch
+__device__ unsigned char zeros[kArrays][kZeros];
+
+struct ZerosOfStream {
+    unsigned char *begin = nullptr;
+    int64_t used = kZeros;
+};
+
+std::mutex zeros_mutex;
+// By device and id. No two streams of a process have one id, though their handles may be equal.
+std::map<std::pair<int, unsigned long long>, ZerosOfStream> zeros_of_streams;
+
+// Null if the launch needs a memset of its own.
+unsigned char *take_zeros(int64_t bytes, cudaStream_t stream) {
+    int device;
+    unsigned long long id;  // which a capturing stream may not be asked for
+    cudaStreamCaptureStatus status;
+    if (bytes > kMostZeros || cudaGetDevice(&device) != cudaSuccess ||
+        cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone ||
+        cudaStreamGetId(stream, &id) != cudaSuccess)
+        return nullptr;
+    auto found = zeros_of_streams.find({device, id});
+    if (found == zeros_of_streams.end()) {
+        const auto is_of_device = [&](const auto &entry) { return entry.first.first == device; };
+        const auto n = std::count_if(zeros_of_streams.begin(), zeros_of_streams.end(), is_of_device);
+        void *address;
+        if (n == kArrays || cudaGetSymbolAddress(&address, zeros) != cudaSuccess) return nullptr;
+        found = zeros_of_streams.insert({{device, id}, {(unsigned char *)address + n * kZeros}}).first;
+    }
+    ZerosOfStream &array = found->second;
+    if (array.used + bytes > kZeros) {  // launches before this one are done with the array, by the stream's order
+        if (cudaMemsetAsync(array.begin, 0, kZeros, stream) != cudaSuccess) return nullptr;
+        array.used = 0;
+    }
+    unsigned char *const part = array.begin + array.used;
+    array.used += (bytes + 127) / 128 * 128;
+    return part;
+}
+}  // namespace
+
+Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullptr) {
+    if (bytes == 0) return;
+    zeros_mutex.lock();
+    memory = take_zeros(bytes, stream);
+    if (memory) return;
+    zeros_mutex.unlock();
+    memory = workspace, by_memset = true;
+    error = cudaMemsetAsync(workspace, 0, bytes, stream);
+}
+
+Zeros::~Zeros() {
+    if (memory && !by_memset) zeros_mutex.unlock();
+}
 
 }  // namespace minimal_attn

@@ -129,6 +129,10 @@ cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int bytes) {
     return allow_shared_memory((const void *)kernel, bytes);
 }
 
+// As much as any block may have, for a kernel whose launches need different numbers. ptx_version is the compute
+// capability that the kernel's code was compiled for, 90 for 9.0.
+cudaError_t allow_all_shared_memory(const void *kernel, int &ptx_version);
+
 // Null, or why nothing was launched.
 inline const char *why_not(cudaError_t error) {
     if (error == cudaSuccess) return nullptr;
@@ -153,6 +157,20 @@ cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
 struct LaunchLock {
     LaunchLock();
     ~LaunchLock();
+};
+
+// Memory for the counters of a launch, 0 when its kernel begins: a part of the workspace, by a memset. That takes 1.2 us
+// of host time and ends the overlap with the kernel before. So it mostly is the next part of the stream's own array, which
+// one memset sets to 0 for hundreds of launches. Not in a graph, which would use that part again.
+struct Zeros {
+    void *memory;  // null for 0 bytes
+    bool by_memset = false;
+    cudaError_t error = cudaSuccess;
+
+    // Exists until the kernel is launched. Else another thread could meanwhile go through the whole array.
+    Zeros(void *workspace, int64_t bytes, CUstream_st *stream);
+    Zeros(const Zeros &) = delete;
+    ~Zeros();
 };
 
 // Launches all blocks of a plan. The kernel's shared memory may have another size in each call. The kernel's last

@@ -5,11 +5,16 @@
 // The dispatcher chooses between Autocast (casts q, k, v), Autograd (autograd.h), Meta (shapes only), CPU, CUDA.
 // Gradients likewise: operator minimal_attn::backward -> differentiate(), which fills `Gradient` -> a backend.
 
+#define AT_PER_OPERATOR_HEADERS  // torch's headers then include what they need, not all operators: 5 s of compiling
+
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
@@ -33,8 +38,9 @@
 #include "tensors.h"
 
 #ifdef WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #endif
 
 namespace minimal_attn {

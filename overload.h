@@ -2,8 +2,7 @@
 // the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd records a node (autograd.h).
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <array>
@@ -15,6 +14,12 @@
 #include <utility>
 
 #include "autograd.h"
+
+// Of ATen/autocast_mode.h, which includes all operators: 3 s of compiling
+namespace at::autocast {
+TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor &arg, c10::DeviceType device_type);
+TORCH_API ScalarType get_autocast_dtype(c10::DeviceType device_type);
+}  // namespace at::autocast
 
 namespace minimal_attn {
 

@@ -197,7 +197,7 @@ const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan 
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel =
             a.dtype == Dtype::float16 ? dkdv_wide_kernel<__half, Tile> : dkdv_wide_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, nullptr, 0, stream);
+        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream);
     });
 }
 

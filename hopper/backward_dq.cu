@@ -248,7 +248,7 @@ const char *launch_dq(const Gradient &g, const GradientRows &rows, const Plan &p
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel =
             g.a.dtype == Dtype::float16 ? dq_hopper_kernel<__half, Tile> : dq_hopper_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, workspace, plan.workspace, stream);
+        return launch_kernel<Tile>(kernel, p, plan, Zeros(workspace, plan.workspace, stream), stream);
     });
 }
 

@@ -22,14 +22,15 @@ inline void set_heads_and_mask(Parameters &p) {
     if (p.same_band) p.band = narrow(band_of(a, 0));
 }
 
-// Fills the parameters that all kernels have, sets the counters, which begin the workspace, to 0, and launches. Without
-// these the kernel may begin while the one before it in the stream ends (programmatic dependent launch).
+// Fills the parameters that all kernels have and launches. Without a memset the kernel may begin while the one before it
+// in the stream ends (programmatic dependent launch).
 template <class Tile, class Parameters>
-const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, void *workspace,
-                          int64_t counter_bytes, cudaStream_t stream) {
+const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, const Zeros &counters,
+                          cudaStream_t stream) {
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
     cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
+    if (error == cudaSuccess) error = counters.error;
     if (error != cudaSuccess) return why_not(error);
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
@@ -45,15 +46,13 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     p.work_tiles = a.B * a.Hq * p.Tr;
     p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;
     p.sequential_heads = a.B * a.Hq - p.interleaved_heads;
-    p.tile_counter = plan.workspace > 0 ? (int *)workspace : nullptr;
+    p.tile_counter = (int *)counters.memory;
 
-    if (counter_bytes > 0) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
-    overlap.val.programmaticStreamSerializationAllowed = counter_bytes == 0;
+    overlap.val.programmaticStreamSerializationAllowed = !counters.by_memset;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,
                                     stream,          &overlap,           1};
-    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);
-    return why_not(error);
+    return why_not(cudaLaunchKernelEx(&config, kernel, p));
 }
 
 }  // namespace minimal_attn::hopper

@@ -319,10 +319,10 @@ Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores)
         using Tile = decltype(tile);
         using T = decltype(element);
         Decode p;
-        describe<Tile>(a, nullptr, kOneChunk, p);
+        Size size = describe<Tile>(a, nullptr, kOneChunk, p);
         const int stages = stages_for<Tile, T>(device, p.rows);
         const Share share = share_for<Tile, T>(a, device, p, stages);
-        const Size size = describe<Tile>(a, nullptr, share, p);
+        if (share == kWholeRow) size = describe<Tile>(a, nullptr, share, p);
         const int64_t blocks = std::min(size.items, places_for<Tile, T>(device, stages, p.rows, share));
         const int shared = shared_bytes<Tile, T>(stages, p.rows, share) - static_bytes<Tile>(share);
         return Plan{share == kWholeRow ? kDecodeRows : kDecode,
@@ -349,16 +349,10 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         auto kernel = decode_kernel<T, Tile, kOneChunk>;
         if constexpr (Tile::HasWholeRows)
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
-        cudaFuncAttributes attributes;
-        int device = 0, most = 0;
-        cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-        if (error == cudaSuccess) error = cudaGetDevice(&device);
-        if (error == cudaSuccess)
-            error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        // As much as any call needs, since another thread may launch the same kernel for more rows.
-        if (error == cudaSuccess) error = allow_shared_memory(kernel, most - (int)attributes.sharedSizeBytes);
+        int ptx_version;
+        cudaError_t error = allow_all_shared_memory((const void *)kernel, ptx_version);
         if (error != cudaSuccess) return error;
-        const bool waits = attributes.ptxVersion >= 90;  // PTX for an older GPU has no griddepcontrol
+        const bool waits = ptx_version >= 90;  // PTX for an older GPU has no griddepcontrol
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
         overlap.val.programmaticStreamSerializationAllowed = 1;
         const auto launch = [&](auto kernel, int64_t grid, int threads, int shared_memory) {

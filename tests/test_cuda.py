@@ -200,19 +200,21 @@ def test_does_not_synchronize(cuda_backend, dtype):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_threads_and_shapes_in_turn(cuda_backend, dtype):
-    """A call finds no counter as an earlier one set it: three threads, each with a stream and two shapes."""
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_threads_and_shapes_in_turn(cuda_backend, dtype, own_stream):
+    """A call finds no counter as an earlier one set it: three threads, together or each with a stream."""
     inputs = [
-        cuda_backend.qkv(B=B, Hq=4, Hkv=2, Nq=N, Nk=N + 50, d=64, dtype=dtype) for B, N in ((2, 300), (1, 70))
+        cuda_backend.qkv(B=B, Hq=4, Hkv=2, Nq=N, Nk=N + 50, d=64, dtype=dtype)
+        for B, N in ((2, 300), (200, 70), (1, 70))
     ]
     expected = [cuda_backend.forward(*tensors, causal=True) for tensors in inputs]
     torch.cuda.synchronize()
 
     def calls(_):
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
             results = [[cuda_backend.forward(*tensors, causal=True) for tensors in inputs] for _ in range(20)]
             torch.cuda.current_stream().synchronize()
-        return all(torch.equal(o, e) for both in results for o, e in zip(both, expected, strict=True))
+        return all(torch.equal(o, e) for each in results for o, e in zip(each, expected, strict=True))
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(calls, range(3))) == [True] * 3

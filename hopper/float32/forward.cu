@@ -371,9 +371,9 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
         using Tile = decltype(tile);
         Float32Parameters p{{a}};
         const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
-        const int64_t counter_bytes =
-            has_workspace ? (char *)p.workspace.inverse_scale - (char *)workspace : plan.workspace;
-        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, workspace, counter_bytes, stream);
+        const Zeros counters(workspace, has_workspace ? p.workspace.counter_bytes : plan.workspace, stream);
+        if (has_workspace) move_counters(p.workspace, workspace, counters);
+        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, counters, stream);
     });
 }
 

@@ -30,8 +30,9 @@ struct Workspace {
     unsigned char *hi_lo;
     int batches, Tc;  // batches (1 if all have the same K and V), tiles of keys
     Divisor jobs_per_head;
-    int tiles_per_job;  // of K or of V: one, or more where there are many
-    float *sums;        // of each consumer's fallback (float_block); null if there are few keys
+    int tiles_per_job;      // of K or of V: one, or more where there are many
+    float *sums;            // of each consumer's fallback (float_block); null if there are few keys
+    int64_t counter_bytes;  // tiles_taken, jobs_taken and heads
 };
 
 struct Float32Parameters : Parameters {
@@ -112,12 +113,20 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
         part = (std::remove_reference_t<decltype(part)>)((char *)memory + size), size += (bytes + 127) / 128 * 128;
     };
     take(w.tiles_taken, sizeof(int)), take(w.jobs_taken, sizeof(int));
-    take(w.heads, heads * sizeof(HeadStatus));  // the launch sets all until here to 0
+    take(w.heads, heads * sizeof(HeadStatus)), w.counter_bytes = size;
     take(w.inverse_scale, tiles * sizeof(float4)), take(w.hi_lo, tiles * Tile::KBytes);
     using Fallback = typename Tile::Fallback;
     if (a.Nk > 2 * kTilesOfSum * Fallback::Bc)
         take(w.sums, int64_t(multiprocessors) * Tile::Consumers * Fallback::SumFloats * sizeof(float));
     return size;
+}
+
+// The counters, which begin the workspace, lie in `counters` instead.
+inline void move_counters(Workspace &w, const void *workspace, const Zeros &counters) {
+    const auto move = [&](auto *&part) {
+        part = (std::remove_reference_t<decltype(part)>)((char *)counters.memory + ((char *)part - (char *)workspace));
+    };
+    move(w.tiles_taken), move(w.jobs_taken), move(w.heads);
 }
 
 }  // namespace minimal_attn::hopper
