@@ -161,10 +161,7 @@ __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, c
                                    int row, int j0, Keys fully_visible) {
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
-    if (is_cut) {
-        negate_if_scale_is_negative(Sij, a);
-        mask_scores(Sij, work.band, work.i0 + row, j0);
-    }
+    if (is_cut) mask_scores(Sij, a, work.band, work.i0 + row, j0);
     if (!a.l) return;
 #pragma unroll
     for (int x = 0; x < Count; x += 2)

@@ -241,10 +241,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 }
                 KV.consumer_release(inverse_scale_K, is_lane_0);
                 if (is_last) Q().consumer_release(0.f, is_lane_0);
-                if (needs_mask) {
-                    negate_if_scale_is_negative(Sij, a);
-                    mask_scores(Sij, work.band, work.i0 + row_of_thread(), j0);
-                }
+                if (needs_mask) mask_scores(Sij, a, work.band, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
                 compute_P<Tile>(hi, lo, Sij, softmax, c, c_tile, tile_unit, uses_stale_max, dither, work, j0,
@@ -292,8 +289,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
 template <class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float32_hopper_kernel(const __grid_constant__ Float32Parameters p) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    SharedStorage<Tile> &shared = *(SharedStorage<Tile> *)memory;
+    auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too

@@ -68,7 +68,8 @@ struct SharedStorage {
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
     float inverse_scale_Q[Tile::Consumers];
     int deferred[Tile::Consumers];  // of each consumer (fallback.h): the work tile deferred most recently, or -1
-    GroupScratch groups[Tile::Consumers + Tile::Splitters];
+    // Where a splitter group exchanges numbers. Aligned, so that a 16-byte read takes no other group's words along.
+    alignas(16) int2 groups[Tile::Consumers + Tile::Splitters][4];
     double flushed_l[Tile::Br];  // see flush_row_sum
     float m_of_O[Tile::Br];      // see flush_O
     // Of splitters.h
