@@ -196,16 +196,6 @@ constexpr float kMostByStaleMax = 256.f;
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 
-// Moves m from the stale maximum to the exact one, as if by one more tile with the largest scores.
-template <int Count>
-__device__ void update_to_exact_max(float (&Oi)[Count], SoftmaxState &softmax, float c) {
-    const float (&largest)[2] = softmax.largest;
-    float two_of_each_row[4] = {largest[0], largest[0], largest[1], largest[1]};
-    update_row_max(two_of_each_row, softmax, c);
-    for (int r = 0; r < 2; ++r) softmax.l[r] *= softmax.alpha[r];
-    rescale(Oi, softmax);
-}
-
 template <class T, class Tile>
 __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
@@ -305,7 +295,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 
         if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
         if (a.o_dtype == Dtype::float32) {
-            if (a.l) update_to_exact_max(Oi, softmax, c);
+            if (a.l)  // the exact maximum; cm stays, relative to which l and Oi are
+                for (int r = 0; r < 2; ++r) softmax.m[r] = row_max<4>(fmaxf(softmax.m[r], softmax.largest[r]));
             store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);

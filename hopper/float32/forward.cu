@@ -48,41 +48,34 @@ constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
-// 5. - 6. for j: Kj and Vj, in hi and lo
-template <class Tile>
-__device__ void produce_KV(const Float32Parameters &p, SharedStorage<Tile> &shared, const Float32Work &work,
-                           Pipeline<Tile::Stages> &KV) {
-    if (work.fallback) return;
-    const Workspace &w = p.workspace;
-    fence_async_global();  // threads wrote the tiles, bulk copies read them
-    const int head = workspace_head(p, work), end = 2 * tiles_before<Tile>(work.visible.end);
-    for (int n = 2 * (work.visible.begin / Tile::Bc); n < end; ++n) {
-        KV.producer_acquire();
-        arrive_expect_tx(KV.full(), Tile::KBytes + sizeof(float4));
-        bulk_load(shared.tiles[KV.stage()], hi_lo_tile<Tile>(w, head, n), Tile::KBytes, KV.full());
-        bulk_load(&shared.inverse_scale[KV.stage()], w.inverse_scale + tile_index(w, head, n), sizeof(float4),
-                  KV.full());
-        KV.advance();
-    }
-}
-
 // 7. for i. With a workspace a block's first work tile comes from the counter, too. So a running block gets the lowest
 // number, and no block waits for splits of a block that has not started.
 template <class Tile>
 __device__ void produce(const Float32Parameters &p, SharedStorage<Tile> &shared) {
+    const Workspace &w = p.workspace;
     Pipeline<1> Q{};
     Pipeline<Tile::Stages> KV{shared.KV};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     for (int n = -1;; tile_queue.advance()) {
         tile_queue.producer_acquire();
-        n = p.workspace.heads ? atomicAdd(p.workspace.tiles_taken, 1) : TileScheduler<Tile>{p}.next(n);
+        n = w.heads ? atomicAdd(w.tiles_taken, 1) : TileScheduler<Tile>{p}.next(n);
         const WorkTile work_tile = describe_work<Tile>(p, shared, tile_queue, n);
         Float32Work &work = shared.work[tile_queue.stage()];  // read from there: registers are short
         if (work_tile.b >= 0) wait_for_split<Tile>(p, work);
         arrive(tile_queue.full());
         if (work_tile.b < 0) return;
         produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
-        produce_KV<Tile>(p, shared, work, KV);
+        if (work.fallback) continue;
+        fence_async_global();  // threads wrote the tiles, bulk copies read them
+        const int head = workspace_head(p, work), end = 2 * tiles_before<Tile>(work.visible.end);
+        for (int n = 2 * (work.visible.begin / Tile::Bc); n < end; ++n) {  // 5. - 6. for j: Kj and Vj, in hi and lo
+            KV.producer_acquire();
+            arrive_expect_tx(KV.full(), Tile::KBytes + sizeof(float4));
+            bulk_load(shared.tiles[KV.stage()], hi_lo_tile<Tile>(w, head, n), Tile::KBytes, KV.full());
+            bulk_load(&shared.inverse_scale[KV.stage()], w.inverse_scale + tile_index(w, head, n), sizeof(float4),
+                      KV.full());
+            KV.advance();
+        }
     }
 }
 
@@ -99,17 +92,6 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, b
         __syncwarp();  // the row's four lanes have read it
         if (threadIdx.x % 4 == 0) flushed = sum;
         softmax.l[r] = 0.f;
-    }
-}
-
-// Takes split jobs until the next work tile has arrived. The threads vote whether it has, so that all take the same
-// branch.
-template <class Tile>
-__device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,
-                                    const Pipeline<kQueueStages> &tile_queue) {
-    if (!p.workspace.heads || p.a.d % 4 != 0) return;
-    while (!named_barrier_any(barrier_of_group(warpgroup), 128, tile_queue.is_full()) &&
-           consumer_takes_job<Tile>(p, shared, warpgroup)) {
     }
 }
 

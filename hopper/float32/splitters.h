@@ -5,28 +5,32 @@
 
 namespace minimal_attn::hopper {
 
-// A consumer warpgroup takes a split job and reads its tiles straight from global memory. False: there are no more
-// jobs.
+// A consumer warpgroup takes split jobs until its next work tile has arrived, and reads their tiles straight from global
+// memory. The threads vote whether it has arrived, so that all take the same branch.
 template <class Tile>
-__device__ bool consumer_takes_job(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup) {
+__device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,
+                                    const Pipeline<kQueueStages> &tile_queue) {
+    if (!p.workspace.heads || p.a.d % 4 != 0) return;
+    const int barrier = barrier_of_group(warpgroup);
     SplitJob &next = shared.next_job[warpgroup];
-    if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
-    named_barrier_sync(barrier_of_group(warpgroup), 128);
-    SplitJob job = next;
-    if (job.head < 0) return false;
-    for (; job.n < job.end; ++job.n) {
-        const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
-        const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
-                                   job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
-        const float inverse_scale = split_registers(
-            SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, job.valid_rows<Tile>(), true,
-            hi_lo_tile<Tile>(p.workspace, job.head, job.n),
-            [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
-        named_barrier_sync(barrier_of_group(warpgroup), 128);  // all have written their part
-        if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
-        __syncwarp();
+    while (!named_barrier_any(barrier, 128, tile_queue.is_full())) {
+        if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
+        named_barrier_sync(barrier, 128);
+        SplitJob job = next;
+        if (job.head < 0) return;
+        for (; job.n < job.end; ++job.n) {
+            const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
+            const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
+                                       job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
+            const float inverse_scale = split_registers(
+                SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, job.valid_rows<Tile>(), true,
+                hi_lo_tile<Tile>(p.workspace, job.head, job.n),
+                [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
+            named_barrier_sync(barrier, 128);  // all have written their part
+            if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
+            __syncwarp();
+        }
     }
-    return true;
 }
 
 // A splitter group of the producer, with one float32 tile. Its first thread takes jobs and loads; the last warp's first
