@@ -108,13 +108,7 @@ template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::QStages> Q{}, O{};
     for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
-        for (int warpgroup = 0; work.b >= 0 && warpgroup < Tile::Consumers; ++warpgroup) {
-            Q.barriers = shared.Q[warpgroup];
-            Q.producer_acquire();
-            load_tile<64, Tile::Boxes>(shared.Qi[warpgroup][Q.stage()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
-                                       Q.full());
-        }
-        Q.advance();
+        if (work.b >= 0) load_Q<Tile>(shared, p.Q, work.i0, work.h, work.b, Q);
         if (Tile::O == StoreO::through_Q && last.b >= 0) {
             for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
                 wait(shared.Q[warpgroup][O.stage()].empty, O.phase());

@@ -64,7 +64,7 @@ __device__ void produce(const Float32Parameters &p, SharedStorage<Tile> &shared)
         if (work_tile.b >= 0) wait_for_split<Tile>(p, work);
         arrive(tile_queue.full());
         if (work_tile.b < 0) return;
-        produce_Q<Tile>(p, shared, work.i0, work.h, work.b, Q);
+        load_Q<Tile, 32>(shared, p.Q, work.i0, work.h, work.b, Q);
         if (work.fallback) continue;
         fence_async_global();  // threads wrote the tiles, bulk copies read them
         const int head = workspace_head(p, work), end = 2 * tiles_before<Tile>(work.visible.end);
@@ -175,7 +175,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
         Q().consumer_wait();
         bool fallback = work.fallback;  // false with the single tile
         if (!fallback) {
-            split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup],
+            split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup][0],
                            {{0, max(work.i1 - work.i0 - 64 * warpgroup, 0)}, false}, shared.inverse_scale_Q[warpgroup]);
             if constexpr (Tile::IsSingle) KV.consumer_wait();  // Kj's inverse scale is known
             fallback = !scores_fit(a, unit);
@@ -201,7 +201,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 // 9. Sij = Qi Kj^T
                 KV.consumer_wait();
                 const float inverse_scale_K = read_by_lane0(shared.inverse_scale[KV.stage()].x, is_lane_0);
-                const unsigned char *const Qi = shared.Qi[warpgroup], *const Kj = shared.tiles[KV.stage()];
+                const unsigned char *const Qi = shared.Qi[warpgroup][0], *const Kj = shared.tiles[KV.stage()];
                 float sums[Sums][Bc / 2], (&Sij)[Bc / 2] = sums[0];
 #pragma unroll
                 for (int n = 0; n < Sums; ++n) issue_QK<Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));

@@ -60,7 +60,7 @@ struct SplitJob {
 template <class Tile>
 struct SharedStorage {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
-    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QBytes];
+    alignas(1024) unsigned char Qi[Tile::Consumers][1][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
     unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];  // what each splitter splits
     Float32Work work[kQueueStages];
@@ -94,17 +94,6 @@ __device__ WorkTile describe_work(const Parameters &p, SharedStorage<Tile> &shar
         work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
     }
     return tile;
-}
-
-// 8. Qi, 64 rows for each consumer, by either producer
-template <class Tile>
-__device__ void produce_Q(const Parameters &p, SharedStorage<Tile> &shared, int i0, int h, int b, Pipeline<1> &Q) {
-    for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
-        Q.barriers = shared.Q[warpgroup];
-        Q.producer_acquire();
-        load_tile<64, Tile::Boxes, 32>(shared.Qi[warpgroup], p.Q, i0 + 64 * warpgroup, h, b, Q.full());
-    }
-    Q.advance();
 }
 
 }  // namespace minimal_attn::hopper
