@@ -279,8 +279,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         init_pipeline(shared.KV, warps);
         for (int &deferred : shared.deferred) deferred = -1;
         for (Barrier &loaded : shared.tile_loaded) init(loaded, 1);
-        for (auto &jobs : shared.current_job)
-            for (SplitJob &job : jobs) job.head = -1;
+        for (SplitJob &job : shared.current_job) job.head = -1;
         for (SplitJob &next : shared.next_job) next.head = 0;
     };
     const auto produce_or_split = [&] {

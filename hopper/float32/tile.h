@@ -74,9 +74,8 @@ struct SharedStorage {
     float m_of_O[Tile::Br];      // see flush_O
     // Of splitters.h
     Barrier tile_loaded[Tile::IsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
-    // What each splitter splits now. Of two warps also the job before, which the second one publishes meanwhile.
-    SplitJob current_job[Tile::Splitters][Tile::SplitterWarps];
-    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // a group's next one; behind the last job head < 0
+    SplitJob current_job[Tile::Splitters];                      // what each splitter splits now
+    SplitJob next_job[Tile::Consumers + Tile::Splitters];       // a group's next one; behind the last job head < 0
 };
 
 // For both producers, `produce` (forward.cu) and `produce_and_split` (single.h): writes the n-th work tile, or that
