@@ -208,7 +208,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 
     // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
     // isn't read: inside an if, ptxas would wait for it at once (C7517, docs/ptxas.md).
-    constexpr bool BeginsEarly = Tile::QStages > 1;  // beside the last Pij Vj of the work tile before
+    constexpr bool begins_early = Tile::QStages > 1;  // beside the last Pij Vj of the work tile before
     bool has_work;
     const auto begin_work_tile = [&] {
         tile_queue.consumer_wait();
@@ -283,13 +283,13 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
                 V.skip_stage();
             }
         }
-        if constexpr (BeginsEarly) begin_work_tile();
-        wgmma_wait<BeginsEarly ? 1 : 0>(Oi);
+        if constexpr (begins_early) begin_work_tile();
+        wgmma_wait<begins_early ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
 
         pad_lse(a, work.b, work.h, work.i1, threadIdx.x % 128);
         if (a.o_dtype == Dtype::float32) {
-            if (a.l)  // the exact maximum; cm stays, relative to which l and Oi are
+            if (a.l)  // the exact maximum; l and Oi stay relative to cm
                 for (int r = 0; r < 2; ++r) softmax.m[r] = row_max<4>(fmaxf(softmax.m[r], softmax.largest[r]));
             store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
@@ -307,7 +307,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
         my_tile.consumer_release();
-        if constexpr (!BeginsEarly) begin_work_tile();
+        if constexpr (!begins_early) begin_work_tile();
         wgmma_wait<0>(Sij);
     }
 }

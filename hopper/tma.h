@@ -1,4 +1,5 @@
-// tma.h: tensor maps, which describe a tensor in global memory to TMA. Made on the host for each call.
+// tma.h: tiles in shared memory, as TMA loads them; tensor maps, which describe a tensor in global memory to TMA. The
+// host makes the maps for each call.
 #pragma once
 #include "hopper/pipeline.h"
 
@@ -19,8 +20,8 @@ __device__ void load_tile(unsigned char *tile, const TensorMap &tensor, int row,
         tma_load(tile + box * Rows * 128, tensor.map, box * BoxColumns, row, h * tensor.head, b * tensor.batch, full);
 }
 
-// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. So many threads do it, which meet at
-// the barrier, set all of them.
+// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. All `Threads` neighbours call it;
+// they meet at the barrier.
 template <int Rows, int Boxes, int Threads = 128>
 __device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
     if (begin <= 0 && end >= Rows) return;
