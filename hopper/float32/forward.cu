@@ -68,11 +68,11 @@ __device__ void produce(const Float32Parameters &p, SharedStorage<Tile> &shared)
         if (work.fallback) continue;
         fence_async_global();  // threads wrote the tiles, bulk copies read them
         const int head = workspace_head(p, work), end = 2 * tiles_before<Tile>(work.visible.end);
-        for (int n = 2 * (work.visible.begin / Tile::Bc); n < end; ++n) {  // 5. - 6. for j: Kj and Vj, in hi and lo
+        for (int tile = 2 * (work.visible.begin / Tile::Bc); tile < end; ++tile) {  // 5. - 6. for j: Kj, then Vj
             KV.producer_acquire();
             arrive_expect_tx(KV.full(), Tile::KBytes + sizeof(float4));
-            bulk_load(shared.tiles[KV.stage()], hi_lo_tile<Tile>(w, head, n), Tile::KBytes, KV.full());
-            bulk_load(&shared.inverse_scale[KV.stage()], w.inverse_scale + tile_index(w, head, n), sizeof(float4),
+            bulk_load(shared.tiles[KV.stage()], hi_lo_tile<Tile>(w, head, tile), Tile::KBytes, KV.full());
+            bulk_load(&shared.inverse_scale[KV.stage()], w.inverse_scale + tile_index(w, head, tile), sizeof(float4),
                       KV.full());
             KV.advance();
         }

@@ -65,8 +65,8 @@ __device__ void split(const float4 (&x)[2], float scale, unsigned char *to_hi, u
     uint32_t hi[4], lo[4];
     for (int c = 0; c < 4; ++c) {
         const float4 &four = x[c / 2];
-        split(c % 2 == 0 ? float2{four.x * scale, four.y * scale} : float2{four.z * scale, four.w * scale}, hi[c],
-              lo[c]);
+        const float2 two = c % 2 == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
+        split({two.x * scale, two.y * scale}, hi[c], lo[c]);
         note(c, hi[c]);
     }
     *(uint4 *)to_hi = {hi[0], hi[1], hi[2], hi[3]};
