@@ -108,13 +108,7 @@ template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::QStages> Q{}, O{};
     for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
-        for (int warpgroup = 0; work.b >= 0 && warpgroup < Tile::Consumers; ++warpgroup) {
-            Q.barriers = shared.Q[warpgroup];
-            Q.producer_acquire();
-            load_tile<64, Tile::Boxes>(shared.Qi[warpgroup][Q.stage()], p.Q, work.i0 + 64 * warpgroup, work.h, work.b,
-                                       Q.full());
-        }
-        Q.advance();
+        if (work.b >= 0) load_Q<Tile>(shared, p.Q, work.i0, work.h, work.b, Q);
         if (Tile::O == StoreO::through_Q && last.b >= 0) {
             for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
                 wait(shared.Q[warpgroup][O.stage()].empty, O.phase());
@@ -161,10 +155,7 @@ __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, c
                                    int row, int j0, Keys fully_visible) {
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
-    if (is_cut) {
-        negate_if_scale_is_negative(Sij, a);
-        mask_scores(Sij, work.band, work.i0 + row, j0);
-    }
+    if (is_cut) mask_scores(Sij, a, work.band, work.i0 + row, j0);
     if (!a.l) return;
 #pragma unroll
     for (int x = 0; x < Count; x += 2)
@@ -199,16 +190,6 @@ constexpr float kMostByStaleMax = 256.f;
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 
-// Moves m from the stale maximum to the exact one, as if by one more tile with the largest scores.
-template <int Count>
-__device__ void update_to_exact_max(float (&Oi)[Count], SoftmaxState &softmax, float c) {
-    const float (&largest)[2] = softmax.largest;
-    float two_of_each_row[4] = {largest[0], largest[0], largest[1], largest[1]};
-    update_row_max(two_of_each_row, softmax, c);
-    for (int r = 0; r < 2; ++r) softmax.l[r] *= softmax.alpha[r];
-    rescale(Oi, softmax);
-}
-
 template <class T, class Tile>
 __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
@@ -227,7 +208,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
 
     // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
     // isn't read: inside an if, ptxas would wait for it at once (C7517, docs/ptxas.md).
-    constexpr bool BeginsEarly = Tile::QStages > 1;  // beside the last Pij Vj of the work tile before
+    constexpr bool begins_early = Tile::QStages > 1;  // beside the last Pij Vj of the work tile before
     bool has_work;
     const auto begin_work_tile = [&] {
         tile_queue.consumer_wait();
@@ -302,13 +283,14 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
                 V.skip_stage();
             }
         }
-        if constexpr (BeginsEarly) begin_work_tile();
-        wgmma_wait<BeginsEarly ? 1 : 0>(Oi);
+        if constexpr (begins_early) begin_work_tile();
+        wgmma_wait<begins_early ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
 
-        if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
+        pad_lse(a, work.b, work.h, work.i1, threadIdx.x % 128);
         if (a.o_dtype == Dtype::float32) {
-            if (a.l) update_to_exact_max(Oi, softmax, c);
+            if (a.l)  // the exact maximum; l and Oi stay relative to cm
+                for (int r = 0; r < 2; ++r) softmax.m[r] = row_max<4>(fmaxf(softmax.m[r], softmax.largest[r]));
             store_state(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);
@@ -316,16 +298,16 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
             Pipeline<Tile::Stages> my_V = V;  // consumer w takes the stage of the w-th next Vj
             for (int n = 0; n < warpgroup; ++n) my_V.advance();
             my_V.producer_acquire();  // all consumers have read this work tile's Vj from that stage
-            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
+            stage_O<T>(a, work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
             __syncwarp();
             if (lane == 0) arrive(shared.O_staged[warpgroup]);
         } else {
-            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
+            stage_O<T>(a, work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
         __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
         my_tile.consumer_release();
-        if constexpr (!BeginsEarly) begin_work_tile();
+        if constexpr (!begins_early) begin_work_tile();
         wgmma_wait<0>(Sij);
     }
 }

@@ -91,15 +91,4 @@ __device__ void pack_operand(uint32_t (&A)[Count], const float (&C)[2 * Count]) 
     for (int x = 0; x < Count; ++x) A[x] = pack<T>(C[2 * x], C[2 * x + 1]);
 }
 
-// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. Each warpgroup sets all of them.
-template <int Rows, int Boxes>
-__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
-    if (begin <= 0 && end >= Rows) return;
-    for (int at = threadIdx.x % 128 * 16; at < Rows * 128; at += 128 * 16)
-        if (at / 128 < begin || at / 128 >= end)
-            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
-    fence_async();
-    named_barrier_sync(barrier, 128);
-}
-
 }  // namespace minimal_attn::hopper

@@ -74,8 +74,7 @@ struct TileScheduler {
         const BandOf<int> band = band_of_batch(p, b);
         Keys visible = keys_of_any(band, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
-        const int none = Tile::kAlignKeys ? band.keys.begin / Tile::Bc * Tile::Bc : 0;
-        if (empty(visible)) visible = {none, none + 1};
+        if (empty(visible)) visible = {band.keys.begin, band.keys.begin + 1};
         if (Tile::kAlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         return {b, h, i0, i1, visible, band, h / p.group};
     }

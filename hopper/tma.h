@@ -1,7 +1,7 @@
-// tma.h: tensor maps, which describe a tensor in global memory to TMA. Made on the host for each call.
+// tma.h: tiles in shared memory, as TMA loads them; tensor maps, which describe a tensor in global memory to TMA. The
+// host makes the maps for each call.
 #pragma once
-#include "device.h"
-#include "hopper/ptx.h"
+#include "hopper/pipeline.h"
 
 namespace minimal_attn::hopper {
 
@@ -18,6 +18,30 @@ __device__ void load_tile(unsigned char *tile, const TensorMap &tensor, int row,
     arrive_expect_tx(full, Rows * Boxes * 128);
     for (int box = 0; box < Boxes; ++box)
         tma_load(tile + box * Rows * 128, tensor.map, box * BoxColumns, row, h * tensor.head, b * tensor.batch, full);
+}
+
+// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. All `Threads` neighbours call it;
+// they meet at the barrier.
+template <int Rows, int Boxes, int Threads = 128>
+__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
+    if (begin <= 0 && end >= Rows) return;
+    for (int at = opaque(threadIdx.x) % Threads * 16; at < Rows * 128; at += Threads * 16)
+        if (at / 128 < begin || at / 128 >= end)
+            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
+    fence_async();
+    named_barrier_sync(barrier, Threads);
+}
+
+// Step 8: a producer loads Qi, 64 rows for each consumer.
+template <class Tile, int BoxColumns = kBoxColumns, class SharedStorage, int Stages>
+__device__ void load_Q(SharedStorage &shared, const TensorMap &tensor, int i0, int h, int b, Pipeline<Stages> &Q) {
+    for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
+        Q.barriers = shared.Q[warpgroup];
+        Q.producer_acquire();
+        load_tile<64, Tile::Boxes, BoxColumns>(shared.Qi[warpgroup][Q.stage()], tensor, i0 + 64 * warpgroup, h, b,
+                                               Q.full());
+    }
+    Q.advance();
 }
 
 // The driver's encoder, found at run time, so that nothing needs to be linked with the driver.

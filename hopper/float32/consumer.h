@@ -8,9 +8,7 @@ namespace minimal_attn::hopper {
 // Tensor cores truncate sums towards 0, so Sij and Tij = Pij Vj are too small, in the mean by these parts of
 // themselves. The exponent's factor and O's weight correct that for free: a quarter less error. m stays uncorrected.
 template <int D>
-constexpr double kTruncationS = (D <= 64 || D > 128 ? 0.8 : 1.4) * 0x1p-23;
-template <int D>
-constexpr float kLog2eS = 1.4426950408889634 * (1 + kTruncationS<D>);
+constexpr float kLog2eS = 1.4426950408889634 * (1 + (D <= 64 || D > 128 ? 0.8 : 1.4) * 0x1p-23);
 // Of sums of 64 keys; of 32 keys, for D > 128, it is half as much, which a float can't express.
 template <int D>
 constexpr float kTruncationT = D <= 128 ? 0x1p-23f : 0.f;

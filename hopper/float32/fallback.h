@@ -39,7 +39,7 @@ __device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile> &sh
     static_assert(Fallback::Threads == 128);
     static_assert(Fallback::SharedBytes * Tile::Consumers <= sizeof(shared.Qi) + sizeof(shared.tiles));
     const ConsumerThreads<Tile> threads{warpgroup};
-    float *const memory = (float *)shared.Qi[0] + warpgroup * Fallback::Floats;
+    float *const memory = (float *)shared.Qi + warpgroup * Fallback::Floats;
     for (int n = shared.deferred[warpgroup]; n >= 0;) {
         const WorkTile work = TileScheduler<Tile>{p}.tile(n);
         n = next_deferred(p, work, warpgroup);

@@ -20,9 +20,8 @@ constexpr uint32_t kTwoMinColumns = 0x3c003c00;  // kMinColumn as two float16s
 constexpr float kMaxScoreUnit = 0x1p-9f;
 
 // Tiles of zeros lose nothing, so they count as if their largest number were 2^-10, which makes units small.
-constexpr float kInverseScaleOfZeros = 0x1p-24f;
 __device__ inline float nonzero_inverse_scale(float inverse_scale) {
-    return inverse_scale > 0.f ? inverse_scale : kInverseScaleOfZeros;
+    return inverse_scale > 0.f ? inverse_scale : 0x1p-24f;
 }
 
 // The power of 2 that brings `largest` to 2^exponent or above; between 2^-100 and 2^100, so that its
@@ -39,6 +38,7 @@ __device__ inline float max_abs(float x, float y) {
     return max;
 }
 __device__ inline float max_abs(const float4 &x) { return max_abs(max_abs(x.x, x.y), max_abs(x.z, x.w)); }
+__device__ inline float max_abs(const float4 (&x)[2]) { return max_abs(max_abs(x[0]), max_abs(x[1])); }
 
 // The same of two pairs of float16s. The signs of the result are arbitrary.
 __device__ inline uint32_t max_abs_of_halves(uint32_t x, uint32_t y) {
@@ -57,22 +57,16 @@ __device__ inline void split(float2 x, uint32_t &hi, uint32_t &lo) {
     hi = *(const uint32_t *)&high, lo = *(const uint32_t *)&low;
 }
 
-struct Eight {
-    float4 four[2];
-
-    __device__ float operator[](int n) const {
-        const float4 &x = four[n / 4];
-        return n % 4 == 0 ? x.x : n % 4 == 1 ? x.y : n % 4 == 2 ? x.z : x.w;
-    }
-};
-__device__ inline float max_abs(const Eight &x) { return max_abs(max_abs(x.four[0]), max_abs(x.four[1])); }
+__device__ inline float element(const float4 &x, int n) { return n == 0 ? x.x : n == 1 ? x.y : n == 2 ? x.z : x.w; }
 
 // Eight numbers to 16 bytes of hi and 16 of lo. note(c, hi) is called with each pair of hi.
 template <class Note>
-__device__ void split(const Eight &x, float scale, unsigned char *to_hi, unsigned char *to_lo, const Note &note) {
+__device__ void split(const float4 (&x)[2], float scale, unsigned char *to_hi, unsigned char *to_lo, const Note &note) {
     uint32_t hi[4], lo[4];
     for (int c = 0; c < 4; ++c) {
-        split({x[2 * c] * scale, x[2 * c + 1] * scale}, hi[c], lo[c]);
+        const float4 &four = x[c / 2];
+        const float2 two = c % 2 == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
+        split({two.x * scale, two.y * scale}, hi[c], lo[c]);
         note(c, hi[c]);
     }
     *(uint4 *)to_hi = {hi[0], hi[1], hi[2], hi[3]};
@@ -82,7 +76,7 @@ __device__ void split(const Eight &x, float scale, unsigned char *to_hi, unsigne
 // Pij's scale. With a current maximum Pij <= 1, and 2^15 leaves room for rounding. With a stale one Pij may reach
 // 15.99, and 2^12 times that is where float16 ends.
 template <class Tile>
-constexpr float kPScale = Tile::IsSingle ? 0x1p15f : 0x1p12f;
+constexpr float kPScale = Tile::kIsSingle ? 0x1p15f : 0x1p12f;
 
 // Dither, below 2^-25: a thread adds it to one Pij of each pair and subtracts it from the other. Small Pij lose up to
 // 2^-25, equal ones always the same amount; the dither varies by lane and tile, so that such losses average out.

@@ -49,7 +49,7 @@ __device__ void produce_and_split(const Parameters &p, SharedStorage<Tile> &shar
             if (n < p.work_tiles) {  // work tile n is head n
                 const int b = n / p.Hq, h = n % p.Hq, key_head = h / p.group;
                 load(false, key_head, b);
-                produce_Q<Tile>(p, shared, 0, h, b, Q);
+                load_Q<Tile, 32>(shared, p.Q, 0, h, b, Q);
                 load(true, key_head, b);
             }
             describe_work<Tile>(p, shared, tile_queue, n);

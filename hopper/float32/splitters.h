@@ -5,40 +5,44 @@
 
 namespace minimal_attn::hopper {
 
-// A consumer warpgroup takes a split job and reads its tiles straight from global memory. False: there are no more
-// jobs.
+// A consumer warpgroup takes split jobs until its next work tile has arrived, and reads their tiles straight from global
+// memory. The threads vote whether it has arrived, so that all take the same branch.
 template <class Tile>
-__device__ bool consumer_takes_job(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup) {
+__device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,
+                                    const Pipeline<kQueueStages> &tile_queue) {
+    if (!p.workspace.heads || p.a.d % 4 != 0) return;
+    const int barrier = barrier_of_group(warpgroup);
     SplitJob &next = shared.next_job[warpgroup];
-    if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
-    named_barrier_sync(barrier_of_group(warpgroup), 128);
-    SplitJob job = next;
-    if (job.head < 0) return false;
-    for (; job.n < job.end; ++job.n) {
-        const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
-        const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
-                                   job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
-        const float inverse_scale = split_registers(
-            SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, job.valid_rows<Tile>(), true,
-            hi_lo_tile<Tile>(p.workspace, job.head, job.n),
-            [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
-        named_barrier_sync(barrier_of_group(warpgroup), 128);  // all have written their part
-        if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
-        __syncwarp();
+    while (!named_barrier_any(barrier, 128, tile_queue.is_full())) {
+        if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
+        named_barrier_sync(barrier, 128);
+        SplitJob job = next;
+        if (job.head < 0) return;
+        for (; job.n < job.end; ++job.n) {
+            const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
+            const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
+                                       job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
+            const float inverse_scale = split_registers(
+                SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, job.valid_rows<Tile>(), true,
+                hi_lo_tile<Tile>(p.workspace, job.head, job.n),
+                [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
+            named_barrier_sync(barrier, 128);  // all have written their part
+            if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
+            __syncwarp();
+        }
     }
-    return true;
 }
 
-// A splitter group of the producer, with one float32 tile. Its first thread takes jobs and loads; the last warp's first
-// thread publishes, which waits for all stores. A one-warp splitter publishes before it waits for `tiles_taken`: a
-// producer warp may need that tile before it can take its next work tile.
+// A splitter group of the producer, with one float32 tile. Its first thread takes jobs, loads and publishes. The next
+// tile arrives while the last one is published. The thread publishes before it waits for `tiles_taken`: a producer warp
+// may need that tile before it can take its next work tile.
 template <class Tile>
 __device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;
     const int group = Tile::Consumers + splitter;
-    SplitJob &next = shared.next_job[group];
+    // Jobs are in shared memory, since registers are short.
+    SplitJob &job = shared.current_job[splitter], &next = shared.next_job[group];
     const auto is_leader = [] { return opaque(threadIdx.x) % (32 * Warps) == 0; };
-    const auto is_publisher = [] { return opaque(threadIdx.x) % (32 * Warps) == 32 * (Warps - 1); };
     const auto load_next = [&] {  // false: it is too early
         if (next.not_before > *(volatile int *)p.workspace.tiles_taken) return false;
         if (next.head >= 0)
@@ -48,16 +52,13 @@ __device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile> &sh
         return true;
     };
     if (is_leader()) next = take_split_job<Tile>(p);
-    float inverse_scale;  // of `last`
+    float inverse_scale;  // of `job`
     for (int parity = 0;; parity ^= 1) {
-        // Jobs are in shared memory, since registers are short. A lone warp has one place for both.
-        SplitJob &job = shared.current_job[splitter][parity % Warps];
-        SplitJob &last = shared.current_job[splitter][(parity + 1) % Warps];
-        const bool is_loaded = is_leader() && load_next();
-        if (is_publisher() && last.head >= 0) publish(p.workspace, last, inverse_scale);
-        if (is_leader()) {
+        if (is_leader()) {  // all threads have met since they read `job`
+            const bool is_loaded = load_next();
+            if (job.head >= 0) publish(p.workspace, job, inverse_scale);
             while (!is_loaded && !load_next()) __nanosleep(100);
-            job = next;  // all threads have met since the last one was read
+            job = next;
             if (job.head >= 0 && ++next.n >= next.end) next = take_split_job<Tile>(p);
         }
         __syncwarp();

@@ -21,7 +21,7 @@ struct Float32Tile {
     // of shared memory, though, so where there is room for one tile only, two warps share it.
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     // One tile of keys and of queries: single.h
-    static constexpr bool IsSingle = Consumers == 1;
+    static constexpr bool kIsSingle = Consumers == 1;
     static constexpr bool kAlignKeys = true;
     using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 31, 55 or 69 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
@@ -60,22 +60,22 @@ struct SplitJob {
 template <class Tile>
 struct SharedStorage {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
-    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QBytes];
+    alignas(1024) unsigned char Qi[Tile::Consumers][1][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
-    unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];  // what each splitter splits
+    unsigned char float32_tiles[Tile::Splitters][Tile::kIsSingle ? 1 : Tile::KBytes];  // what each splitter splits
     Float32Work work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
     float inverse_scale_Q[Tile::Consumers];
     int deferred[Tile::Consumers];  // of each consumer (fallback.h): the work tile deferred most recently, or -1
-    GroupScratch groups[Tile::Consumers + Tile::Splitters];
+    // Where a splitter group exchanges numbers. Aligned, so that a 16-byte read takes no other group's words along.
+    alignas(16) int2 groups[Tile::Consumers + Tile::Splitters][4];
     double flushed_l[Tile::Br];  // see flush_row_sum
     float m_of_O[Tile::Br];      // see flush_O
     // Of splitters.h
-    Barrier tile_loaded[Tile::IsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
-    // What each splitter splits now. Of two warps also the job before, which the second one publishes meanwhile.
-    SplitJob current_job[Tile::Splitters][Tile::SplitterWarps];
-    SplitJob next_job[Tile::Consumers + Tile::Splitters];  // a group's next one; behind the last job head < 0
+    Barrier tile_loaded[Tile::kIsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
+    SplitJob current_job[Tile::Splitters];                       // what each splitter splits now
+    SplitJob next_job[Tile::Consumers + Tile::Splitters];        // a group's next one; behind the last job head < 0
 };
 
 // For both producers, `produce` (forward.cu) and `produce_and_split` (single.h): writes the n-th work tile, or that
@@ -93,17 +93,6 @@ __device__ WorkTile describe_work(const Parameters &p, SharedStorage<Tile> &shar
         work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
     }
     return tile;
-}
-
-// 8. Qi, 64 rows for each consumer, by either producer
-template <class Tile>
-__device__ void produce_Q(const Parameters &p, SharedStorage<Tile> &shared, int i0, int h, int b, Pipeline<1> &Q) {
-    for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
-        Q.barriers = shared.Q[warpgroup];
-        Q.producer_acquire();
-        load_tile<64, Tile::Boxes, 32>(shared.Qi[warpgroup], p.Q, i0 + 64 * warpgroup, h, b, Q.full());
-    }
-    Q.advance();
 }
 
 }  // namespace minimal_attn::hopper
