@@ -287,7 +287,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         wgmma_wait<begins_early ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
 
-        pad_lse(a, work.b, work.h, work.i1, threadIdx.x % 128);
+        if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
         if (a.o_dtype == Dtype::float32) {
             if (a.l)  // the exact maximum; l and Oi stay relative to cm
                 for (int r = 0; r < 2; ++r) softmax.m[r] = row_max<4>(fmaxf(softmax.m[r], softmax.largest[r]));
@@ -298,11 +298,11 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
             Pipeline<Tile::Stages> my_V = V;  // consumer w takes the stage of the w-th next Vj
             for (int n = 0; n < warpgroup; ++n) my_V.advance();
             my_V.producer_acquire();  // all consumers have read this work tile's Vj from that stage
-            stage_O<T>(a, work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
+            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
             __syncwarp();
             if (lane == 0) arrive(shared.O_staged[warpgroup]);
         } else {
-            stage_O<T>(a, work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
+            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
         __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();
