@@ -63,7 +63,7 @@ struct Tile {
     static constexpr bool kSumsFirst = !owns_queries && D == 64;
     static constexpr bool kTakesTurns = !kSplits, kAlignKeys = false, kStartsApart = false;
     static constexpr int XTiles = Owned / 64, Consumers = kSplits ? 2 : XTiles, Threads = 128 * (1 + Consumers);
-    static constexpr int ProducerRegisters = owns_queries || kSplits || Consumers == 3 ? 32 : 24;
+    static constexpr int ProducerRegisters = owns_queries || kSplits ? 32 : 24;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int XBytes = 64 * Boxes * 128, YBytes = Walked * Boxes * 128;
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
@@ -282,8 +282,11 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
                 mask(S);
                 wgmma_wait<0>(dP);
                 compute_dS(dP, S, shared.D[Y2.stage()] + lane % 4 * 2);
-                zero_blind_rows<Tile>(shared.Y1[Y1_of_sum.stage()], work.band, y, p.a.Nq, Tile::kZeroed + warpgroup);
-                zero_blind_rows<Tile>(shared.Y2[Y2.stage()], work.band, y, p.a.Nq, Tile::kZeroed + warpgroup);
+                if (masked) {
+                    zero_blind_rows<Tile>(shared.Y1[Y1_of_sum.stage()], work.band, y, p.a.Nq,
+                                          Tile::kZeroed + warpgroup);
+                    zero_blind_rows<Tile>(shared.Y2[Y2.stage()], work.band, y, p.a.Nq, Tile::kZeroed + warpgroup);
+                }
             }
             mask(dP);
             if constexpr (!is_dQ) pack_operand<T>(P, S);
@@ -338,7 +341,7 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
     constexpr bool is_dV = role == Role::dV;
     constexpr int D = Tile::D, Walked = Tile::Walked;
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
-    Pipeline tile_queue{shared.tile_queue};
+    const Work work = describe(p, TileScheduler<Tile>{p}, blockIdx.x);  // in registers
     Pipeline<Tile::Stages1> first{is_dV ? shared.Y1_ready : shared.Y2_ready};
     Pipeline<Tile::Stages1> second{is_dV ? shared.Y2_ready : shared.Y1_ready};
     Pipeline P_ready{shared.P_ready};
@@ -347,8 +350,6 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
     const Descriptor tiles = descriptor(&shared);
     constexpr int kY1 = 2 * Tile::XBytes, kY2 = kY1 + Tile::Stages1 * Tile::YBytes;
 
-    tile_queue.consumer_wait();
-    const Work &work = shared.work[0];
     const auto issue_S = [&] {  // of the next tile of queries
         const Descriptor all = {opaque(tiles.low)}, X = all + (is_dV ? 0 : Tile::XBytes);
         first.consumer_wait();
@@ -358,12 +359,12 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
     issue_S();
 #pragma unroll
     for (float &x : sum) x = 0.f;
-    const int needed = broadcast_lane0(tiles_of<Tile>(work, work.x0));
-    for (int n = 1, y = broadcast_lane0(work.y0);; ++n) {
+    const int needed = tiles_of<Tile>(work, work.x0);
+    for (int n = 1, y = work.y0;; ++n) {
+        const bool masked = is_cut<Tile>(p, work, work.x0, y);
         const auto mask = [&] {
-            if (is_cut<Tile>(p, work, work.x0, y))
-                mask_columns(S, {seen_by<Tile>(p, work, work.x0 + row), seen_by<Tile>(p, work, work.x0 + row + 8)}, y,
-                             0.f);
+            const int x = work.x0 + row;
+            if (masked) mask_columns(S, {seen_by<Tile>(p, work, x), seen_by<Tile>(p, work, x + 8)}, y, 0.f);
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
@@ -385,8 +386,9 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
         }
         pack_operand<T>(A, S);
         second.consumer_wait();
-        zero_blind_rows<Tile>((is_dV ? shared.Y2 : shared.Y1)[second.stage()], work.band, y, p.a.Nq,
-                              Tile::kZeroed + !is_dV);
+        if (masked)
+            zero_blind_rows<Tile>((is_dV ? shared.Y2 : shared.Y1)[second.stage()], work.band, y, p.a.Nq,
+                                  Tile::kZeroed + !is_dV);
         issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kY2 : kY1) + second.stage() * Tile::YBytes);
         // Each lane has read lse, or D and P: the operand of the issued product depends on them.
         first.consumer_release();
@@ -447,9 +449,9 @@ using Tiles = TileList<
     // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
     Tile<Part::dQ, 256, 128, 64, 2, 1>,
     //
-    Tile<Part::dK_dV, 64, 192, 64, 3, 3>,
+    Tile<Part::dK_dV, 64, 128, 128, 2, 2>,
     //
-    Tile<Part::dK_dV, 128, 128, 64, 4, 3>, Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
+    Tile<Part::dK_dV, 128, 128, 64, 3, 2>, Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
 
 int tile_of(const Attention &a, Part part) {
     if (part == Part::dK_dV) return a.d <= 64 ? 5 : a.d <= 128 ? 6 : a.d <= 192 ? 7 : 8;

@@ -137,7 +137,7 @@ FUSED, TWO = "half backward, fused", "half backward, two kernels"
 HOPPER_TILES = [
     (40, False, FUSED, (128, 128, 64)),
     (100, False, FUSED, (64, 128, 128)),
-    (64, True, TWO, (64, 192, 64)),
+    (64, True, TWO, (128, 128, 64)),
     (96, True, TWO, (64, 128, 128)),
     (128, True, TWO, (64, 128, 128)),
     (130, False, TWO, (64, 64, 192)),
