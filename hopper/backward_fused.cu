@@ -404,24 +404,15 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         const Attention &a = g.a;
         const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
                                                       : fused_backward_kernel<__nv_bfloat16, Tile>;
-        // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
-        cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
-        if (error != cudaSuccess) return why_not(error);
         FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
         const int64_t head = rows.head_stride * Tile::D;
-        if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
-            !make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
-            !make_tensor_map(p.K, a.dtype, a.k, a.k_stride, a.B, a.Hkv, a.Nk, a.d, 64) ||
-            !make_tensor_map(p.V, a.dtype, a.v, a.v_stride, a.B, a.Hkv, a.Nk, a.d, 64) ||
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
             !make_tensor_map(p.dQ, Dtype::float32, dQ, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
-            return "cuTensorMapEncodeTiled refused q, k, v or do";
-        set_heads_and_mask(p);
-        p.work_tiles = p.key_tiles + units_of(g), p.tile_counter = rows.tile_counter;
-        p.sums = dQ, p.added = rows.head_counters;
-        p.units_of_head = rows.head_stride / kGradientRows, p.units_of_group = p.units_of_head * (int)p.group;
-        kernel<<<(unsigned)plan.grid, Tile::Threads, plan.shared_memory, stream>>>(p);
-        return why_not(cudaGetLastError());
+            return "cuTensorMapEncodeTiled refused do";
+        p.sums = dQ, p.added = rows.head_counters, p.tile_counter = rows.tile_counter;
+        p.units_of_head = rows.head_stride / kGradientRows, p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
+        return launch_kernel<Tile>(kernel, p, plan, nullptr, 0, stream, Tile::Br, 64, p.key_tiles + units_of(g));
     });
 }
 

@@ -67,6 +67,7 @@ struct Tile {
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int XBytes = 64 * Boxes * 128, YBytes = Walked * Boxes * 128;
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
+    static_assert(owns_queries || kGradientRows % Walked == 0);
     static_assert(Walked % 16 == 0 && D % 32 == 0 && Owned % 64 == 0 && Stages1 > 1);
 };
 
@@ -104,16 +105,6 @@ __device__ Work describe(const GradientParameters &p, const TileScheduler<Tile> 
     }
 }
 
-// The tensors of X and Y.
-struct Sides {
-    const TensorMap &X1, &X2, &Y1, &Y2;
-};
-template <class Tile>
-__device__ Sides sides_of(const GradientParameters &p) {
-    if constexpr (Tile::owns_queries) return {p.Q, p.dO, p.K, p.V};
-    return {p.K, p.V, p.Q, p.dO};
-}
-
 // Loads the tiles of Y1 or Y2 that a work tile walks, with lse or D of `rows`.
 template <class Tile, int Stages>
 __device__ void load_Y(const GradientParameters &p, const Work &work, const TensorMap &tensor, const float *rows,
@@ -123,9 +114,9 @@ __device__ void load_Y(const GradientParameters &p, const Work &work, const Tens
         for (int y = work.y0; y < work.y1; y += Tile::Walked) {
             Y.producer_acquire();
             if constexpr (!Tile::owns_queries) {
-                const int bytes = min(Tile::Walked, (int)p.rows.head_stride - y) * 4;
-                arrive_expect_tx(Y.full(), bytes);
-                bulk_load(numbers[Y.stage()], rows + (work.b * p.Hq + h) * p.rows.head_stride + y, bytes, Y.full());
+                const float *const from = rows + (work.b * p.Hq + h) * p.rows.head_stride + y;
+                arrive_expect_tx(Y.full(), Tile::Walked * 4);
+                bulk_load(numbers[Y.stage()], from, Tile::Walked * 4, Y.full());
             }
             load_tile<Tile::Walked, Tile::Boxes>(tiles[Y.stage()], tensor, y, h, work.b, Y.full());
             Y.advance();
@@ -143,7 +134,7 @@ __device__ void schedule_and_load_Y1(const GradientParameters &p, SharedStorage<
         const Work work = shared.work[tile_queue.stage()] = describe(p, scheduler, n);
         arrive(tile_queue.full());
         if (work.b < 0) return;
-        load_Y<Tile>(p, work, sides_of<Tile>(p).Y1, p.rows.lse, Y1, shared.Y1, shared.lse);
+        load_Y<Tile>(p, work, Tile::owns_queries ? p.K : p.Q, p.rows.lse, Y1, shared.Y1, shared.lse);
     }
 }
 
@@ -154,9 +145,11 @@ __device__ void load_X(const GradientParameters &p, SharedStorage<Tile> &shared)
         for (int n = 0; work.b >= 0 && n < Tile::XTiles; ++n) {
             X.barriers = shared.X_ready[n];
             X.producer_acquire();
-            const int row = work.x0 + 64 * n;
-            load_tile<64, Tile::Boxes>(shared.X[0][n], sides_of<Tile>(p).X1, row, work.head, work.b, X.full());
-            load_tile<64, Tile::Boxes>(shared.X[1][n], sides_of<Tile>(p).X2, row, work.head, work.b, X.full());
+            const auto load = [&](unsigned char *tile, const TensorMap &tensor) {
+                load_tile<64, Tile::Boxes>(tile, tensor, work.x0 + 64 * n, work.head, work.b, X.full());
+            };
+            load(shared.X[0][n], Tile::owns_queries ? p.Q : p.K);
+            load(shared.X[1][n], Tile::owns_queries ? p.dO : p.V);
         }
         X.advance();
     });
@@ -166,7 +159,7 @@ template <class Tile>
 __device__ void load_Y2(const GradientParameters &p, SharedStorage<Tile> &shared) {
     Pipeline Y2{shared.Y2_ready};
     for_each_work_tile(shared, [&](const Work &work, const Work &) {
-        if (work.b >= 0) load_Y<Tile>(p, work, sides_of<Tile>(p).Y2, p.rows.D, Y2, shared.Y2, shared.D);
+        if (work.b >= 0) load_Y<Tile>(p, work, Tile::owns_queries ? p.V : p.dO, p.rows.D, Y2, shared.Y2, shared.D);
     });
 }
 
@@ -182,11 +175,11 @@ __device__ Keys seen_by(const GradientParameters &p, const Work &work, int x) {
 
 // Whether the 64 rows of X from x on don't see all rows of the tile of Y from y on.
 template <class Tile>
-__device__ bool is_cut(const GradientParameters &p, const Work &work, int x, int y) {
-    constexpr int Queries = Tile::owns_queries ? 64 : Tile::Walked, Keys_ = Tile::owns_queries ? Tile::Walked : 64;
+__device__ bool is_cut(const Work &work, int x, int y) {
+    constexpr int Queries = Tile::owns_queries ? 64 : Tile::Walked, Columns = 64 + Tile::Walked - Queries;
     const int i = Tile::owns_queries ? x : y, j = Tile::owns_queries ? y : x;
     const Keys all_see = keys_of_all(work.band, i, i + Queries);
-    return j < all_see.begin || j + Keys_ > all_see.end || (!Tile::owns_queries && i + Queries > p.a.Nq);
+    return j < all_see.begin || j + Columns > all_see.end;
 }
 
 // How many tiles of Y the 64 rows of X from x on need, at least one; of all that the block walks.
@@ -265,7 +258,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         for (int n = 1, y = broadcast_lane0(work.y0);; ++n) {
             // Read again to save registers.
             const int x = work.x0 + row;
-            const bool masked = is_cut<Tile>(p, work, work.x0 + 64 * warpgroup, y);
+            const bool masked = is_cut<Tile>(work, work.x0 + 64 * warpgroup, y);
             const auto mask = [&](float (&S)[Walked / 2]) {
                 if (masked) mask_columns(S, {seen_by<Tile>(p, work, x), seen_by<Tile>(p, work, x + 8)}, y, 0.f);
             };
@@ -361,7 +354,7 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
     for (float &x : sum) x = 0.f;
     const int needed = tiles_of<Tile>(work, work.x0);
     for (int n = 1, y = work.y0;; ++n) {
-        const bool masked = is_cut<Tile>(p, work, work.x0, y);
+        const bool masked = is_cut<Tile>(work, work.x0, y);
         const auto mask = [&] {
             const int x = work.x0 + row;
             if (masked) mask_columns(S, {seen_by<Tile>(p, work, x), seen_by<Tile>(p, work, x + 8)}, y, 0.f);
@@ -465,10 +458,8 @@ Plan plan_separate(const Gradient &g, const Device &device, Part part) {
         using Tile = decltype(tile);
         Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, "dQ, or dK and dV", tile_of(g.a, part));
         const int64_t key_tiles = key_tiles_of(g.a, Tile::Bc);
-        if (Tile::kSplits)
-            plan.grid = key_tiles;
-        else if (!Tile::owns_queries)
-            plan.grid = std::min<int64_t>(key_tiles, device.multiprocessors);
+        const int64_t most = Tile::kSplits ? key_tiles : device.multiprocessors;
+        if (!Tile::owns_queries) plan.grid = std::min(key_tiles, most);
         plan.workspace = 0;
         return plan;
     });

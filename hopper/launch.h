@@ -46,9 +46,9 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     p.work_tiles = work_tiles ? work_tiles : a.B * a.Hq * p.Tr;
     p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;
     p.sequential_heads = a.B * a.Hq - p.interleaved_heads;
-    if (plan.workspace > 0) p.tile_counter = (int *)workspace;
 
-    if (counter_bytes > 0) error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
+    if (counter_bytes > 0)
+        p.tile_counter = (int *)workspace, error = cudaMemsetAsync(workspace, 0, counter_bytes, stream);
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
     overlap.val.programmaticStreamSerializationAllowed = counter_bytes == 0;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,
