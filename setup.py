@@ -255,7 +255,7 @@ OPTIMIZE = {"main.cpp": "-O2"}
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
 LONGEST = ["main.cpp", "hopper/float32/forward.cu", "hopper/half.cu", "portable/tf32.cu"]
-LONGEST += ["portable/half_backward.cu", "portable/half.cu", "hopper/backward_dq.cu"]
+LONGEST += ["portable/half_backward.cu", "portable/half.cu", "hopper/backward_separate.cu"]
 LONGEST += ["hopper/backward_fused.cu", "cpu/backward.cpp", "cpu/forward.cpp"]
 
 

@@ -4,19 +4,16 @@
 
 namespace minimal_attn::hopper {
 
-// The fused kernel computes dK and dV, with computes_dQ also dQ, for d up to 128. Blocks add their parts of dQ in any
-// order, in the plan's workspace. The counters of `rows` must be 0; the kernel changes them.
-Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ);
+// The fused kernel computes dK, dV and dQ for d up to 128. Blocks add their parts of dQ in any order, in the plan's
+// workspace. The counters of `rows` must be 0; the kernel changes them.
+Plan plan_fused(const Gradient &g, const Device &device);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);
 
-// dQ alone, by a block for each tile of queries: the same bits on every run. Needs the plan's workspace.
-Plan plan_dq(const Gradient &g, const Device &device);
-const char *launch_dq(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
-                      CUstream_st *stream);
-
-// dK and dV alone, by a block for each tile of keys: the same bits on every run. For d above 128.
-Plan plan_dkdv(const Gradient &g, const Device &device);
-const char *launch_dkdv(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream);
+// dK and dV alone; or dQ alone, launched right behind it, since it runs beside the end of the first. The same bits on
+// every run. Each takes work tiles from a counter of `rows` that must be 0.
+enum class Part { dQ, dK_dV };
+Plan plan_separate(const Gradient &g, const Device &device, Part part);
+const char *launch_separate(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream);
 
 }  // namespace minimal_attn::hopper

@@ -57,12 +57,9 @@
 // No wait is circular. An adder waits for a store that has begun, which waits for nothing. Thread 0 waits for tiles of keys
 // that running blocks have taken. It has issued all loads of its own tile before, so that tile ends meanwhile.
 #include "hopper/key_tiles.h"
-#include "hopper/launch.h"
 
 namespace minimal_attn::hopper {
 namespace {
-
-enum class DQ { added, left_out };  // left_out: backward_dq.cu computes it
 
 template <int D_, int Br_, int QStages_, int dOStages_>
 struct Tile {
@@ -95,10 +92,9 @@ struct SharedStorage {
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1];
 };
 
-struct FusedParameters : KeyParameters {
-    TensorMap dQ;       // float32, the rows of a head padded
-    const float *sums;  // its data
-    GradientTensor dq;
+struct FusedParameters : GradientParameters {
+    TensorMap dQ;            // float32, the rows of a head padded
+    const float *sums;       // its data
     Divisor units_of_head;   // of a query head: a work tile converts a unit, kGradientRows rows of dQ
     Divisor units_of_group;  // of all query heads of a key head
     int *added;              // the counters of key heads
@@ -236,17 +232,6 @@ __device__ void convert_dQ(const FusedParameters &p, int unit) {
     __syncwarp();  // all lanes have read the work tile's number, which the first lane releases
 }
 
-// dS^T in place of dP^T.
-template <int Count>
-__device__ void compute_dS(float (&dP)[Count], const float (&P)[Count], const float *Di) {
-#pragma unroll
-    for (int x = 0; x < Count; x += 4) {
-        const float2 two = *(const float2 *)(Di + 2 * x);
-#pragma unroll
-        for (int y = x; y < x + 4; ++y) dP[y] = P[y] * (dP[y] - (y % 2 ? two.y : two.x));
-    }
-}
-
 // dS^T of 64 keys to shared memory, with the swizzle that wgmma expects. `thread` is of the warpgroup.
 template <int Boxes, int BoxBytes, int Count>
 __device__ void stage_dS(unsigned char (&boxes)[Boxes][BoxBytes], const uint32_t (&dS)[Count], int consumer,
@@ -270,7 +255,7 @@ __device__ inline void stage_dQ(unsigned char (&boxes)[2][64 * 128], const float
     fence_async();
 }
 
-template <class T, class Tile, DQ dQ_is>
+template <class T, class Tile>
 __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -283,8 +268,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};
 
     for_each_work_tile(p, shared, [&](int n) {
-        if constexpr (dQ_is == DQ::added)
-            if (n >= p.key_tiles) return convert_dQ<T, Tile>(p, n - p.key_tiles);
+        if (n >= p.key_tiles) return convert_dQ<T, Tile>(p, n - p.key_tiles);
         const KeyTile<Tile> keys(p, n);
         float dK[D / 2], dV[D / 2];
         const BandOf<int> &band = keys.band;
@@ -295,7 +279,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            zero_blind_rows(tile, keys, i0, a.Nq, Tile::kZeroed + consumer);
+            zero_blind_rows<Tile>(tile, keys.band, i0, a.Nq, Tile::kZeroed + consumer);
         };
         // Tiles of queries from full_begin to full_end see all keys of this warpgroup.
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
@@ -341,32 +325,26 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             __syncwarp();                                               // keeps what follows behind the products
             compute_dS(dP, S, shared.Di[dO.stage()] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
-            if constexpr (dQ_is == DQ::added) {
-                dS_written.producer_acquire();
-                stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
-                __syncwarp();
-                if (thread % 32 == 0) arrive(dS_written.full());
-                dS_written.advance();
-                // Under an if, ptxas would wait for the product at once (C7517, docs/ptxas.md).
-                issue_dQ_of_last_tile(dQ, !is_first);
-            }
+            dS_written.producer_acquire();
+            stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
+            __syncwarp();
+            if (thread % 32 == 0) arrive(dS_written.full());
+            dS_written.advance();
+            // Under an if, ptxas would wait for the product at once (C7517, docs/ptxas.md).
+            issue_dQ_of_last_tile(dQ, !is_first);
             issue_AB<T>(dK, dS, descriptor(shared.Qi[Q.stage()], 0));
             __syncwarp();
             wgmma_wait<1>(dV);
             dO.consumer_release();
-            if constexpr (dQ_is == DQ::added) {
-                wgmma_wait<1>(dQ);
-                if (!is_first) store_dQ(dQ);  // beside dK
-            }
+            wgmma_wait<1>(dQ);
+            if (!is_first) store_dQ(dQ);  // beside dK
             wgmma_wait<0>(dK);
             Q.consumer_release();
         });
-        if constexpr (dQ_is == DQ::added) {
-            float dQ[32];
-            issue_dQ_of_last_tile(dQ, true);
-            wgmma_wait<0>(dQ);
-            store_dQ(dQ);
-        }
+        float dQ[32];
+        issue_dQ_of_last_tile(dQ, true);
+        wgmma_wait<0>(dQ);
+        store_dQ(dQ);
         KV.consumer_release();
         const auto counts = [&](int key) { return keys.is_seen(key, a.Nq); };
         store_gradient<T>(p.dv, keys.b, keys.key_head, j, a.Nk, a.d, 1.f, dV, counts);
@@ -374,14 +352,13 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     });
 }
 
-template <class T, class Tile, DQ dQ_is>
+template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     auto &shared = shared_storage<SharedStorage<Tile>>();
-    constexpr bool adds_dQ = dQ_is == DQ::added;
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + 1 + (adds_dQ ? Tile::Consumers : 0));
+        init_pipeline(shared.tile_queue, warps + 1 + Tile::Consumers);
         init_pipeline(shared.KV, warps, 2 * Tile::Consumers);
         init_pipeline(shared.Q, warps, 2), init_pipeline(shared.dO, warps, 2);
         init_pipeline(shared.dS_ready, warps, warps);
@@ -392,9 +369,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 96) load_V_dO(p, shared);
 #pragma unroll  // or the adders spill
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
-            if (adds_dQ && threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
+            if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, dQ_is>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -403,55 +380,40 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<Tile<64, 128, 2, 2>, Tile<128, 64, 3, 2>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-int64_t key_tiles_of(const Gradient &g, int Bc) { return g.a.B * g.a.Hkv * ((g.a.Nk + Bc - 1) / Bc); }
 int64_t units_of(const Gradient &g) { return g.a.B * g.a.Hq * padded_rows(g.a) / kGradientRows; }
 
 }  // namespace
 
-Plan plan_fused(const Gradient &g, const Device &device, bool computes_dQ) {
+Plan plan_fused(const Gradient &g, const Device &device) {
     return with_tile(tile_of(g.a), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         const Attention &a = g.a;
         Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, "dK, dV, dQ", tile_of(a));
-        const int64_t work_tiles = key_tiles_of(g, Tile::Bc) + (computes_dQ ? units_of(g) : 0);
+        const int64_t work_tiles = key_tiles_of(a, Tile::Bc) + units_of(g);
         plan.grid = std::min<int64_t>(work_tiles, device.multiprocessors);
-        plan.workspace = computes_dQ ? a.B * a.Hq * padded_rows(a) * Tile::D * 4 : 0;
+        plan.workspace = a.B * a.Hq * padded_rows(a) * Tile::D * 4;
         return plan;
     });
 }
 
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream) {
-    float *const dQ = plan.workspace > 0 ? (float *)workspace : nullptr;
+    float *const dQ = (float *)workspace;
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
         const Attention &a = g.a;
-        const auto kernel_for = [&](auto half) {
-            using T = decltype(half);
-            return dQ ? fused_backward_kernel<T, Tile, DQ::added> : fused_backward_kernel<T, Tile, DQ::left_out>;
-        };
-        const auto kernel = a.dtype == Dtype::float16 ? kernel_for(__half()) : kernel_for(__nv_bfloat16());
-        // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
-        cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
-        if (error != cudaSuccess) return why_not(error);
-        FusedParameters p{{{a}}};
+        const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
+                                                      : fused_backward_kernel<__nv_bfloat16, Tile>;
+        FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
         const int64_t head = rows.head_stride * Tile::D;
-        if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
-            !make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
-            !make_tensor_map(p.K, a.dtype, a.k, a.k_stride, a.B, a.Hkv, a.Nk, a.d, 64) ||
-            !make_tensor_map(p.V, a.dtype, a.v, a.v_stride, a.B, a.Hkv, a.Nk, a.d, 64) ||
-            (dQ && !make_tensor_map(p.dQ, Dtype::float32, dQ, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
-                                    Tile::D, 64)))
-            return "cuTensorMapEncodeTiled refused q, k, v or do";
-        p.rows = rows, p.c = a.softmax_scale * kLog2e;
-        p.dk = gradient_tensor(g, g.dk, g.dk_stride), p.dv = gradient_tensor(g, g.dv, g.dv_stride);
-        set_heads_and_mask(p);
-        p.Tc = (a.Nk + Tile::Bc - 1) / Tile::Bc, p.key_tiles = key_tiles_of(g, Tile::Bc);
-        p.work_tiles = p.key_tiles + (dQ ? units_of(g) : 0), p.tile_counter = rows.tile_counter;
-        p.sums = dQ, p.dq = gradient_tensor(g, g.dq, g.dq_stride), p.added = rows.head_counters;
-        p.units_of_head = rows.head_stride / kGradientRows, p.units_of_group = p.units_of_head * (int)p.group;
-        kernel<<<(unsigned)plan.grid, Tile::Threads, plan.shared_memory, stream>>>(p);
-        return why_not(cudaGetLastError());
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
+            !make_tensor_map(p.dQ, Dtype::float32, dQ, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
+                             Tile::D, 64))
+            return "cuTensorMapEncodeTiled refused do";
+        p.sums = dQ, p.added = rows.head_counters, p.tile_counter = rows.tile_counter;
+        p.units_of_head = rows.head_stride / kGradientRows, p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
+        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream, Tile::Br, 64,
+                                   p.key_tiles + units_of(g));
     });
 }
 

@@ -3,6 +3,7 @@
 #include "hopper/backward.h"
 #include "hopper/epilogue.h"
 #include "hopper/half.h"
+#include "hopper/launch.h"
 
 namespace minimal_attn::hopper {
 
@@ -14,8 +15,27 @@ struct GradientTensor {
     bool aligned;  // rows begin and end at multiples of 16 bytes
 };
 
-inline GradientTensor gradient_tensor(const Gradient &g, void *data, const Strides &stride) {
-    return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
+struct GradientParameters : Parameters {
+    TensorMap dO;
+    GradientTensor dq, dk, dv;
+    GradientRows rows;
+    float c;        // softmax_scale log2(e)
+    Divisor Tc;     // tiles of keys of a head
+    int key_tiles;  // of all heads
+};
+
+inline int64_t key_tiles_of(const Attention &a, int Bc) { return a.B * a.Hkv * ((a.Nk + Bc - 1) / Bc); }
+
+// What the host knows before launch_kernel.
+inline GradientParameters gradient_parameters(const Gradient &g, const GradientRows &rows, int Bc) {
+    const auto tensor = [&](void *data, const Strides &stride) -> GradientTensor {
+        return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
+    };
+    GradientParameters p{g.a};
+    p.dq = tensor(g.dq, g.dq_stride), p.dk = tensor(g.dk, g.dk_stride), p.dv = tensor(g.dv, g.dv_stride);
+    p.rows = rows, p.c = g.a.softmax_scale * kLog2e;
+    p.Tc = (g.a.Nk + Bc - 1) / Bc, p.key_tiles = key_tiles_of(g.a, Bc);
+    return p;
 }
 
 // Stores factor times an accumulator to rows i and i + 8 of head h, if they are below `rows`. Rows where counts(i) is

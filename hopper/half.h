@@ -22,10 +22,11 @@ __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeli
 // A producer thread calls use(work, last) for each work tile and the one before it, then once with work.b < 0.
 template <class SharedStorage, class Use>
 __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
+    using Work = std::remove_reference_t<decltype(shared.work[0])>;
     Pipeline tile_queue{shared.tile_queue};
-    for (WorkTile last{-1};; tile_queue.consumer_release()) {
+    for (Work last{-1};; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
-        const WorkTile work = shared.work[tile_queue.stage()];
+        const Work work = shared.work[tile_queue.stage()];
         use(work, last);
         if (work.b < 0) return;
         last = work;

@@ -1,18 +1,9 @@
-// key_tiles.h: the shared parts of backward_fused.cu and backward_dkdv.cu. A block of these kernels owns a tile of keys
-// and walks the tiles of queries.
+// key_tiles.h: tiles of keys that a block owns, while it walks the tiles of queries. For backward_fused.cu and
+// backward_separate.cu.
 #pragma once
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {
-
-struct KeyParameters : Parameters {
-    TensorMap dO;
-    GradientTensor dk, dv;
-    GradientRows rows;
-    float c;        // softmax_scale log2(e)
-    Divisor Tc;     // tiles of keys of a head
-    int key_tiles;  // of all heads
-};
 
 // Tile n of keys: those from j0 on, and `tiles` tiles of the queries i0 <= i < i1 of the heads from h0 on. Queries that
 // see one of the keys are neighbours, since the band's bounds only grow with i.
@@ -23,7 +14,7 @@ struct KeyTile {
     bool none;  // no query sees them: one tile is computed all the same, and masked
     BandOf<int> band;
 
-    __device__ KeyTile(const KeyParameters &p, int n) {
+    __device__ KeyTile(const GradientParameters &p, int n) {
         const int head = n / p.Tc;
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
         band = band_of_batch(p, b);
@@ -57,7 +48,7 @@ struct KeyTile {
 
 // Loads all Qi of a tile of keys with lse_i, or all dOi with Di.
 template <class Tile, int Stages, int Bytes>
-__device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, const TensorMap &Q_or_dO,
+__device__ void load_queries(const GradientParameters &p, const KeyTile<Tile> &keys, const TensorMap &Q_or_dO,
                              const float *rows, Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
                              float (&numbers)[Stages][Tile::Br]) {
     keys.for_each_query_tile([&](int h, int i0, bool) {
@@ -73,11 +64,11 @@ __device__ void load_queries(const KeyParameters &p, const KeyTile<Tile> &keys, 
 
 // Sets blind rows of a tile of queries, which see no key at all, to 0.
 template <class Tile>
-__device__ void zero_blind_rows(unsigned char *tile, const KeyTile<Tile> &keys, int i0, int Nq, int barrier) {
-    const int end = empty(keys.band.keys) ? 0 : keys.band.keys.end - keys.band.first;
+__device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, int i0, int Nq, int barrier) {
+    const int end = empty(band.keys) ? 0 : band.keys.end - band.first;
     // TMA has set the rows from Nq on to 0.
-    zero_rows_outside<Tile::Br, Tile::Boxes>(tile, keys.band.keys.begin - keys.band.last - i0,
-                                             end < Nq ? end - i0 : Tile::Br, barrier);
+    zero_rows_outside<Tile::Br, Tile::Boxes>(tile, band.keys.begin - band.last - i0, end < Nq ? end - i0 : Tile::Br,
+                                             barrier);
 }
 
 // P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one; `lse`
@@ -89,6 +80,17 @@ __device__ void compute_P(float (&S)[Count], const float *lse, float c) {
         const float2 two = *(const float2 *)(lse + 2 * x);
 #pragma unroll
         for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
+    }
+}
+
+// dS^T = P^T o (dP^T - D) in place of dP^T. `D` is like lse.
+template <int Count>
+__device__ void compute_dS(float (&dP)[Count], const float (&P)[Count], const float *D) {
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = *(const float2 *)(D + 2 * x);
+#pragma unroll
+        for (int y = x; y < x + 4; ++y) dP[y] = P[y] * (dP[y] - (y % 2 ? two.y : two.x));
     }
 }
 

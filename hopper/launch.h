@@ -26,7 +26,7 @@ inline void set_heads_and_mask(Parameters &p) {
 // in the stream ends (programmatic dependent launch).
 template <class Tile, class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, const Zeros &counters,
-                          cudaStream_t stream) {
+                          cudaStream_t stream, int q_rows = 64, int k_rows = Tile::Bc, int work_tiles = 0) {
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
     cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
@@ -35,19 +35,18 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
     const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
-    if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
-        !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc) ||
-        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, Tile::Bc))
+    if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, q_rows) ||
+        !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, k_rows) ||
+        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, k_rows))
         return "cuTensorMapEncodeTiled refused q, k or v";
     p.aligned = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     p.stores_O_alone = p.aligned && !a.l && !a.lse && !a.l_in;
     set_heads_and_mask(p);
     p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.grid = plan.grid;
-    p.work_tiles = a.B * a.Hq * p.Tr;
+    p.work_tiles = work_tiles ? work_tiles : a.B * a.Hq * p.Tr;
     p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;
     p.sequential_heads = a.B * a.Hq - p.interleaved_heads;
-    p.tile_counter = (int *)counters.memory;
-
+    if (counters.memory) p.tile_counter = (int *)counters.memory;
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
     overlap.val.programmaticStreamSerializationAllowed = !counters.by_memset;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,

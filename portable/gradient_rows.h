@@ -17,6 +17,7 @@ struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
     // Zeros, for hopper/backward_fused.cu: for each part of dQ, 64 x 64, at d up to 128; for each key head; and one.
+    // backward_separate.cu takes work tiles from the last two.
     int *counters, *head_counters, *tile_counter;
 };
 constexpr int kCounterRows = 32;  // rows for each of `counters`: at d 128 two parts have 64 rows

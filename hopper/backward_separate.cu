@@ -1,0 +1,485 @@
+// backward_separate.cu: dQ alone, dK and dV alone, for float16 and bfloat16 on Hopper, without atomics: the same bits on
+// every run. docs/backward.md has budgets and measurements. half.cu is the forward kernel of the same form: read it first.
+//
+// A block computes one work tile after another. It owns a tile X of queries or of keys, 64 rows for each consumer
+// warpgroup, keeps it in shared memory, and walks the tiles Y of the other side. S^T instead of S, and the products that
+// give dQ give dK:
+//
+//     kernel    X1, X2     Y1, Y2     S = X1 Y1^T    dP = X2 Y2^T    sum += dS Y1         dV += P Y2
+//     dQ        Qi, dOi    Kj, Vj     Sij            dPij            dQi += dSij Kj
+//     dK, dV    Kj, Vj     Qi, dOi    Sij^T          dPij^T          dKj += dSij^T Qi     dVj += Pij^T dOi
+//
+//     thread 0          thread 32         thread 64
+//     work tile, Y1     X1, X2            Y2               shared memory       each consumer warpgroup, in registers
+//         |                |                 |
+//         +----------------|-----------------|--> tile_queue, 2 stages ------> which rows of which head
+//         |                +-----------------|--> X1, X2 --------------+
+//         +----------------------------------|--> Y1, Stages1 --+------+-----> S = X1 Y1^T              (wgmma)
+//                                            |                  |      |       P = exp(S - lse)
+//                                            +--> Y2, Stages2 --|--+---+-----> dP = X2 Y2^T             (wgmma)
+//                                                               |  |           dS = P o (dP - D)
+//                                                               +--|---------> sum += dS Y1             (wgmma)
+//                                                                  +---------> dV += P Y2               (wgmma)
+//     dQ, or dK and dV in HBM <----------------------------------------------- softmax_scale sum, dV
+//
+// lse and D are numbers of queries: where these are Y, they arrive with Y1 and Y2. For d above 128 the registers of a
+// warpgroup have room for one sum: one consumer computes dV, the other one dK, of the same 64 keys (consume_split).
+//
+// | role                | warps         | registers a thread | does                                                   |
+// |---------------------|---------------|--------------------|--------------------------------------------------------|
+// | scheduler, Y1       | 0 (thread 0)  | 24 or 32           | takes work tiles, publishes them, loads Y1             |
+// | X                   | 1 (thread 32) | 24 or 32           | loads X1 and X2                                        |
+// | Y2                  | 2 (thread 64) | 24 or 32           | loads Y2                                               |
+// | end                 | 3 (thread 96) | 24 or 32           | dQ: waits for the kernel before it, which computes     |
+// |                     |               |                    | dK and dV meanwhile                                    |
+// | consumer warpgroups | 4 to 11 or 15 | 240, 232 or 160    | S, dP and the sums of 64 rows each; writes the sums    |
+//
+// | barrier                 | arrives                   | waits                             | then                         |
+// |-------------------------|---------------------------|-----------------------------------|------------------------------|
+// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | work tile is published       |
+// | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free             |
+// | X full (per consumer)   | thread 32; TMA            | that consumer                     | X1 and X2 have arrived       |
+// | X empty (per consumer)  | that consumer             | thread 32                         | X1 and X2 are read           |
+// | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                         | Y1 or Y2 has arrived         |
+// | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                    | all products have read it    |
+// | P full, P empty (split) | consumer 0; consumer 1    | consumer 1; consumer 0            | P^T is stored; is read       |
+// | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products        |
+// | named kZeroed + index   | that consumer             | that consumer                     | hidden rows of Y are 0       |
+//
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+#include "hopper/key_tiles.h"
+
+namespace minimal_attn::hopper {
+namespace {
+
+template <Part part_, int D_, int Owned, int Walked_, int Stages1_, int Stages2_>
+struct Tile {
+    static constexpr Part part = part_;
+    static constexpr bool owns_queries = part == Part::dQ;
+    static constexpr int D = D_, Walked = Walked_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
+    static constexpr int Br = owns_queries ? Owned : Walked, Bc = owns_queries ? Walked : Owned;
+    static constexpr bool kSplits = !owns_queries && D > 128;
+    // S of the next tile begins beside the sums, if its registers and those of their operands P and dS suffice (C7512).
+    static constexpr bool kSumsFirst = !owns_queries && D == 64;
+    static constexpr bool kTakesTurns = !kSplits, kAlignKeys = false, kStartsApart = false;
+    static constexpr int XTiles = Owned / 64, Consumers = kSplits ? 2 : XTiles, Threads = 128 * (1 + Consumers);
+    static constexpr int ProducerRegisters = owns_queries || kSplits ? 32 : 24;
+    static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
+    static constexpr int XBytes = 64 * Boxes * 128, YBytes = Walked * Boxes * 128;
+    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
+    static_assert(owns_queries || kGradientRows % Walked == 0);
+    static_assert(Walked % 16 == 0 && D % 32 == 0 && Owned % 64 == 0 && Stages1 > 1);
+};
+
+// A tile of X: rows from x0 on, of those below x1, of one head. Y: rows y0 <= y < y1 of `heads` heads from y_head on.
+struct alignas(16) Work {
+    int b, head, x0, x1;  // b < 0: no more work tiles
+    int y_head, heads, y0, y1;
+    BandOf<int> band;
+};
+
+template <class Tile>
+struct SharedStorage {
+    alignas(1024) unsigned char X[2][Tile::XTiles][Tile::XBytes];
+    unsigned char Y1[Tile::Stages1][Tile::YBytes], Y2[Tile::Stages2][Tile::YBytes];
+    float lse[Tile::Stages1][Tile::Walked], D[Tile::Stages2][Tile::Walked];   // where Y are queries
+    float4 P[Tile::kSplits ? Tile::Walked / 8 : 1][Tile::kSplits ? 128 : 1];  // P^T as the threads have it
+    Work work[kQueueStages];
+    StageBarriers P_ready[1], tile_queue[kQueueStages], X_ready[Tile::XTiles][1], Y1_ready[Tile::Stages1],
+        Y2_ready[Tile::Stages2];
+};
+
+// ------------------------------------------------------------------------------ producer threads
+
+// Work tile n.
+template <class Tile>
+__device__ Work describe(const GradientParameters &p, const TileScheduler<Tile> &scheduler, int n) {
+    if (n >= p.work_tiles) return {-1};
+    if constexpr (Tile::owns_queries) {
+        const WorkTile work = scheduler.tile(n);
+        return {work.b, work.h, work.i0, work.i1, work.key_head, 1, work.visible.begin, work.visible.end, work.band};
+    } else {
+        const KeyTile<Tile> keys(p, n);
+        return {keys.b,  keys.key_head, keys.j0,  p.a.Nk, keys.h0, keys.none ? 1 : (int)p.group,
+                keys.i0, keys.i1,       keys.band};
+    }
+}
+
+// Loads the tiles of Y1 or Y2 that a work tile walks, with lse or D of `rows`.
+template <class Tile, int Stages>
+__device__ void load_Y(const GradientParameters &p, const Work &work, const TensorMap &tensor, const float *rows,
+                       Pipeline<Stages> &Y, unsigned char (&tiles)[Stages][Tile::YBytes],
+                       float (&numbers)[Stages][Tile::Walked]) {
+    for (int h = work.y_head; h < work.y_head + work.heads; ++h)
+        for (int y = work.y0; y < work.y1; y += Tile::Walked) {
+            Y.producer_acquire();
+            if constexpr (!Tile::owns_queries) {
+                const float *const from = rows + (work.b * p.Hq + h) * p.rows.head_stride + y;
+                arrive_expect_tx(Y.full(), Tile::Walked * 4);
+                bulk_load(numbers[Y.stage()], from, Tile::Walked * 4, Y.full());
+            }
+            load_tile<Tile::Walked, Tile::Boxes>(tiles[Y.stage()], tensor, y, h, work.b, Y.full());
+            Y.advance();
+        }
+}
+
+template <class Tile>
+__device__ void schedule_and_load_Y1(const GradientParameters &p, SharedStorage<Tile> &shared) {
+    Pipeline tile_queue{shared.tile_queue};
+    Pipeline Y1{shared.Y1_ready};
+    const TileScheduler<Tile> scheduler{p};
+    for (int n = -1;; tile_queue.advance()) {
+        tile_queue.producer_acquire();
+        n = scheduler.next(n);
+        const Work work = shared.work[tile_queue.stage()] = describe(p, scheduler, n);
+        arrive(tile_queue.full());
+        if (work.b < 0) return;
+        load_Y<Tile>(p, work, Tile::owns_queries ? p.K : p.Q, p.rows.lse, Y1, shared.Y1, shared.lse);
+    }
+}
+
+template <class Tile>
+__device__ void load_X(const GradientParameters &p, SharedStorage<Tile> &shared) {
+    Pipeline<1> X{};
+    for_each_work_tile(shared, [&](const Work &work, const Work &) {
+        for (int n = 0; work.b >= 0 && n < Tile::XTiles; ++n) {
+            X.barriers = shared.X_ready[n];
+            X.producer_acquire();
+            const auto load = [&](unsigned char *tile, const TensorMap &tensor) {
+                load_tile<64, Tile::Boxes>(tile, tensor, work.x0 + 64 * n, work.head, work.b, X.full());
+            };
+            load(shared.X[0][n], Tile::owns_queries ? p.Q : p.K);
+            load(shared.X[1][n], Tile::owns_queries ? p.dO : p.V);
+        }
+        X.advance();
+    });
+}
+
+template <class Tile>
+__device__ void load_Y2(const GradientParameters &p, SharedStorage<Tile> &shared) {
+    Pipeline Y2{shared.Y2_ready};
+    for_each_work_tile(shared, [&](const Work &work, const Work &) {
+        if (work.b >= 0) load_Y<Tile>(p, work, Tile::owns_queries ? p.V : p.dO, p.rows.D, Y2, shared.Y2, shared.D);
+    });
+}
+
+// ------------------------------------------------------------------------------ consumer warpgroups
+
+// Which rows of Y row x of X sees.
+template <class Tile>
+__device__ Keys seen_by(const GradientParameters &p, const Work &work, int x) {
+    if constexpr (Tile::owns_queries) return keys_of_row(work.band, x);
+    const bool exists = work.band.keys.begin <= x && x < work.band.keys.end;
+    return exists ? queries_of_key(work.band, p.a.Nq, x) : Keys{0, 0};
+}
+
+// Whether the 64 rows of X from x on don't see all rows of the tile of Y from y on.
+template <class Tile>
+__device__ bool is_cut(const Work &work, int x, int y) {
+    constexpr int Queries = Tile::owns_queries ? 64 : Tile::Walked, Columns = 64 + Tile::Walked - Queries;
+    const int i = Tile::owns_queries ? x : y, j = Tile::owns_queries ? y : x;
+    const Keys all_see = keys_of_all(work.band, i, i + Queries);
+    return j < all_see.begin || j + Columns > all_see.end;
+}
+
+// How many tiles of Y the 64 rows of X from x on need, at least one; of all that the block walks.
+template <class Tile>
+__device__ int tiles_of(const Work &work, int x) {
+    const auto count = [&](int end) { return max((end - work.y0 + Tile::Walked - 1) / Tile::Walked, 1); };
+    const int x1 = min(x + 64, work.x1);
+    if (!Tile::owns_queries) return count(work.y1) * work.heads;
+    return x < x1 ? count(min(keys_of_any(work.band, x, x1).end, work.y1)) : 1;
+}
+
+// Stores factor times a sum to rows `row` and row + 8 of X.
+template <class Tile, class T, int Count>
+__device__ void store(T, const GradientTensor &to, const GradientParameters &p, const Work &work, int row, float factor,
+                      const float (&sum)[Count]) {
+    store_gradient<T>(to, work.b, work.head, work.x0 + row, work.x1, p.a.d, factor, sum,
+                      [&](int x) { return !empty(seen_by<Tile>(p, work, x)); });
+}
+
+template <class T, class Tile>
+__device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared) {
+    constexpr int D = Tile::D, Walked = Tile::Walked;
+    constexpr bool is_dQ = Tile::owns_queries;
+    const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int row = 64 * warpgroup + 16 * warp + lane / 4;  // a thread's rows of the work tile: this one and row + 8
+    const PingPong<Tile> ping_pong{warpgroup};
+    if (warpgroup == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is warpgroup 0's
+    Pipeline tile_queue{shared.tile_queue};
+    Pipeline X_ready{shared.X_ready[warpgroup]};
+    Pipeline Y1{shared.Y1_ready}, Y1_of_sum{shared.Y1_ready};  // of the next S; of the next dS Y1
+    Pipeline Y2{shared.Y2_ready};
+    float sum[D / 2], dV[is_dQ ? 2 : D / 2], S[Walked / 2], dP[Walked / 2];
+    uint32_t dS[Walked / 4], P[is_dQ ? 1 : Walked / 4];
+
+    const Descriptor tiles = descriptor(&shared), X = tiles + warpgroup * Tile::XBytes;
+    const Descriptor Y1_tiles = tiles + 2 * Tile::Consumers * Tile::XBytes;
+    // Unless addresses are opaque, ptxas computes all descriptors once and spills them.
+    const auto Y1_tile = [&](int stage) { return Descriptor{opaque(Y1_tiles.low)} + stage * Tile::YBytes; };
+    const auto Y2_tile = [&] { return Y1_tile(Tile::Stages1 + Y2.stage()); };
+    const auto issue_S = [&] {  // of the next tile of Y
+        const Descriptor X1 = {opaque(X.low)};
+        issue_ABt<T, D>(S, X1, Y1_tile(Y1.stage()));
+        Y1.advance();
+    };
+    const auto issue_dP = [&] {
+        const Descriptor X1 = {opaque(X.low)};
+        issue_ABt<T, D>(dP, X1 + Tile::Consumers * Tile::XBytes, Y2_tile());
+    };
+    const auto issue_sums = [&] {
+        if constexpr (!is_dQ) issue_AB<T>(dV, P, Y1_tiles + (Tile::Stages1 + Y2.stage()) * Tile::YBytes);
+        issue_AB<T>(sum, dS, Y1_tiles + Y1_of_sum.stage() * Tile::YBytes);
+    };
+    for (;; tile_queue.consumer_release()) {
+        tile_queue.consumer_wait();
+        const Work &work = shared.work[tile_queue.stage()];
+        if (work.b < 0) return;
+        float lse_of_rows[2], D_of_rows[2];
+        if constexpr (is_dQ)
+            for (int r = 0; r < 2; ++r) {
+                const int i = work.x0 + row + 8 * r;
+                const int64_t at = (int64_t)(work.b * p.Hq + work.head) * p.rows.head_stride + i;
+                lse_of_rows[r] = i < work.x1 ? p.rows.lse[at] : INFINITY;
+                D_of_rows[r] = i < work.x1 ? p.rows.D[at] : 0.f;
+            }
+        X_ready.consumer_wait(), Y1.consumer_wait(), Y2.consumer_wait();
+        ping_pong.wait_turn();
+        issue_S();
+        issue_dP();
+        ping_pong.pass_turn();
+#pragma unroll
+        for (float &x : sum) x = 0.f;
+#pragma unroll
+        for (float &x : dV) x = 0.f;
+
+        const int needed = broadcast_lane0(tiles_of<Tile>(work, work.x0 + 64 * warpgroup));
+        for (int n = 1, y = broadcast_lane0(work.y0);; ++n) {
+            // Read again to save registers.
+            const int x = work.x0 + row;
+            const bool masked = is_cut<Tile>(work, work.x0 + 64 * warpgroup, y);
+            const auto mask = [&](float (&S)[Walked / 2]) {
+                if (masked) mask_columns(S, {seen_by<Tile>(p, work, x), seen_by<Tile>(p, work, x + 8)}, y, 0.f);
+            };
+            wgmma_wait<1>(S);
+            if constexpr (is_dQ) {
+#pragma unroll
+                for (int x = 0; x < Walked / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -lse_of_rows[x / 2 % 2]));  // P
+                wgmma_wait<0>(dP);
+                Y2.consumer_release();
+#pragma unroll
+                for (int x = 0; x < Walked / 2; ++x) dP[x] = S[x] * (dP[x] - D_of_rows[x / 2 % 2]);
+            } else {
+                compute_P(S, shared.lse[Y1_of_sum.stage()] + lane % 4 * 2, p.c);
+                mask(S);
+                wgmma_wait<0>(dP);
+                compute_dS(dP, S, shared.D[Y2.stage()] + lane % 4 * 2);
+                if (masked) {
+                    zero_blind_rows<Tile>(shared.Y1[Y1_of_sum.stage()], work.band, y, p.a.Nq,
+                                          Tile::kZeroed + warpgroup);
+                    zero_blind_rows<Tile>(shared.Y2[Y2.stage()], work.band, y, p.a.Nq, Tile::kZeroed + warpgroup);
+                }
+            }
+            mask(dP);
+            if constexpr (!is_dQ) pack_operand<T>(P, S);
+            pack_operand<T>(dS, dP);
+            if (is_dQ && n == needed && work.band.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
+                zero_rows_outside<Walked, Tile::Boxes>(shared.Y1[Y1_of_sum.stage()], 0, work.band.keys.end - y,
+                                                       Tile::kZeroed + warpgroup);
+            if (n == needed) break;  // the products of the last tile stand behind the loop
+            ping_pong.wait_turn();
+            issue_sums();
+            Y1.consumer_wait();
+            if constexpr (Tile::kSumsFirst) wgmma_wait<0>(sum), wgmma_wait<0>(dV);
+            issue_S();
+            wgmma_wait<1>(sum);  // dP takes the registers of dS
+            if constexpr (!is_dQ) wgmma_wait<1>(dV), Y2.consumer_release();
+            Y1_of_sum.consumer_release();
+            Y2.consumer_wait();
+            issue_dP();
+            ping_pong.pass_turn();
+            y += Walked;
+            if (!is_dQ && y >= work.y1) y = work.y0;
+        }
+        X_ready.consumer_release();
+        ping_pong.wait_turn();
+        issue_sums();
+        ping_pong.pass_turn();
+        wgmma_wait<0>(sum);
+        if constexpr (!is_dQ) wgmma_wait<0>(dV), Y2.consumer_release();
+        Y1_of_sum.consumer_release();
+        if constexpr (is_dQ) {
+            // Tiles that only other warpgroups need. Stages come before the turn: its owner may wait for the next Vj.
+            const int all = broadcast_lane0((work.y1 - work.y0 + Walked - 1) / Walked);
+            for (int n = needed; n < all; ++n) {
+                Y1_of_sum.skip_stage(), Y1.advance();
+                Y2.skip_stage();
+                ping_pong.wait_turn();
+                ping_pong.pass_turn();
+            }
+        }
+        store<Tile>(T(), is_dQ ? p.dq : p.dk, p, work, row, p.a.softmax_scale, sum);
+        if constexpr (!is_dQ) store<Tile>(T(), p.dv, p, work, row, 1.f, dV);
+        __syncwarp();  // all lanes have read `work`
+    }
+}
+
+// What a consumer warpgroup keeps where they split a tile's sums.
+enum class Role { dV, dK };
+
+// dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
+template <class T, class Tile, Role role>
+__device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &shared) {
+    constexpr bool is_dV = role == Role::dV;
+    constexpr int D = Tile::D, Walked = Tile::Walked;
+    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
+    const Work work = describe(p, TileScheduler<Tile>{p}, blockIdx.x);  // in registers
+    Pipeline<Tile::Stages1> first{is_dV ? shared.Y1_ready : shared.Y2_ready};
+    Pipeline<Tile::Stages1> second{is_dV ? shared.Y2_ready : shared.Y1_ready};
+    Pipeline P_ready{shared.P_ready};
+    float S[Walked / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
+    uint32_t A[Walked / 4];           // S as an operand
+    const Descriptor tiles = descriptor(&shared);
+    constexpr int kY1 = 2 * Tile::XBytes, kY2 = kY1 + Tile::Stages1 * Tile::YBytes;
+
+    const auto issue_S = [&] {  // of the next tile of queries
+        const Descriptor all = {opaque(tiles.low)}, X = all + (is_dV ? 0 : Tile::XBytes);
+        first.consumer_wait();
+        issue_ABt<T, D>(S, X, all + (is_dV ? kY1 : kY2) + first.stage() * Tile::YBytes);
+    };
+    wait(shared.X_ready[0][0].full, 0);
+    issue_S();
+#pragma unroll
+    for (float &x : sum) x = 0.f;
+    const int needed = tiles_of<Tile>(work, work.x0);
+    for (int n = 1, y = work.y0;; ++n) {
+        const bool masked = is_cut<Tile>(work, work.x0, y);
+        const auto mask = [&] {
+            const int x = work.x0 + row;
+            if (masked) mask_columns(S, {seen_by<Tile>(p, work, x), seen_by<Tile>(p, work, x + 8)}, y, 0.f);
+        };
+        wgmma_wait<0>(S);
+        if constexpr (is_dV) {
+            compute_P(S, shared.lse[first.stage()] + thread % 4 * 2, p.c);
+            mask();
+            P_ready.producer_acquire();
+#pragma unroll
+            for (int x = 0; x < Walked / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&S[x];
+            __syncwarp();
+            if (thread % 32 == 0) arrive(P_ready.full());
+            P_ready.advance();
+        } else {
+            P_ready.consumer_wait();
+            float P[Walked / 2];
+#pragma unroll
+            for (int x = 0; x < Walked / 2; x += 4) *(float4 *)&P[x] = shared.P[x / 4][thread];
+            compute_dS(S, P, shared.D[first.stage()] + thread % 4 * 2);
+            mask();
+        }
+        pack_operand<T>(A, S);
+        second.consumer_wait();
+        if (masked)
+            zero_blind_rows<Tile>((is_dV ? shared.Y2 : shared.Y1)[second.stage()], work.band, y, p.a.Nq,
+                                  Tile::kZeroed + !is_dV);
+        issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kY2 : kY1) + second.stage() * Tile::YBytes);
+        // Each lane has read lse, or D and P: the operand of the issued product depends on them.
+        first.consumer_release();
+        if constexpr (!is_dV) P_ready.consumer_release();
+        if (n == needed) break;
+        y += Walked;
+        if (y >= work.y1) y = work.y0;
+        issue_S();
+        wgmma_wait<1>(sum);
+        second.consumer_release();
+    }
+    wgmma_wait<0>(sum);
+    store<Tile>(T(), is_dV ? p.dv : p.dk, p, work, row, is_dV ? 1.f : p.a.softmax_scale, sum);
+}
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
+    separate_backward_kernel(const __grid_constant__ GradientParameters p) {
+    auto &shared = shared_storage<SharedStorage<Tile>>();
+    const auto init_barriers = [&] {
+        constexpr int warps = 4 * Tile::Consumers, arrivals = Tile::owns_queries ? 1 : 2;
+        init_pipeline(shared.tile_queue, warps + 2);
+        for (auto &X : shared.X_ready) init_pipeline(X, 4, 2);
+        if (Tile::kSplits) init_pipeline(shared.P_ready, 4, 4);
+        init_pipeline(shared.Y1_ready, warps, arrivals), init_pipeline(shared.Y2_ready, warps, arrivals);
+    };
+    const auto produce = [&] {
+        if (threadIdx.x == 0) schedule_and_load_Y1(p, shared);
+        if (threadIdx.x == 32) load_X(p, shared);
+        if (threadIdx.x == 64) load_Y2(p, shared);
+        if (Tile::owns_queries && threadIdx.x == 96) cudaGridDependencySynchronize();
+    };
+    // dQ follows dK and dV, and needs only what these have waited for.
+    run_roles<Tile, Tile::owns_queries ? WaitsAt::end : WaitsAt::begin>(init_barriers, produce, [&] {
+        if constexpr (!Tile::kSplits)
+            consume<T, Tile>(p, shared);
+        else if (consumer_index() == 0)
+            consume_split<T, Tile, Role::dV>(p, shared);
+        else
+            consume_split<T, Tile, Role::dK>(p, shared);
+    });
+}
+
+// ------------------------------------------------------------------------------ the sizes of the tiles
+
+// D, rows of X, of Y, stages of Y1, of Y2. Accumulators and operands of dQ take (5 Walked + 2 D) / 4 registers of a
+// consumer's thread: at most 208 of 232, with three consumers 132 of 160. Shared memory in bytes:
+// 2 D (2 Owned + (Stages1 + Stages2) Walked).
+using Tiles = TileList<
+    // Three consumers, since exponentials are two thirds of the work: 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12 %
+    Tile<Part::dQ, 64, 192, 80, 3, 2>,
+    // 128 x 96: full, from N 2048 on, up to 6 % slower; causal, N 1024 and 2048, 1 to 4 % faster
+    Tile<Part::dQ, 96, 128, 128, 2, 2>,
+    // 80 and 128 keys were up to 4 % slower, 112 the same
+    Tile<Part::dQ, 128, 128, 96, 3, 2>,
+    // Two stages of K and 80 keys were 8 to 15 % slower
+    Tile<Part::dQ, 192, 128, 64, 3, 2>,
+    // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
+    Tile<Part::dQ, 256, 128, 64, 2, 1>,
+    //
+    Tile<Part::dK_dV, 64, 128, 128, 2, 2>,
+    //
+    Tile<Part::dK_dV, 128, 128, 64, 3, 2>, Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
+
+int tile_of(const Attention &a, Part part) {
+    if (part == Part::dK_dV) return a.d <= 64 ? 5 : a.d <= 128 ? 6 : a.d <= 192 ? 7 : 8;
+    return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4;
+}
+
+}  // namespace
+
+Plan plan_separate(const Gradient &g, const Device &device, Part part) {
+    return with_tile(tile_of(g.a, part), Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, "dQ, or dK and dV", tile_of(g.a, part));
+        const int64_t key_tiles = key_tiles_of(g.a, Tile::Bc);
+        const int64_t most = Tile::kSplits ? key_tiles : device.multiprocessors;
+        if (!Tile::owns_queries) plan.grid = std::min(key_tiles, most);
+        plan.workspace = 0;
+        return plan;
+    });
+}
+
+const char *launch_separate(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream) {
+    return with_tile(plan.tile, Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        constexpr bool is_dQ = Tile::owns_queries;
+        constexpr int q_rows = is_dQ ? 64 : Tile::Walked, k_rows = is_dQ ? Tile::Walked : 64;
+        const Attention &a = g.a;
+        GradientParameters p = gradient_parameters(g, rows, Tile::Bc);
+        p.tile_counter = is_dQ ? rows.head_counters : rows.tile_counter;
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, q_rows))
+            return "cuTensorMapEncodeTiled refused do";
+        const auto kernel = a.dtype == Dtype::float16 ? separate_backward_kernel<__half, Tile>
+                                                      : separate_backward_kernel<__nv_bfloat16, Tile>;
+        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream, q_rows, k_rows,
+                                   is_dQ ? 0 : p.key_tiles);
+    });
+}
+
+}  // namespace minimal_attn::hopper
