@@ -89,7 +89,11 @@ unsigned char *take_zeros(int64_t bytes, cudaStream_t stream) {
 Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullptr) {
     if (bytes == 0) return;
     zeros_mutex.lock();
+    // What take_zeros asks CUDA must not end another thread's capture of a graph.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
     memory = take_zeros(bytes, stream);
+    cudaThreadExchangeStreamCaptureMode(&mode);
     if (memory) return;
     zeros_mutex.unlock();
     memory = workspace, by_memset = true;
