@@ -163,11 +163,13 @@ struct LaunchLock {
 // of host time and ends the overlap with the kernel before. So it mostly is the next part of the stream's own array, which
 // one memset sets to 0 for hundreds of launches. Not in a graph, which would use that part again.
 struct Zeros {
-    void *memory;  // null for 0 bytes
+    void *memory;                 // null for 0 bytes
+    struct ZerosOfStream *array;  // in it, or null. Locked
     bool by_memset = false;
     cudaError_t error = cudaSuccess;
 
-    // Exists until the kernel is launched. Else another thread could meanwhile go through the whole array.
+    // Exists until the kernel is launched. Else another thread could meanwhile go through the whole array. A thread that
+    // launches to another stream never waits for it.
     Zeros(void *workspace, int64_t bytes, CUstream_st *stream);
     Zeros(const Zeros &) = delete;
     ~Zeros();
