@@ -160,8 +160,8 @@ struct LaunchLock {
 };
 
 // A launch's counters, 0 when its kernel begins: the next part of the stream's array, which one memset clears for
-// hundreds of launches. A memset each takes 1.2 us of host time and ends the overlap with the kernel before. It is of the
-// workspace, and only for graphs, which would use their part again, for streams without an array and for many counters.
+// hundreds of launches. A memset each takes 1.2 us of host time and ends the overlap with the kernel before. It clears
+// the workspace instead in graphs, which would use their part again, on streams without an array and for many counters.
 struct Zeros {
     void *memory;  // null for 0 bytes
     bool by_memset = false;

@@ -22,9 +22,9 @@
 //                                                                  +---------> dV += P Y2               (wgmma)
 //     dQ, or dK and dV in HBM <----------------------------------------------- softmax_scale sum, dV
 //
-// lse and D are numbers of queries. Where queries are Y, lse arrives with Y1 and D with Y2. For dQ each thread reads those
-// of its rows. For d above 128 a warpgroup's registers have room for one sum: one consumer computes dV, the other one dK,
-// of the same 64 keys (consume_split). Such a block has one work tile, and its consumers don't read the tile queue.
+// lse and D are numbers of queries. Where queries are Y, lse arrives with Y1 and D with Y2. For dQ each thread reads
+// those of its rows. For d above 128 a warpgroup's registers have room for one sum: one consumer computes dV, the other
+// one dK, of the same 64 keys (consume_split). Such a block has one work tile; its consumers don't read the tile queue.
 //
 // | role                | warps         | registers a thread | does                                                   |
 // |---------------------|---------------|--------------------|--------------------------------------------------------|
@@ -35,17 +35,17 @@
 // |                     |               |                    | meanwhile                                              |
 // | consumer warpgroups | 4 to 11 or 15 | 240, 232 or 160    | S, dP and the sums of 64 rows each; writes the sums    |
 //
-// | barrier                 | arrives                   | waits                             | then                         |
-// |-------------------------|---------------------------|-----------------------------------|------------------------------|
-// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | work tile is published       |
-// | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free             |
-// | X full (per consumer)   | thread 32; TMA            | that consumer                     | X1 and X2 have arrived       |
-// | X empty (per consumer)  | that consumer             | thread 32                         | X1 and X2 are read           |
-// | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                         | Y1 or Y2 has arrived         |
-// | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                    | all products have read it    |
-// | P full, P empty (split) | consumer 0; consumer 1    | consumer 1; consumer 0            | P^T is stored; is read       |
-// | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products        |
-// | named kZeroed + index   | that consumer             | that consumer                     | hidden rows of Y are 0       |
+// | barrier                 | arrives                   | waits                         | then                      |
+// |-------------------------|---------------------------|-------------------------------|---------------------------|
+// | tile_queue full         | thread 0                  | threads 32, 64; consumers     | work tile is published    |
+// | tile_queue empty        | threads 32, 64; consumers | thread 0                      | its slot is free          |
+// | X full (per consumer)   | thread 32; TMA            | that consumer                 | X1 and X2 have arrived    |
+// | X empty (per consumer)  | that consumer             | thread 32                     | X1 and X2 are read        |
+// | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                     | Y1 or Y2 has arrived      |
+// | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                | all products have read it |
+// | P full, P empty (split) | consumer 0; consumer 1    | consumer 1; consumer 0        | P^T is stored; is read    |
+// | named kTurn + index     | the consumer before it    | that consumer                 | it may issue products     |
+// | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Y are 0    |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. A loading thread arrives once for each copy, so
 // twice for X, and for Y with lse or D. index is the consumer's.
@@ -431,11 +431,12 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// D, rows of X, of Y, stages of Y1, of Y2. Accumulators and operands take (5 Walked + 2 D) / 4 registers of a consumer's
-// thread for dQ: at most 208 of 232, with three consumers 132 of 160. For dK and dV they take 3 Walked / 2 + D of 240, with
-// kSumsFirst Walked + D. Shared memory in bytes: 2 D (2 Owned + (Stages1 + Stages2) Walked), and 16 KB of P^T above d 128.
+// Part, D, rows of X, of Y, stages of Y1, of Y2.
+// Registers of a consumer's thread in accumulators and operands: for dQ (5 Walked + 2 D) / 4, at most 208 of 232, with
+// three consumers 132 of 160. For dK and dV 3 Walked / 2 + D of 240, with kSumsFirst Walked + D.
+// Bytes of shared memory: 2 D (2 Owned + (Stages1 + Stages2) Walked); of dK and dV above d 128 also 16 KB of P^T.
 using Tiles = TileList<
-    // Three consumers, since exponentials are two thirds of the work: 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12 %
+    // Three consumers, since exponentials are two thirds of the work. 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12
     Tile<Part::dQ, 64, 192, 80, 3, 2>,
     // 128 x 96: full, from N 2048 on, up to 6 % slower; causal, N 1024 and 2048, 1 to 4 % faster
     Tile<Part::dQ, 96, 128, 128, 2, 2>,
@@ -445,13 +446,14 @@ using Tiles = TileList<
     Tile<Part::dQ, 192, 128, 64, 3, 2>,
     // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
     Tile<Part::dQ, 256, 128, 64, 2, 1>,
-    // With kSumsFirst. 192 keys, three consumers, x 64 were 5 % slower; 128 x 112 without it 4 %, causal up to 24 %
+    // With kSumsFirst. 192 keys (three consumers) x 64 were 5 % slower; 128 x 112 without it 4 %, causal up to 24 %
     Tile<Part::dK_dV, 64, 128, 128, 2, 2>,
-    // Four and three stages: the same
+    // Four stages of Q and three of dO: the same
     Tile<Part::dK_dV, 128, 128, 64, 3, 2>,
     // The sums are split. 128 queries at d 192: 2 % faster, causal 6 % slower
     Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
 
+// Its place in Tiles
 int tile_of(const Attention &a, Part part) {
     if (part == Part::dK_dV) return a.d <= 64 ? 5 : a.d <= 128 ? 6 : a.d <= 192 ? 7 : 8;
     return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4;
