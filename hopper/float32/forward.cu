@@ -305,7 +305,7 @@ using Tiles = TileList<Float32Tile<64, 64, 64, 2, 1, 2>,     // single: 48 KB of
 enum TileOf { single, d64_few, d64, d128_few, d128, d256 };  // its place in Tiles
 
 // d 64 has four consumers, unless rows or work tiles are few. d 128 has three, and one splitter group. It has two of
-// both where work tiles are few, or where tiles of 128 rows have a tenth fewer rows in all: a head's last one is fuller.
+// both where work tiles are few, or where tiles of 128 rows have a tenth fewer rows in all: a head's last is fuller.
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };
