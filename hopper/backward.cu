@@ -38,11 +38,10 @@ Plan plan_half_backward(const Gradient &g, const Device &device) {
 const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Kernels kernels(g, {plan.multiprocessors, 0});
     const GradientRows rows = gradient_rows_in(g, workspace);
-    const char *why = launch_gradient_rows(g, rows, stream);
-    if (why) return why;
     if (kernels.is_fused)
         return launch_fused(g, rows, kernels.keys, (char *)workspace + gradient_rows_bytes(g), stream);
-    why = launch_separate(g, rows, kernels.keys, stream);
+    const char *why = launch_gradient_rows(g, rows, stream);
+    if (!why) why = launch_separate(g, rows, kernels.keys, stream);
     return why ? why : launch_separate(g, rows, kernels.queries, stream);
 }
 
