@@ -3,7 +3,7 @@
 //     backward_fused.cu       d up to 128: all three in one kernel, dQ in any order
 //     backward_separate.cu    d above 128, deterministic or short heads: dK and dV, then dQ
 //
-// Before them gradient_rows.h (portable/) computes lse and D of the rows.
+// lse and D of the rows come from gradient_rows.h (portable/), before; or the fused kernel computes them.
 #include "hopper/backward.h"
 
 namespace minimal_attn::hopper {
