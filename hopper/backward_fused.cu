@@ -21,8 +21,9 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of the next product as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// What memory bounds, warp 3 of all blocks does beside the products, 64 queries of a head at a time: first lse and D of
-// all queries, then dq from dQ, float32 in the workspace, once dQ of their key head is complete.
+// Warp 3 does beside the products what memory bounds, for units of 64 queries of a head. First come lse and D of all units,
+// if fills_rows() says so, else gradient_rows.cu has computed them. Then it converts dQ, float32 in the workspace, to dq,
+// once dQ of the unit's key head is complete.
 //
 // | role                | warps              | registers a thread | does                                           |
 // |---------------------|--------------------|--------------------|------------------------------------------------|
@@ -50,12 +51,12 @@
 //
 // | counter in device memory | counts                                        | waits    | until                         |
 // |--------------------------|-----------------------------------------------|----------|-------------------------------|
-// | filled: a key head       | 64 rows of lse and D                          | thread 0 | all of the group's are stored |
+// | filled: a key head       | units of lse and D                            | thread 0 | all of the group's are stored |
 // | stored: a part of dQ     | 1 while a block stores the part, 2 afterwards | adders   | 2: then they add              |
 // | added: a key head        | tiles of keys that each adder has ended       | warp 3   | all: then dQ is complete      |
 //
-// No wait is circular. lse and D wait for nothing, thread 0 for them. An adder waits for a store that has begun, which
-// waits for nothing. Warp 3 waits for tiles of keys, which no other role waits for it to convert.
+// No wait is circular, even if some blocks haven't begun. lse and D, for which thread 0 waits, wait for nothing, and running
+// blocks take all of these units. An adder waits for a store that has begun, which waits for nothing. Nothing waits for dq.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
@@ -100,7 +101,7 @@ struct FusedParameters : GradientParameters {
     TensorMap dQ;       // float32, the rows of a head padded
     const float *sums;  // its data
     const float *lse, *dlse;
-    bool fills_rows;            // whether this kernel computes lse and D
+    bool fills_rows;            // whether warp 3 computes lse and D
     Divisor units_of_head;      // of a query head: 64 rows each
     int units_of_group, units;  // of all query heads of a key head; of all heads
     int *units_taken;           // a counter
@@ -120,7 +121,7 @@ __device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile>
     }
 }
 
-// Waits until a counter is large enough. An acquiring load at a time would empty the L1 cache.
+// Waits until a counter is large enough. Only the last load acquires, since each that does empties the L1 cache.
 __device__ inline void wait_for(const int &counter, int count) {
     while (*(const volatile int *)&counter < count) __nanosleep(100);
     load_acquire(counter);
@@ -197,7 +198,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
     });
 }
 
-// 64 queries of a head, whose rows warp 3 computes or converts.
+// 64 queries of a head.
 struct Unit {
     int b, h, i0, key_head;
     __device__ Unit(const FusedParameters &p, int n) {
@@ -283,7 +284,7 @@ __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared
             bulk_load(shared.buffer, from, kBufferBytes, buffer.full());
         });
         const float4 *const x = (const float4 *)shared.buffer + lane;
-        if (is_usual) {  // without branches
+        if (is_usual) {  // a loop without branches
             T *dq = (T *)p.dq.data + to;
             const int rows_of_lane = column < p.a.d ? rows : 0;
 #pragma unroll(Tile::ProducerRegisters / 10)
@@ -309,8 +310,8 @@ __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared
     }
 }
 
-// Warp 3. First come lse and D of all heads, since tiles of keys wait for them. Blocks take these units from a counter: so
-// none waits for a block that another kernel keeps from starting.
+// Warp 3. lse and D come first, since tiles of keys wait for them. Blocks take these units from a counter: else a block
+// could wait for one that another kernel keeps from starting.
 template <class T, class Tile>
 __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline buffer{shared.rows};
@@ -486,8 +487,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<Tile<64, 128, 2, 2, 24>, Tile<128, 64, 3, 2, 40>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-// Whether this kernel computes lse and D, too. Warp 3 has too little time for it where queries see few keys: there
-// gradient_rows.cu does before.
+// Whether warp 3 computes lse and D. It has too little time where queries see few keys, causal half of them on average.
 bool fills_rows(const Attention &a) {
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
 }
