@@ -2,7 +2,7 @@
 // every run. docs/backward.md has budgets and measurements. half.cu is the forward kernel of the same form: read it first.
 //
 // A block computes one work tile after another. It owns a tile X of queries or of keys, 64 rows for each consumer
-// warpgroup, keeps it in shared memory, and walks the tiles Y of the other side. S^T instead of S, and the products that
+// warpgroup, keeps it in shared memory, and walks the tiles Y of the other side. With S^T instead of S the products that
 // give dQ give dK:
 //
 //     kernel    X1, X2     Y1, Y2     S = X1 Y1^T    dP = X2 Y2^T    sum += dS Y1         dV += P Y2
@@ -59,7 +59,8 @@ struct Tile {
     static constexpr int D = D_, Walked = Walked_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
     static constexpr int Br = owns_queries ? Owned : Walked, Bc = owns_queries ? Walked : Owned;
     static constexpr bool kSplits = !owns_queries && D > 128;
-    // S of the next tile begins beside the sums, if its registers and those of their operands P and dS suffice (C7512).
+    // Whether S of the next tile waits for the sums. Beside these and their operands it would take too many registers
+    // (C7512, docs/ptxas.md).
     static constexpr bool kSumsFirst = !owns_queries && D == 64;
     static constexpr bool kTakesTurns = !kSplits, kAlignKeys = false, kStartsApart = false;
     static constexpr int XTiles = Owned / 64, Consumers = kSplits ? 2 : XTiles, Threads = 128 * (1 + Consumers);
@@ -427,9 +428,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// D, rows of X, of Y, stages of Y1, of Y2. Accumulators and operands of dQ take (5 Walked + 2 D) / 4 registers of a
-// consumer's thread: at most 208 of 232, with three consumers 132 of 160. Shared memory in bytes:
-// 2 D (2 Owned + (Stages1 + Stages2) Walked).
+// D, rows of X, of Y, stages of Y1, of Y2. Accumulators and operands take (5 Walked + 2 D) / 4 registers of a consumer's
+// thread for dQ: at most 208 of 232, with three consumers 132 of 160. For dK and dV they take 3 Walked / 2 + D of 240, with
+// kSumsFirst Walked + D. Shared memory in bytes: 2 D (2 Owned + (Stages1 + Stages2) Walked), and 16 KB of P^T above d 128.
 using Tiles = TileList<
     // Three consumers, since exponentials are two thirds of the work: 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12 %
     Tile<Part::dQ, 64, 192, 80, 3, 2>,
@@ -441,10 +442,12 @@ using Tiles = TileList<
     Tile<Part::dQ, 192, 128, 64, 3, 2>,
     // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
     Tile<Part::dQ, 256, 128, 64, 2, 1>,
-    //
+    // With kSumsFirst. 192 keys, three consumers, x 64 were 5 % slower; 128 x 112 without it 4 %, causal up to 24 %
     Tile<Part::dK_dV, 64, 128, 128, 2, 2>,
-    //
-    Tile<Part::dK_dV, 128, 128, 64, 3, 2>, Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
+    // Four and three stages: the same
+    Tile<Part::dK_dV, 128, 128, 64, 3, 2>,
+    // The sums are split. 128 queries at d 192: 2 % faster, causal 6 % slower
+    Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
 
 int tile_of(const Attention &a, Part part) {
     if (part == Part::dK_dV) return a.d <= 64 ? 5 : a.d <= 128 ? 6 : a.d <= 192 ? 7 : 8;
