@@ -480,7 +480,7 @@ const char *launch_separate(const Gradient &g, const GradientRows &rows, const P
         constexpr int q_rows = is_dQ ? 64 : Tile::Walked, k_rows = is_dQ ? Tile::Walked : 64;
         const Attention &a = g.a;
         GradientParameters p = gradient_parameters(g, rows, Tile::Bc);
-        p.tile_counter = is_dQ ? rows.head_counters : rows.tile_counter;
+        p.tile_counter = rows.tile_counters + is_dQ;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, q_rows))
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel = a.dtype == Dtype::float16 ? separate_backward_kernel<__half, Tile>
