@@ -44,38 +44,45 @@ std::mutex launch_mutex;
 LaunchLock::LaunchLock() { launch_mutex.lock(); }
 LaunchLock::~LaunchLock() { launch_mutex.unlock(); }
 
-namespace {
 constexpr int kArrays = 8;                                       // for so many streams, the first that ask
 constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 16;  // bytes: of an array; of a launch
-__device__ unsigned char zeros[kArrays][kZeros];
 
 struct ZerosOfStream {
+    std::mutex mutex;  // not one for all: a launch blocks while its stream's queue is full
     unsigned char *begin = nullptr;
     int64_t used = kZeros;
 };
 
-std::mutex zeros_mutex;
+namespace {
+__device__ unsigned char zeros[kArrays][kZeros];
+
+std::mutex zeros_mutex;  // of the map
 // By device and id. No two streams of a process have one id, though their handles may be equal.
 std::map<std::pair<int, unsigned long long>, ZerosOfStream> zeros_of_streams;
 
 // Null if the launch needs a memset of its own.
-unsigned char *take_zeros(int64_t bytes, cudaStream_t stream) {
+ZerosOfStream *find_zeros(cudaStream_t stream) {
     int device;
     unsigned long long id;  // which a capturing stream may not be asked for
     cudaStreamCaptureStatus status;
-    if (bytes > kMostZeros || cudaGetDevice(&device) != cudaSuccess ||
-        cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone ||
-        cudaStreamGetId(stream, &id) != cudaSuccess)
+    if (cudaGetDevice(&device) != cudaSuccess || cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
+        status != cudaStreamCaptureStatusNone || cudaStreamGetId(stream, &id) != cudaSuccess)
         return nullptr;
-    auto found = zeros_of_streams.find({device, id});
-    if (found == zeros_of_streams.end()) {
-        const auto is_of_device = [&](const auto &entry) { return entry.first.first == device; };
-        const auto n = std::count_if(zeros_of_streams.begin(), zeros_of_streams.end(), is_of_device);
-        void *address;
-        if (n == kArrays || cudaGetSymbolAddress(&address, zeros) != cudaSuccess) return nullptr;
-        found = zeros_of_streams.insert({{device, id}, {(unsigned char *)address + n * kZeros}}).first;
-    }
-    ZerosOfStream &array = found->second;
+    const std::lock_guard lock(zeros_mutex);
+    const auto found = zeros_of_streams.find({device, id});
+    if (found != zeros_of_streams.end()) return &found->second;
+    const auto is_of_device = [&](const auto &entry) { return entry.first.first == device; };
+    const auto n = std::count_if(zeros_of_streams.begin(), zeros_of_streams.end(), is_of_device);
+    void *address;
+    if (n == kArrays) return nullptr;
+    if (cudaGetSymbolAddress(&address, zeros) != cudaSuccess) return cudaGetLastError(), nullptr;  // memory is short
+    ZerosOfStream &array = zeros_of_streams[{device, id}];
+    array.begin = (unsigned char *)address + n * kZeros;
+    return &array;
+}
+
+// Null if the memset fails.
+unsigned char *take_zeros(ZerosOfStream &array, int64_t bytes, cudaStream_t stream) {
     if (array.used + bytes > kZeros) {  // launches before this one are done with the array, by the stream's order
         if (cudaMemsetAsync(array.begin, 0, kZeros, stream) != cudaSuccess) return nullptr;
         array.used = 0;
@@ -86,22 +93,24 @@ unsigned char *take_zeros(int64_t bytes, cudaStream_t stream) {
 }
 }  // namespace
 
-Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullptr) {
+Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullptr), array(nullptr) {
     if (bytes == 0) return;
-    zeros_mutex.lock();
-    // What take_zeros asks CUDA must not end another thread's capture of a graph.
+    // What is asked of CUDA here must not end another thread's capture of a graph.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
-    memory = take_zeros(bytes, stream);
+    if (bytes <= kMostZeros) array = find_zeros(stream);
+    if (array) {
+        array->mutex.lock();
+        memory = take_zeros(*array, bytes, stream);
+    }
     cudaThreadExchangeStreamCaptureMode(&mode);
     if (memory) return;
-    zeros_mutex.unlock();
     memory = workspace, by_memset = true;
     error = cudaMemsetAsync(workspace, 0, bytes, stream);
 }
 
 Zeros::~Zeros() {
-    if (memory && !by_memset) zeros_mutex.unlock();
+    if (array) array->mutex.unlock();
 }
 
 }  // namespace minimal_attn

@@ -163,11 +163,13 @@ struct LaunchLock {
 // hundreds of launches. A memset each takes 1.2 us of host time and ends the overlap with the kernel before. It clears
 // the workspace instead in graphs, which would use their part again, on streams without an array and for many counters.
 struct Zeros {
-    void *memory;  // null for 0 bytes
+    void *memory;                 // null for 0 bytes
+    struct ZerosOfStream *array;  // which has the memory, locked; or null
     bool by_memset = false;
     cudaError_t error = cudaSuccess;
 
-    // Must exist until the kernel is launched: else another thread could meanwhile use up the array and clear it.
+    // Must exist until the kernel is launched: else another thread could meanwhile use up the stream's array and clear it.
+    // Threads that launch to other streams don't wait for it.
     Zeros(void *workspace, int64_t bytes, CUstream_st *stream);
     Zeros(const Zeros &) = delete;
     ~Zeros();
