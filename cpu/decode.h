@@ -50,6 +50,24 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     return alpha;
 }
 
+// Steps 9 to 11 for one row of a tile: Pij and alpha. The first row prefetches the rows of the next tile, up to key
+// `prefetch_end`.
+[[gnu::noinline]] inline void compute_P(const Attention &a, const Band &band, const QueryTile &t, int row,
+                                        const KeyTile &tile, int prefetch_end, const Buffers &buffers, Vec *alpha) {
+    const int64_t D = round_up(a.d, 16);
+    const int j = tile.keys.begin, n = tile.keys.end - j;
+    float *const Si = buffers.Sij + row * Bc;
+    dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
+        if (row > 0 || tile.keys.end + key >= prefetch_end) return;
+        prefetch(tile.Kj + (n + key) * tile.K_row, D * sizeof(float));
+        prefetch(tile.Vj + (n + key) * tile.V_row, D * sizeof(float));
+    });
+    const Keys keys = keys_of_row(band, t.query(row));
+    std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
+    std::fill(Si + clamp(keys.end - j, 0, n), Si + round_up(n, W), -INFINITY);
+    *alpha = update_softmax_of_row(n, Si, buffers.mi + row * W, buffers.li + row * W);
+}
+
 // Step 12: Oi = alpha Oi + Pij Vj, R vectors of channels at a time.
 template <int C, int R>
 void add_PV(int n, int64_t D, int64_t c, const Vec *alpha, const KeyTile &tile, const float *Pij, float *Oi) {
@@ -64,33 +82,19 @@ void add_PV(int n, int64_t D, int64_t c, const Vec *alpha, const KeyTile &tile, 
 // Step 12 multiplies C rows of Q, at least as many as the tile has. The rest of Pij stays 0.
 constexpr int fewer_rows(int C) { return C > 4 ? C / 2 : C - 1; }
 
-// Steps 9 to 12 for one tile of keys. The rows of the next tile, up to key `prefetch_end`, are prefetched.
+// Steps 9 to 12 for one tile of keys.
 template <int C = few_rows>
-[[gnu::noinline]] void update_few(const Attention &a, const Band &band, const QueryTile &t, const KeyTile &keys_tile,
+[[gnu::noinline]] void update_few(const Attention &a, const Band &band, const QueryTile &t, const KeyTile &tile,
                                   int prefetch_end, const Buffers &buffers) {
     if constexpr (C > 1)
-        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, band, t, keys_tile, prefetch_end, buffers);
-    const KeyTile tile = keys_tile;  // a copy, which fits registers
+        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, band, t, tile, prefetch_end, buffers);
     constexpr int R = sums / C >= 8 ? 8 : 4;
-    const int64_t D = round_up(a.d, 16);
-    const int j = tile.keys.begin, n = tile.keys.end - j, n_vectors = round_up(n, W);
     Vec alpha[C] = {};
-    for (int row = 0; row < t.rows; ++row) {
-        float *Si = buffers.Sij + row * Bc;
-        dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
-            if (row > 0 || tile.keys.end + key >= prefetch_end) return;
-            prefetch(tile.Kj + (n + key) * tile.K_row, D), prefetch(tile.Vj + (n + key) * tile.V_row, D);
-        });
-        const Keys keys = keys_of_row(band, t.query(row));
-        std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
-        std::fill(Si + clamp(keys.end - j, 0, n), Si + n_vectors, -INFINITY);
-        alpha[row] = update_softmax_of_row(n, Si, buffers.mi + row * W, buffers.li + row * W);
-    }
-    add_PV<C, R>(n, D, 0, alpha, tile, buffers.Sij, buffers.Oi);
+    for (int row = 0; row < t.rows; ++row) compute_P(a, band, t, row, tile, prefetch_end, buffers, &alpha[row]);
+    add_PV<C, R>(tile.keys.end - tile.keys.begin, round_up(a.d, 16), 0, alpha, tile, buffers.Sij, buffers.Oi);
 }
 
-template <class T>
-void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
     int C = few_rows;
     while (C > 1 && t.rows <= fewer_rows(C)) C = fewer_rows(C);
     const int64_t D = round_up(a.d, 16);
@@ -99,12 +103,12 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     float *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
 
     // 8. Qi, Oi, li, mi
-    load_queries<T>(a, t, t.rows, buffers);
+    load_queries(a, t, t.rows, buffers);
     std::fill(buffers.Sij, buffers.Sij + C * Bc, 0.f);
     std::fill(Oi, Oi + C * D, 0.f);
     std::fill(li, li + C * W, 0.f);
     std::fill(mi, mi + C * W, -INFINITY);
-    prefetch_tile<T>(a, next, next.b == t.b && next.h == t.h);
+    prefetch_tile(a, next, next.b == t.b && next.h == t.h);
     const auto hold_rows = [&](int row) {
         hold_sums<1>(D / W, mi + row * W, li + row * W, Oi + row * D, buffers.mi_held + row * W,
                      buffers.li_held + row * W, buffers.li_lost + row * W, buffers.Oi_held + row * D,
@@ -114,11 +118,11 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
 
     // Rows that are read in place and are neighbours in memory are prefetched for the next tile of keys one by one,
     // beside the products. Other rows arrive faster if all are prefetched at once.
-    const bool in_place = std::is_same_v<T, float> && a.d == D;
+    const bool in_place = a.dtype == Dtype::float32 && a.d == D;
     const bool row_by_row = in_place && !a.block_table && a.k_stride.row == a.d && a.v_stride.row == a.d;
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
-        const KeyTile tile = load_tile<T>(a, t, seen, j, in_place, !row_by_row, buffers);
+        const KeyTile tile = load_tile(a, t, seen, j, in_place, !row_by_row, buffers);
         update_few(a, band, t, tile, row_by_row ? seen.end : tile.keys.end, buffers);
         if (buffers.Oi_held && tile.ends_sum())
             for (int row = 0; row < t.rows; ++row) hold_rows(row);
@@ -129,7 +133,6 @@ void forward_few(const Attention &a, const QueryTile &t, const QueryTile &next, 
     for (int row = 0; row < t.rows; ++row) {
         if (buffers.Oi_held) hold_rows(row);
         float *l = buffers.Oi_held ? buffers.li_held : li, *o = buffers.Oi_held ? buffers.Oi_held : Oi;
-        end_row<T>(a, t, row, !empty(keys_of_row(band, t.query(row))), sum_of(vec(l + row * W)), mi[row * W],
-                   o + row * D);
+        end_row(a, t, row, !empty(keys_of_row(band, t.query(row))), sum_of(vec(l + row * W)), mi[row * W], o + row * D);
     }
 }

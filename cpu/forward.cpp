@@ -20,8 +20,6 @@
 
 namespace minimal_attn::cpu {
 
-using Forward = void (*)(const Attention &, const QueryTile &, const QueryTile &next, const Buffers &);
-
 #if defined(__x86_64__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC target("avx512f")
@@ -50,17 +48,17 @@ namespace {
 struct InstructionSet {
     const char *name;
     bool (*is_here)();
-    Forward (*forward_of)(Dtype);
+    void (*forward)(const Attention &, const QueryTile &, const QueryTile &next, const Buffers &);
 };
 
 // The best first.
 constexpr InstructionSet sets[] = {
 #if defined(__x86_64__) && !defined(__clang__)
-    {"AMX", has_amx, avx512::forward_of},
-    {"AVX-512", [] { return (bool)__builtin_cpu_supports("avx512f"); }, avx512::forward_of},
-    {"AVX2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::forward_of},
+    {"AMX", has_amx, avx512::forward},
+    {"AVX-512", [] { return (bool)__builtin_cpu_supports("avx512f"); }, avx512::forward},
+    {"AVX2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::forward},
 #endif
-    {"portable C++", [] { return true; }, portable::forward_of},
+    {"portable C++", [] { return true; }, portable::forward},
 };
 std::atomic<int> best_allowed{0};  // index of the first one that plans may choose
 
@@ -132,7 +130,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
 
 const char *launch_cpu(const Attention &a, const Plan &plan, void *, CUstream_st *) {
     const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;
-    const auto forward = cpu::sets[plan.tile].forward_of(a.dtype);
+    const auto forward = cpu::sets[plan.tile].forward;
     std::atomic<int64_t> next_tile{0};
     const int64_t threads = std::min<int64_t>(plan.grid, plan.threads);
     cpu::in_threads(threads, [&] {

@@ -145,10 +145,10 @@ template <int R>
 }
 
 // Step 8: Qi, and Oi = 0, li = 0, mi = -inf.
-template <class T, int P>
+template <int P>
 void start_rows(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
     const int64_t D = round_up(a.d, 16);
-    load_queries<T>(a, t, lanes, buffers);
+    load_queries(a, t, lanes, buffers);
     for (int i = 0; i < lanes; i += W)
         for (int c = 0; c < D; c += W)
             transpose(buffers.rows + i * D + c, D, buffers.Qi + i / P * P * D + c * P + i % P, P);
@@ -159,7 +159,7 @@ void start_rows(const Attention &a, const QueryTile &t, int lanes, const Buffers
 }
 
 // Step 13.
-template <class T, int P>
+template <int P>
 void end_rows(const Attention &a, const Band &band, const QueryTile &t, int lanes, const Buffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const float *Oi = buffers.Oi_held ? buffers.Oi_held : buffers.Oi,
@@ -168,15 +168,15 @@ void end_rows(const Attention &a, const Band &band, const QueryTile &t, int lane
         for (int c = 0; c < D; c += W) transpose(Oi + i / P * P * D + c * P + i % P, P, buffers.rows + i * D + c, D);
     for (int lane = 0; lane < t.rows; ++lane) {
         const bool sees_key = !empty(keys_of_row(band, t.query(lane)));
-        end_row<T>(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D);
+        end_row(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D);
     }
 }
 
 // All of Algorithm 1 for a tile of queries. `next` is the tile that this thread probably takes next.
-template <class T, int R = max_R>
-void forward(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+template <int R = max_R>
+void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
     if constexpr (R > 1)
-        if (t.rows <= R / 2 * W) return forward<T, R / 2>(a, t, next, buffers);  // a thinner strip will do
+        if (t.rows <= R / 2 * W) return forward_many<R / 2>(a, t, next, buffers);  // a thinner strip will do
     constexpr int P = R * W, max_strips = 256 / P;
     const int64_t D = round_up(a.d, 16);
     const int lanes = round_up(t.rows, P);
@@ -186,8 +186,8 @@ void forward(const Attention &a, const QueryTile &t, const QueryTile &next, cons
     const bool in_place = R > 1;
 
     // 8. Qi, Oi, li, mi
-    start_rows<T, P>(a, t, lanes, buffers);
-    prefetch_tile<T>(a, next, next.b == t.b && next.h == t.h);
+    start_rows<P>(a, t, lanes, buffers);
+    prefetch_tile(a, next, next.b == t.b && next.h == t.h);
     bool splits_well[max_strips] = {}, any_splits = false;
     if constexpr (fits_amx<R>)
         for (int lane = 0; lane < lanes && buffers.Qi_split; lane += P) {
@@ -202,7 +202,7 @@ void forward(const Attention &a, const QueryTile &t, const QueryTile &next, cons
                                           std::min(band.keys.end, (int)round_up(seen.end, Bc))}
                                    : seen;
     for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
-        KeyTile tile = load_tile<T>(a, t, wanted, j, in_place, true, buffers);
+        KeyTile tile = load_tile(a, t, wanted, j, in_place, true, buffers);
         if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
         for (int lane = 0; lane < lanes; lane += P) {
             const Strip<R> strip(band, t, lane, D, buffers);
@@ -215,21 +215,14 @@ void forward(const Attention &a, const QueryTile &t, const QueryTile &next, cons
     // 13. O, l and m
     if (buffers.Oi_held)
         for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(band, t, lane, D, buffers), D, buffers);
-    end_rows<T, P>(a, band, t, lanes, buffers);
-}
-
-template <class T>
-void forward_tile(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
-    if (rows_of_key_head(a) <= few_rows)
-        forward_few<T>(a, t, next, buffers);
-    else
-        forward<T>(a, t, next, buffers);
+    end_rows<P>(a, band, t, lanes, buffers);
 }
 
 }  // namespace
 
-constexpr Forward forward_of(Dtype dtype) {
-    return dtype == Dtype::float32   ? forward_tile<float>
-           : dtype == Dtype::float16 ? forward_tile<c10::Half>
-                                     : forward_tile<c10::BFloat16>;
+inline void forward(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
+    if (rows_of_key_head(a) <= few_rows)
+        forward_few(a, t, next, buffers);
+    else
+        forward_many(a, t, next, buffers);
 }

@@ -3,7 +3,7 @@
 //     backward_fused.cu       d up to 128: all three in one kernel, dQ in any order
 //     backward_separate.cu    d above 128, deterministic or short heads: dK and dV, then dQ
 //
-// Before them gradient_rows.h (portable/) computes lse and D of the rows.
+// lse and D of the rows come from gradient_rows.h (portable/), before; or the fused kernel computes them.
 #include "hopper/backward.h"
 
 namespace minimal_attn::hopper {
@@ -38,11 +38,10 @@ Plan plan_half_backward(const Gradient &g, const Device &device) {
 const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Kernels kernels(g, {plan.multiprocessors, 0});
     const GradientRows rows = gradient_rows_in(g, workspace);
-    const char *why = launch_gradient_rows(g, rows, stream);
-    if (why) return why;
     if (kernels.is_fused)
         return launch_fused(g, rows, kernels.keys, (char *)workspace + gradient_rows_bytes(g), stream);
-    why = launch_separate(g, rows, kernels.keys, stream);
+    const char *why = launch_gradient_rows(g, rows, stream);
+    if (!why) why = launch_separate(g, rows, kernels.keys, stream);
     return why ? why : launch_separate(g, rows, kernels.queries, stream);
 }
 

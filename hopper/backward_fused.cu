@@ -6,7 +6,7 @@
 // A block computes one work tile after another: Bc keys of one head, 64 for each consumer warpgroup. It walks the tiles
 // of Br queries that see one of the keys, in each query head of the group. So no other block adds to this dK and dV.
 //
-//     thread 0, thread 96   shared memory      each consumer warpgroup, in registers           threads 32, 64
+//         thread 0          shared memory      each consumer warpgroup, in registers           threads 32, 64
 //         +-- once ----> Kj, Vj ---------+
 //         +------------> Qi, lse_i ------+-> S^T = Kj Qi^T       (wgmma)   P^T = exp(S^T - lse)
 //         +------------> dOi, Di --------+-> dP^T = Vj dOi^T     (wgmma)   dS^T = P^T o (dP^T - D)
@@ -21,51 +21,52 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of the next product as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// Work tiles from number key_tiles on have no keys. Each converts dQ of 128 queries, float32 in the workspace, to dq, once
-// dQ of all query heads of their key head is complete. So a block converts when no tile of keys is left to take, while
-// slower blocks compute the last ones.
+// Warp 3 does beside the products what memory bounds, for units of 64 queries of a head. First come lse and D of all units,
+// if fills_rows() says so, else gradient_rows.cu has computed them. Then it converts dQ, float32 in the workspace, to dq,
+// once dQ of the unit's key head is complete.
 //
 // | role                | warps              | registers a thread | does                                           |
 // |---------------------|--------------------|--------------------|------------------------------------------------|
-// | scheduler, K, Q     | 0 (thread 0)       | 24                 | takes work tiles, loads Kj, all Qi and lse_i   |
-// | adders of dQ        | 1, 2 (lane 0)      | 24                 | store or add what their consumer staged of dQi |
-// | V, dO               | 3 (thread 96)      | 24                 | loads Vj, all dOi and Di                       |
-// | consumer warpgroups | 4 to 11            | 240                | 64 keys each: S^T to dK, dV; its part of dQi.  |
-// |                     |                    |                    | Or 64 queries each: dQ to dq                   |
+// | scheduler, loads    | 0 (thread 0)       | 24 or 40           | takes work tiles, loads Kj, Vj, all Qi and dOi |
+// | adders of dQ        | 1, 2 (lane 0)      | 24 or 40           | store or add what their consumer staged of dQi |
+// | rows                | 3                  | 24 or 40           | lse and D of all queries, then dQ to dq        |
+// | consumer warpgroups | 4 to 11            | 240 or 232         | 64 keys each: S^T to dK, dV; its part of dQi   |
 //
 // | barrier                 | arrives                      | waits                        | then                       |
 // |-------------------------|------------------------------|------------------------------|----------------------------|
-// | tile_queue full         | thread 0                     | thread 96, adders, consumers | a work tile is published   |
-// | tile_queue empty        | thread 96, adders, consumers | thread 0                     | the slot is free           |
-// | KV full                 | threads 0 and 96; TMA        | consumers                    | Kj and Vj have arrived     |
-// | Q full, dO full         | thread 0 or 96, twice; TMA   | consumers                    | Qi or dOi has arrived      |
-// | KV, Q, dO empty         | consumers                    | threads 0, 96                | consumers have read them   |
+// | tile_queue full         | thread 0                     | adders, consumers            | a work tile is published   |
+// | tile_queue empty        | adders, consumers            | thread 0                     | the slot is free           |
+// | KV full                 | thread 0, four times; TMA    | consumers                    | Kj and Vj have arrived     |
+// | Q full, dO full         | thread 0, for each load; TMA | consumers                    | Qi or dOi has arrived      |
+// | KV, Q, dO empty         | consumers                    | thread 0                     | consumers have read them   |
 // | dS full                 | consumers                    | consumers                    | dS of all keys is stored   |
 // | dS empty                | consumers                    | consumers                    | the product dQ has read dS |
 // | dQ full (per consumer)  | that consumer                | its adder                    | dQi is staged              |
 // | dQ empty (per consumer) | its adder                    | that consumer                | TMA has read dQi           |
+// | rows full               | lane 0 of warp 3; TMA        | warp 3                       | its buffer has arrived     |
 // | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T, dP^T     |
 // | named kZeroed + index   | that consumer                | that consumer                | hidden rows = 0            |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
 //
-// | counter in device memory      | counts                                        | waits    | until                    |
-// |-------------------------------|-----------------------------------------------|----------|--------------------------|
-// | rows.counters: a part of dQ   | 1 while a block stores the part, 2 afterwards | adders   | 2: then they add         |
-// | added: a key head             | tiles of keys that each adder has ended       | thread 0 | all: then dQ is complete |
+// | counter in device memory | counts                                        | waits    | until                         |
+// |--------------------------|-----------------------------------------------|----------|-------------------------------|
+// | filled: a key head       | units of lse and D                            | thread 0 | all of the group's are stored |
+// | stored: a part of dQ     | 1 while a block stores the part, 2 afterwards | adders   | 2: then they add              |
+// | added: a key head        | tiles of keys that each adder has ended       | warp 3   | all: then dQ is complete      |
 //
-// No wait is circular. An adder waits for a store that has begun, which waits for nothing. Thread 0 waits for tiles of keys
-// that running blocks have taken. It has issued all loads of its own tile before, so that tile ends meanwhile.
+// No wait is circular, even if some blocks haven't begun. lse and D, for which thread 0 waits, wait for nothing, and running
+// blocks take all of these units. An adder waits for a store that has begun, which waits for nothing. Nothing waits for dq.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
 namespace {
 
-template <int D_, int Br_, int QStages_, int dOStages_>
+template <int D_, int Br_, int QStages_, int dOStages_, int ProducerRegisters_>
 struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = 128, QStages = QStages_, dOStages = dOStages_, dSStages = 2;
     static constexpr int Consumers = Bc / 64, Threads = 128 * (1 + Consumers), BlocksPerSM = 1;
-    static constexpr int ProducerRegisters = 24;
+    static constexpr int ProducerRegisters = ProducerRegisters_;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
     static constexpr bool kTakesTurns = true, kStartsApart = true;
@@ -76,28 +77,36 @@ struct Tile {
     __device__ static int column_box(int consumer) { return consumer / QueryBoxes; }
 };
 
+constexpr int kBufferBytes = 2 * 64 * 128;  // boxes of O and dO, or 16 KB of dQ
+
 // KB, all stages | d 64 | d 128
 // Kj, Vj         | 32   | 64
 // Qi, dOi        | 64   | 80
 // dS, dQi        | 96   | 64
+// buffer         | 16   | 16
 template <class Tile>
 struct SharedStorage {
     alignas(1024) unsigned char Kj[Tile::Consumers][Tile::KBytes], Vj[Tile::Consumers][Tile::KBytes];
     unsigned char Qi[Tile::QStages][Tile::QBytes], dOi[Tile::dOStages][Tile::QBytes];
     unsigned char dS[Tile::dSStages][Tile::QueryBoxes][Tile::Bc * 128];  // a row for each key, boxes of 64 queries
     unsigned char dQi[Tile::Consumers][2][64 * 128];                     // a row for each query, boxes of 32 columns
+    unsigned char buffer[kBufferBytes];                                  // O and dO, or dQ
     float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
     int work[kQueueStages];  // numbers of work tiles
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
-    StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1];
+    StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], rows[1];
 };
 
 struct FusedParameters : GradientParameters {
-    TensorMap dQ;            // float32, the rows of a head padded
-    const float *sums;       // its data
-    Divisor units_of_head;   // of a query head: a work tile converts a unit, kGradientRows rows of dQ
-    Divisor units_of_group;  // of all query heads of a key head
-    int *added;              // the counters of key heads
+    TensorMap dQ;       // float32, the rows of a head padded
+    const float *sums;  // its data
+    const float *lse, *dlse;
+    bool fills_rows;            // whether warp 3 computes lse and D
+    Divisor units_of_head;      // of a query head: 64 rows each
+    int units_of_group, units;  // of all query heads of a key head; of all heads
+    int *units_taken;           // a counter
+    int *added, *filled;        // those of key heads
+    int *stored;                // those of the parts of dQ
 };
 
 // use(n) for each work tile of this block.
@@ -107,56 +116,47 @@ __device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile>
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const int n = shared.work[tile_queue.stage()];
-        if (n >= p.work_tiles) return;
+        if (n >= p.key_tiles) return;
         use(n);
     }
 }
 
-// ------------------------------------------------------------------------------ producer threads
-
-// Loads Kj, then all Qi with lse_i, of a work tile; or Vj, then all dOi with Di.
-template <class Tile, int Stages>
-__device__ void load(const FusedParameters &p, const KeyTile<Tile> &keys, const TensorMap &K_or_V, Pipeline<1> &KV,
-                     unsigned char (&Kj)[Tile::Consumers][Tile::KBytes], const TensorMap &Q_or_dO, const float *rows,
-                     Pipeline<Stages> &Q, unsigned char (&Qi)[Stages][Tile::QBytes],
-                     float (&numbers)[Stages][Tile::Br]) {
-    KV.producer_acquire();
-    for (int n = 0; n < Tile::Consumers; ++n)
-        load_tile<64, Tile::Boxes>(Kj[n], K_or_V, keys.j0 + 64 * n, keys.key_head, keys.b, KV.full());
-    KV.advance();
-    load_queries(p, keys, Q_or_dO, rows, Q, Qi, numbers);
+// Waits until a counter is large enough. Only the last load acquires, since each that does empties the L1 cache.
+__device__ inline void wait_for(const int &counter, int count) {
+    while (*(const volatile int *)&counter < count) __nanosleep(100);
+    load_acquire(counter);
+    fence_async_global();
 }
 
-// Thread 0 takes a work tile when it has begun to load the last Qi of the one before. A work tile that converts dQ it
-// publishes once all adders, this block's included, have ended the tiles of its key head.
+// ------------------------------------------------------------------------------ producer warps
+
+// Thread 0 takes a work tile when it has begun to load the last Qi and dOi of the one before.
 template <class Tile>
-__device__ void schedule_and_load_K_Q(const FusedParameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    Pipeline<1> KV{shared.KV};
-    Pipeline<Tile::QStages> Q{shared.Q};
-    for (;;) {
+__device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> &shared) {
+    Pipeline tile_queue{shared.tile_queue};
+    Pipeline KV{shared.KV};
+    Pipeline Q{shared.Q};
+    Pipeline dO{shared.dO};
+    for (;; tile_queue.advance()) {
         const int n = atomicAdd(p.tile_counter, 1);
         tile_queue.producer_acquire();
-        if (p.key_tiles <= n && n < p.work_tiles)
-            while (load_acquire(p.added[(n - p.key_tiles) / p.units_of_group]) < p.Tc * Tile::Consumers) {
-            }
         shared.work[tile_queue.stage()] = n;
         arrive(tile_queue.full());
-        tile_queue.advance();
-        if (n >= p.work_tiles) return;
-        if (n < p.key_tiles)
-            load(p, KeyTile<Tile>(p, n), p.K, KV, shared.Kj, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
+        if (n >= p.key_tiles) return;
+        const KeyTile<Tile> keys(p, n);
+        if (p.fills_rows) wait_for(p.filled[n / p.Tc], p.units_of_group);
+        keys.for_each_query_tile([&](int h, int i0, bool is_first) {
+            load_query_tile<Tile, 64>(p, keys.b, h, i0, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
+            load_query_tile<Tile, 64>(p, keys.b, h, i0, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
+            if (!is_first) return;
+            KV.producer_acquire();  // later than the first Qi and dOi, which have room earlier
+            for (int x = 0; x < Tile::Consumers; ++x) {
+                load_tile<64, Tile::Boxes>(shared.Kj[x], p.K, keys.j0 + 64 * x, keys.key_head, keys.b, KV.full());
+                load_tile<64, Tile::Boxes>(shared.Vj[x], p.V, keys.j0 + 64 * x, keys.key_head, keys.b, KV.full());
+            }
+            KV.advance();
+        });
     }
-}
-
-template <class Tile>
-__device__ void load_V_dO(const FusedParameters &p, SharedStorage<Tile> &shared) {
-    Pipeline<1> KV{shared.KV};
-    Pipeline<Tile::dOStages> dO{shared.dO};
-    for_each_work_tile(p, shared, [&](int n) {
-        if (n < p.key_tiles)
-            load(p, KeyTile<Tile>(p, n), p.V, KV, shared.Vj, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
-    });
 }
 
 // An adder stores or adds what its consumer staged: parts of dQ of 64 queries x 64 columns. The block that sets a part's
@@ -165,7 +165,6 @@ template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
     for_each_work_tile(p, shared, [&](int n) {
-        if (n >= p.key_tiles) return;
         const KeyTile<Tile> keys(p, n);
         keys.for_each_query_tile([&](int h, int i0, bool) {
             dQ.consumer_wait();
@@ -177,7 +176,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             };
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
             // The consumers' parts are neighbours: at d 64 in rows, at d 128 in columns.
-            int &counter = p.rows.counters[row / 64 * Tile::Boxes + consumer];
+            int &counter = p.stored[row / 64 * Tile::Boxes + consumer];
             const int state = set_if_0_acquire(counter, 1);
             while (state == 1 && load_acquire(counter) == 1) {
             }
@@ -199,6 +198,133 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
     });
 }
 
+// 64 queries of a head.
+struct Unit {
+    int b, h, i0, key_head;
+    __device__ Unit(const FusedParameters &p, int n) {
+        const int head = n / p.units_of_head;
+        b = head / p.Hq, h = head % p.Hq, i0 = n % p.units_of_head * 64, key_head = head / p.group;
+    }
+};
+
+// Warp 3 waits for what lane 0 loads into the buffer. All lanes have read what was there.
+template <class Load>
+__device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        arrive_expect_tx(buffer.full(), kBufferBytes);
+        load();
+    }
+    __syncwarp();
+    buffer.consumer_wait();
+    buffer.advance();
+}
+
+// lse and D of a unit. Each lane has two rows.
+template <class T, class Tile>
+__device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer,
+                          const Unit &unit) {
+    constexpr int kBox = 64 * 128;
+    const int lane = threadIdx.x % 32;
+    float sum[2] = {};
+    for (int box = 0; box < Tile::Boxes; ++box) {
+        load_buffer(buffer, [&] {
+            for (int n = 0; n < 2; ++n) {
+                const TensorMap &tensor = n == 0 ? p.O : p.dO;
+                tma_load(shared.buffer + n * kBox, tensor.map, 64 * box, unit.i0, unit.h * tensor.head,
+                         unit.b * tensor.batch, buffer.full());
+            }
+        });
+#pragma unroll 1
+        for (int x = 0; x < 16; ++x) {  // 8 bytes each, in an order that meets no bank twice
+            const unsigned char *const from = shared.buffer + lane * 128 + (x ^ lane % 16) * 8;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint2 O = *(const uint2 *)(from + r * 32 * 128),
+                            dO = *(const uint2 *)(from + r * 32 * 128 + kBox);
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    sum[r] = fmaf((float)((const T *)&O)[n], (float)((const T *)&dO)[n], sum[r]);
+            }
+        }
+    }
+    const BandOf<int> band = band_of_batch(p, unit.b);
+    const unsigned head = unit.b * p.Hq + unit.h;  // 2^32 rows of dQ are 1 TB
+#pragma unroll
+    for (int r = 0; r < 64; r += 32) {
+        const int i = unit.i0 + lane + r;
+        const unsigned padded = head * (unsigned)p.rows.head_stride + i, dense = head * p.a.Nq + i;
+        const bool sees_key = i < p.a.Nq && !empty(keys_of_row(band, i));
+        const float D = sum[r / 32];
+        p.rows.lse[padded] = sees_key ? p.lse[dense] * kLog2e : INFINITY;
+        p.rows.D[padded] = !sees_key ? 0.f : p.dlse ? D - p.dlse[dense] : D;
+    }
+    __syncwarp();
+    if (lane == 0) add_release(p.filled[unit.key_head], 1);
+}
+
+// dq = softmax_scale dQ of unit n. No block has stored dQ of rows that see no key: these become 0.
+template <class T, class Tile>
+__device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
+    constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row, rows at once
+    const Unit unit(p, n);
+    const int lane = threadIdx.x % 32, column = lane % kLanes * 4;
+    const BandOf<int> band = band_of_batch(p, unit.b);
+    const int begin = band.keys.begin - band.last, end = empty(band.keys) ? begin : band.keys.end - band.first;
+    const bool is_usual = p.dq.dtype != Dtype::float32 && p.dq.aligned && begin <= unit.i0 && unit.i0 + 64 <= end;
+    const float scale = p.a.softmax_scale;
+    const int64_t step = kRows * p.dq.stride.row;
+    int rows = p.a.Nq - unit.i0 - lane / kLanes;  // from this lane's next one on
+    int64_t to =
+        unit.b * p.dq.stride.batch + unit.h * p.dq.stride.head + (unit.i0 + lane / kLanes) * p.dq.stride.row + column;
+    for (int part = 0; part < Tile::Boxes; ++part) {
+        load_buffer(buffer, [&] {
+            if (part == 0) wait_for(p.added[unit.key_head], p.Tc * Tile::Consumers);
+            const float *const from = p.sums + int64_t(n) * 64 * Tile::D + part * (kBufferBytes / 4);
+            bulk_load(shared.buffer, from, kBufferBytes, buffer.full());
+        });
+        const float4 *const x = (const float4 *)shared.buffer + lane;
+        if (is_usual) {  // a loop without branches
+            T *dq = (T *)p.dq.data + to;
+            const int rows_of_lane = column < p.a.d ? rows : 0;
+#pragma unroll(Tile::ProducerRegisters / 10)
+            for (int y = 0; y < kBufferBytes / 512; ++y, dq += step) {
+                const float4 four = x[32 * y];
+                const uint2 packed = {pack<T>(scale * four.x, scale * four.y), pack<T>(scale * four.z, scale * four.w)};
+                if (kRows * y < rows_of_lane) *(uint2 *)dq = packed;
+            }
+        } else {
+#pragma unroll 1
+            for (int y = 0; y < kBufferBytes / 512; ++y) {
+                const int i = p.a.Nq - rows + kRows * y, columns = kRows * y < rows ? p.a.d - column : 0;
+                float4 four = begin <= i && i < end ? x[32 * y] : float4{};
+                four = {scale * four.x, scale * four.y, scale * four.z, scale * four.w};
+                if (p.dq.dtype == Dtype::float32)
+                    store_row<4>((float *)p.dq.data + to + y * step, columns, p.dq.aligned, [&](int) { return four; });
+                else
+                    store_row<4>((T *)p.dq.data + to + y * step, columns, p.dq.aligned,
+                                 [&](int) { return uint2{pack<T>(four.x, four.y), pack<T>(four.z, four.w)}; });
+            }
+        }
+        to += kBufferBytes / 512 * step, rows -= kBufferBytes / 512 * kRows;
+    }
+}
+
+// Warp 3. lse and D come first, since tiles of keys wait for them. Blocks take these units from a counter: else a block
+// could wait for one that another kernel keeps from starting.
+template <class T, class Tile>
+__device__ void fill_rows_and_convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared) {
+    Pipeline buffer{shared.rows};
+    const auto take = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(p.units_taken, 1) : 0; };
+    for (int n = p.fills_rows ? take() : p.units, next;; n = next) {
+        n = broadcast_lane0(n);
+        if (n >= p.units) break;
+        next = take();
+        fill_rows<T>(p, shared, buffer, Unit(p, n));
+    }
+    for (int n = blockIdx.x; n < p.units; n += gridDim.x) convert_dQ<T>(p, shared, buffer, n);
+}
+
 // ------------------------------------------------------------------------------ consumer warpgroups
 
 // Starts dQ^T = Kj^T dS^T, 64 columns of Kj x 64 queries.
@@ -213,33 +339,15 @@ __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consum
     wgmma_commit();
 }
 
-// dq = softmax_scale dQ, 64 rows of a unit for each consumer. A thread reads dQ as if it were in an accumulator. No block
-// has stored dQ of rows that see no key: store_gradient sets these to 0.
-template <class T, class Tile>
-__device__ void convert_dQ(const FusedParameters &p, int unit) {
-    const int thread = opaque(threadIdx.x) - 128, row = thread / 32 * 16 + thread % 32 / 4;
-    const int head = unit / p.units_of_head, b = head / p.Hq;
-    const float *const from = p.sums + (int64_t(unit) * kGradientRows + row) * Tile::D + thread % 4 * 2;
-    float dQ[Tile::D / 2];
-#pragma unroll
-    for (int x = 0; x < Tile::D / 2; x += 2) {
-        const float2 two = __ldcg((const float2 *)(from + x / 2 % 2 * 8 * Tile::D + x / 4 * 8));
-        dQ[x] = two.x, dQ[x + 1] = two.y;
-    }
-    const BandOf<int> band = band_of_batch(p, b);
-    store_gradient<T>(p.dq, b, head % p.Hq, unit % p.units_of_head * kGradientRows + row, p.a.Nq, p.a.d,
-                      p.a.softmax_scale, dQ, [&](int i) { return !empty(keys_of_row(band, i)); });
-    __syncwarp();  // all lanes have read the work tile's number, which the first lane releases
-}
-
 // dS^T of 64 keys to shared memory, with the swizzle that wgmma expects. `thread` is of the warpgroup.
 template <int Boxes, int BoxBytes, int Count>
 __device__ void stage_dS(unsigned char (&boxes)[Boxes][BoxBytes], const uint32_t (&dS)[Count], int consumer,
                          int thread) {
     const int row = 64 * consumer + thread / 32 * 16 + thread % 16;
+    const int first = opaque(row * 128 + (thread / 16 % 2 ^ row % 8) * 16);  // or four addresses would take registers
 #pragma unroll
     for (int n = 0; n < Count / 4; ++n)  // 16 queries each
-        store_matrices(boxes[n / 4] + row * 128 + ((n % 4 * 2 + thread / 16 % 2) ^ row % 8) * 16, &dS[4 * n]);
+        store_matrices(boxes[n / 4] + (first ^ n % 4 * 32), &dS[4 * n]);
     fence_async();
 }
 
@@ -268,8 +376,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};
 
     for_each_work_tile(p, shared, [&](int n) {
-        if (n >= p.key_tiles) return convert_dQ<T, Tile>(p, n - p.key_tiles);
-        const KeyTile<Tile> keys(p, n);
+        const KeyTile<Tile> keys(p, broadcast_lane0(n));
         float dK[D / 2], dV[D / 2];
         const BandOf<int> &band = keys.band;
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
@@ -358,15 +465,15 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + 1 + Tile::Consumers);
-        init_pipeline(shared.KV, warps, 2 * Tile::Consumers);
-        init_pipeline(shared.Q, warps, 2), init_pipeline(shared.dO, warps, 2);
+        init_pipeline(shared.tile_queue, warps + Tile::Consumers);
+        init_pipeline(shared.KV, warps, 2 * Tile::Consumers), init_pipeline(shared.rows, 1);
+        init_pipeline(shared.Q, warps, 1 + Tile::QueryBoxes), init_pipeline(shared.dO, warps, 1 + Tile::QueryBoxes);
         init_pipeline(shared.dS_ready, warps, warps);
         for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K_Q(p, shared);
-        if (threadIdx.x == 96) load_V_dO(p, shared);
+        if (threadIdx.x == 0) schedule_and_load(p, shared);
+        if (threadIdx.x / 32 == 3) fill_rows_and_convert_dQ<T, Tile>(p, shared);
 #pragma unroll  // or the adders spill
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
@@ -376,44 +483,62 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the launch
 
-// D, Br, stages of Q, of dO
-using Tiles = TileList<Tile<64, 128, 2, 2>, Tile<128, 64, 3, 2>>;
+// D, Br, stages of Q, of dO, registers of the producer warpgroup
+using Tiles = TileList<Tile<64, 128, 2, 2, 24>, Tile<128, 64, 3, 2, 40>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-int64_t units_of(const Gradient &g) { return g.a.B * g.a.Hq * padded_rows(g.a) / kGradientRows; }
+// Whether warp 3 computes lse and D. It has too little time where queries see few keys, causal half of them on average.
+bool fills_rows(const Attention &a) {
+    return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
+}
+
+// Numbers in the workspace: room for the counters, then dQ.
+struct Workspace {
+    int64_t key_heads, parts, dQ;  // `parts` of dQ, 64 x 64 each
+    Workspace(const Attention &a, int D)
+        : key_heads(a.B * a.Hkv), parts(a.B * a.Hq * padded_rows(a) * D / 4096), dQ(parts * 4096) {}
+    int64_t counter_bytes() const { return (2 + 2 * key_heads + parts + 63) / 64 * 256; }
+};
 
 }  // namespace
 
 Plan plan_fused(const Gradient &g, const Device &device) {
     return with_tile(tile_of(g.a), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        const Attention &a = g.a;
-        Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, "dK, dV, dQ", tile_of(a));
-        const int64_t work_tiles = key_tiles_of(a, Tile::Bc) + units_of(g);
-        plan.grid = std::min<int64_t>(work_tiles, device.multiprocessors);
-        plan.workspace = a.B * a.Hq * padded_rows(a) * Tile::D * 4;
+        const Workspace workspace(g.a, Tile::D);
+        Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, "dK, dV, dQ", tile_of(g.a));
+        plan.grid = std::min<int64_t>(key_tiles_of(g.a, Tile::Bc) + workspace.parts, device.multiprocessors);
+        plan.workspace = workspace.counter_bytes() + 4 * workspace.dQ;
         return plan;
     });
 }
 
-const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
+const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *memory,
                          CUstream_st *stream) {
-    float *const dQ = (float *)workspace;
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
         const Attention &a = g.a;
         const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
                                                       : fused_backward_kernel<__nv_bfloat16, Tile>;
+        const Workspace workspace(a, Tile::D);
+        const cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);  // first, as in launch_kernel
+        if (error != cudaSuccess) return why_not(error);
         FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
+        p.lse = g.lse, p.dlse = g.dlse, p.fills_rows = fills_rows(a);
+        if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
+        const Zeros counters(memory, workspace.counter_bytes(), stream);
+        p.units_taken = (int *)counters.memory + 1, p.added = p.units_taken + 1;
+        p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
+        p.units_of_head = rows.head_stride / 64, p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
+        p.units = a.B * a.Hq * p.units_of_head;
+        p.sums = (float *)((char *)memory + workspace.counter_bytes());
         const int64_t head = rows.head_stride * Tile::D;
-        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, Tile::Br) ||
-            !make_tensor_map(p.dQ, Dtype::float32, dQ, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
+            !make_tensor_map(p.O, a.dtype, g.o, g.o_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
+            !make_tensor_map(p.dQ, Dtype::float32, p.sums, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
-            return "cuTensorMapEncodeTiled refused do";
-        p.sums = dQ, p.added = rows.head_counters, p.tile_counter = rows.tile_counter;
-        p.units_of_head = rows.head_stride / kGradientRows, p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
-        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream, Tile::Br, 64,
-                                   p.key_tiles + units_of(g));
+            return "cuTensorMapEncodeTiled refused o or do";
+        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, 64);
     });
 }
 

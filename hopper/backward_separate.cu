@@ -1,9 +1,9 @@
-// backward_separate.cu: dQ alone, dK and dV alone, for float16 and bfloat16 on Hopper, without atomics: the same bits on
-// every run. docs/backward.md has budgets and measurements. half.cu is the forward kernel of the same form: read it first.
+// backward_separate.cu: dQ alone, dK and dV alone, for float16 and bfloat16 on Hopper. One block computes each sum: the
+// same bits on every run. docs/backward.md has budgets and measurements. Read half.cu first: it has the same form.
 //
 // A block computes one work tile after another. It owns a tile X of queries or of keys, 64 rows for each consumer
-// warpgroup, keeps it in shared memory, and walks the tiles Y of the other side. S^T instead of S, and the products that
-// give dQ give dK:
+// warpgroup, which stays in shared memory. It walks the tiles Y of the other side. With S^T instead of S the products
+// that give dQ give dK:
 //
 //     kernel    X1, X2     Y1, Y2     S = X1 Y1^T    dP = X2 Y2^T    sum += dS Y1         dV += P Y2
 //     dQ        Qi, dOi    Kj, Vj     Sij            dPij            dQi += dSij Kj
@@ -22,44 +22,46 @@
 //                                                                  +---------> dV += P Y2               (wgmma)
 //     dQ, or dK and dV in HBM <----------------------------------------------- softmax_scale sum, dV
 //
-// lse and D are numbers of queries: where these are Y, they arrive with Y1 and Y2. For d above 128 the registers of a
-// warpgroup have room for one sum: one consumer computes dV, the other one dK, of the same 64 keys (consume_split).
+// lse and D are numbers of queries. Where queries are Y, lse arrives with Y1 and D with Y2. For dQ each thread reads
+// those of its rows. For d above 128 a warpgroup's registers have room for one sum: one consumer computes dV, the other
+// one dK, of the same 64 keys (consume_split). Such a block has one work tile; its consumers don't read the tile queue.
 //
 // | role                | warps         | registers a thread | does                                                   |
 // |---------------------|---------------|--------------------|--------------------------------------------------------|
 // | scheduler, Y1       | 0 (thread 0)  | 24 or 32           | takes work tiles, publishes them, loads Y1             |
 // | X                   | 1 (thread 32) | 24 or 32           | loads X1 and X2                                        |
 // | Y2                  | 2 (thread 64) | 24 or 32           | loads Y2                                               |
-// | end                 | 3 (thread 96) | 24 or 32           | dQ: waits for the kernel before it, which computes     |
-// |                     |               |                    | dK and dV meanwhile                                    |
+// | end (dQ)            | 3 (thread 96) | 32                 | waits for the kernel before, which computes dK and dV  |
+// |                     |               |                    | meanwhile                                              |
 // | consumer warpgroups | 4 to 11 or 15 | 240, 232 or 160    | S, dP and the sums of 64 rows each; writes the sums    |
 //
-// | barrier                 | arrives                   | waits                             | then                         |
-// |-------------------------|---------------------------|-----------------------------------|------------------------------|
-// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | work tile is published       |
-// | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free             |
-// | X full (per consumer)   | thread 32; TMA            | that consumer                     | X1 and X2 have arrived       |
-// | X empty (per consumer)  | that consumer             | thread 32                         | X1 and X2 are read           |
-// | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                         | Y1 or Y2 has arrived         |
-// | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                    | all products have read it    |
-// | P full, P empty (split) | consumer 0; consumer 1    | consumer 1; consumer 0            | P^T is stored; is read       |
-// | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products        |
-// | named kZeroed + index   | that consumer             | that consumer                     | hidden rows of Y are 0       |
+// | barrier                 | arrives                   | waits                         | then                      |
+// |-------------------------|---------------------------|-------------------------------|---------------------------|
+// | tile_queue full         | thread 0                  | threads 32, 64; consumers     | work tile is published    |
+// | tile_queue empty        | threads 32, 64; consumers | thread 0                      | its slot is free          |
+// | X full (per consumer)   | thread 32; TMA            | that consumer                 | X1 and X2 have arrived    |
+// | X empty (per consumer)  | that consumer             | thread 32                     | X1 and X2 are read        |
+// | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                     | Y1 or Y2 has arrived      |
+// | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                | all products have read it |
+// | P full, P empty (split) | consumer 0; consumer 1    | consumer 1; consumer 0        | P^T is stored; is read    |
+// | named kTurn + index     | the consumer before it    | that consumer                 | it may issue products     |
+// | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Y are 0    |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+// full and empty are mbarriers, on which a consumer warp arrives once. A loading thread arrives once for each copy, so
+// twice for X, and for Y with lse or D. index is the consumer's.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
 namespace {
 
-template <Part part_, int D_, int Owned, int Walked_, int Stages1_, int Stages2_>
+template <Part part, int D_, int Owned, int Walked_, int Stages1_, int Stages2_>
 struct Tile {
-    static constexpr Part part = part_;
     static constexpr bool owns_queries = part == Part::dQ;
     static constexpr int D = D_, Walked = Walked_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
     static constexpr int Br = owns_queries ? Owned : Walked, Bc = owns_queries ? Walked : Owned;
     static constexpr bool kSplits = !owns_queries && D > 128;
-    // S of the next tile begins beside the sums, if its registers and those of their operands P and dS suffice (C7512).
+    // Whether S of the next tile waits for the sums. Beside these and their operands it would take too many registers
+    // (C7512, docs/ptxas.md).
     static constexpr bool kSumsFirst = !owns_queries && D == 64;
     static constexpr bool kTakesTurns = !kSplits, kAlignKeys = false, kStartsApart = false;
     static constexpr int XTiles = Owned / 64, Consumers = kSplits ? 2 : XTiles, Threads = 128 * (1 + Consumers);
@@ -71,7 +73,8 @@ struct Tile {
     static_assert(Walked % 16 == 0 && D % 32 == 0 && Owned % 64 == 0 && Stages1 > 1);
 };
 
-// A tile of X: rows from x0 on, of those below x1, of one head. Y: rows y0 <= y < y1 of `heads` heads from y_head on.
+// A work tile: rows of X from x0 on, below x1, of one head. It walks rows y0 <= y < y1 of Y, of `heads` heads from
+// y_head on.
 struct alignas(16) Work {
     int b, head, x0, x1;  // b < 0: no more work tiles
     int y_head, heads, y0, y1;
@@ -182,7 +185,7 @@ __device__ bool is_cut(const Work &work, int x, int y) {
     return j < all_see.begin || j + Columns > all_see.end;
 }
 
-// How many tiles of Y the 64 rows of X from x on need, at least one; of all that the block walks.
+// How many of the tiles of Y that the block walks are needed for the 64 rows of X from x on; at least one.
 template <class Tile>
 __device__ int tiles_of(const Work &work, int x) {
     const auto count = [&](int end) { return max((end - work.y0 + Tile::Walked - 1) / Tile::Walked, 1); };
@@ -256,7 +259,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
 
         const int needed = broadcast_lane0(tiles_of<Tile>(work, work.x0 + 64 * warpgroup));
         for (int n = 1, y = broadcast_lane0(work.y0);; ++n) {
-            // Read again to save registers.
+            // `work` is read again in each step: registers are short.
             const int x = work.x0 + row;
             const bool masked = is_cut<Tile>(work, work.x0 + 64 * warpgroup, y);
             const auto mask = [&](float (&S)[Walked / 2]) {
@@ -310,7 +313,8 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         if constexpr (!is_dQ) wgmma_wait<0>(dV), Y2.consumer_release();
         Y1_of_sum.consumer_release();
         if constexpr (is_dQ) {
-            // Tiles that only other warpgroups need. Stages come before the turn: its owner may wait for the next Vj.
+            // Tiles that only other warpgroups need. Stages are released before the wait for the turn: the warpgroup
+            // that has it may wait for the next Vj.
             const int all = broadcast_lane0((work.y1 - work.y0 + Walked - 1) / Walked);
             for (int n = needed; n < all; ++n) {
                 Y1_of_sum.skip_stage(), Y1.advance();
@@ -325,7 +329,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
     }
 }
 
-// What a consumer warpgroup keeps where they split a tile's sums.
+// Which of a tile's two sums a consumer warpgroup computes in consume_split.
 enum class Role { dV, dK };
 
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
@@ -334,7 +338,7 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
     constexpr bool is_dV = role == Role::dV;
     constexpr int D = Tile::D, Walked = Tile::Walked;
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
-    const Work work = describe(p, TileScheduler<Tile>{p}, blockIdx.x);  // in registers
+    const Work work = describe(p, TileScheduler<Tile>{p}, blockIdx.x);  // the block's only one, in registers
     Pipeline<Tile::Stages1> first{is_dV ? shared.Y1_ready : shared.Y2_ready};
     Pipeline<Tile::Stages1> second{is_dV ? shared.Y2_ready : shared.Y1_ready};
     Pipeline P_ready{shared.P_ready};
@@ -414,7 +418,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 64) load_Y2(p, shared);
         if (Tile::owns_queries && threadIdx.x == 96) cudaGridDependencySynchronize();
     };
-    // dQ follows dK and dV, and needs only what these have waited for.
+    // dQ is launched behind dK and dV. What it reads was written before these began.
     run_roles<Tile, Tile::owns_queries ? WaitsAt::end : WaitsAt::begin>(init_barriers, produce, [&] {
         if constexpr (!Tile::kSplits)
             consume<T, Tile>(p, shared);
@@ -427,11 +431,12 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// D, rows of X, of Y, stages of Y1, of Y2. Accumulators and operands of dQ take (5 Walked + 2 D) / 4 registers of a
-// consumer's thread: at most 208 of 232, with three consumers 132 of 160. Shared memory in bytes:
-// 2 D (2 Owned + (Stages1 + Stages2) Walked).
+// Part, D, rows of X, of Y, stages of Y1, of Y2.
+// Registers of a consumer's thread in accumulators and operands: for dQ (5 Walked + 2 D) / 4, at most 208 of 232, with
+// three consumers 132 of 160. For dK and dV 3 Walked / 2 + D of 240, with kSumsFirst Walked + D.
+// Bytes of shared memory: 2 D (2 Owned + (Stages1 + Stages2) Walked); of dK and dV above d 128 also 16 KB of P^T.
 using Tiles = TileList<
-    // Three consumers, since exponentials are two thirds of the work: 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12 %
+    // Three consumers, since exponentials are two thirds of the work. 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12
     Tile<Part::dQ, 64, 192, 80, 3, 2>,
     // 128 x 96: full, from N 2048 on, up to 6 % slower; causal, N 1024 and 2048, 1 to 4 % faster
     Tile<Part::dQ, 96, 128, 128, 2, 2>,
@@ -441,11 +446,14 @@ using Tiles = TileList<
     Tile<Part::dQ, 192, 128, 64, 3, 2>,
     // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
     Tile<Part::dQ, 256, 128, 64, 2, 1>,
-    //
+    // With kSumsFirst. 192 keys (three consumers) x 64 were 5 % slower; 128 x 112 without it 4 %, causal up to 24 %
     Tile<Part::dK_dV, 64, 128, 128, 2, 2>,
-    //
-    Tile<Part::dK_dV, 128, 128, 64, 3, 2>, Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
+    // Four stages of Q and three of dO: the same
+    Tile<Part::dK_dV, 128, 128, 64, 3, 2>,
+    // The sums are split. 128 queries at d 192: 2 % faster, causal 6 % slower
+    Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
 
+// Its place in Tiles
 int tile_of(const Attention &a, Part part) {
     if (part == Part::dK_dV) return a.d <= 64 ? 5 : a.d <= 128 ? 6 : a.d <= 192 ? 7 : 8;
     return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4;
@@ -472,7 +480,7 @@ const char *launch_separate(const Gradient &g, const GradientRows &rows, const P
         constexpr int q_rows = is_dQ ? 64 : Tile::Walked, k_rows = is_dQ ? Tile::Walked : 64;
         const Attention &a = g.a;
         GradientParameters p = gradient_parameters(g, rows, Tile::Bc);
-        p.tile_counter = is_dQ ? rows.head_counters : rows.tile_counter;
+        p.tile_counter = rows.tile_counters + is_dQ;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, q_rows))
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel = a.dtype == Dtype::float16 ? separate_backward_kernel<__half, Tile>

@@ -1,5 +1,5 @@
-// half.h: what the kernels of half types have in common: tiles of keys are loaded by TMA, one after the other, and
-// multiplied by wgmma, in turns. A tile in shared memory is boxes of 64 columns, one behind the other.
+// half.h: what the kernels of half types have in common: tiles are loaded by TMA, one after the other, and multiplied
+// by wgmma, in turns. A tile in shared memory is boxes of 64 columns, one behind the other.
 #pragma once
 #include "hopper/scheduler.h"
 #include "hopper/tma.h"

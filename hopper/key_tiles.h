@@ -46,20 +46,29 @@ struct KeyTile {
     }
 };
 
-// Loads all Qi of a tile of keys with lse_i, or all dOi with Di.
+// Loads a tile of Qi with lse_i, or of dOi with Di. Boxes of the tensor map have BoxRows rows.
+template <class Tile, int BoxRows = Tile::Br, int Stages, int Bytes>
+__device__ void load_query_tile(const GradientParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
+                                const float *rows, Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
+                                float (&numbers)[Stages][Tile::Br]) {
+    static_assert(BoxRows == Tile::Br || Tile::Boxes == 1);
+    pipeline.producer_acquire();
+    const int stage = pipeline.stage();
+    Barrier &full = pipeline.full();
+    arrive_expect_tx(full, Tile::Br * 4);
+    bulk_load(numbers[stage], rows + (b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
+    for (int row = 0; row < Tile::Br; row += BoxRows)
+        load_tile<BoxRows, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
+    pipeline.advance();
+}
+
+// All of those of a tile of keys.
 template <class Tile, int Stages, int Bytes>
 __device__ void load_queries(const GradientParameters &p, const KeyTile<Tile> &keys, const TensorMap &Q_or_dO,
                              const float *rows, Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
                              float (&numbers)[Stages][Tile::Br]) {
-    keys.for_each_query_tile([&](int h, int i0, bool) {
-        pipeline.producer_acquire();
-        const int stage = pipeline.stage();
-        Barrier &full = pipeline.full();
-        arrive_expect_tx(full, Tile::Br * 4);
-        bulk_load(numbers[stage], rows + (keys.b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
-        load_tile<Tile::Br, Tile::Boxes>(tiles[stage], Q_or_dO, i0, h, keys.b, full);
-        pipeline.advance();
-    });
+    keys.for_each_query_tile(
+        [&](int h, int i0, bool) { load_query_tile<Tile>(p, keys.b, h, i0, Q_or_dO, rows, pipeline, tiles, numbers); });
 }
 
 // Sets blind rows of a tile of queries, which see no key at all, to 0.

@@ -22,8 +22,9 @@ inline void set_heads_and_mask(Parameters &p) {
     if (p.same_band) p.band = narrow(band_of(a, 0));
 }
 
-// Fills the parameters that all kernels have and launches. Without a memset the kernel may begin while the one before it
-// in the stream ends (programmatic dependent launch).
+// Fills the parameters that all kernels have and launches. Without a memset the kernel may begin while the one before
+// it in the stream ends (programmatic dependent launch). q_rows, k_rows: of a box that TMA loads. work_tiles: 0 where
+// each is Br queries of a head.
 template <class Tile, class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, const Zeros &counters,
                           cudaStream_t stream, int q_rows = 64, int k_rows = Tile::Bc, int work_tiles = 0) {

@@ -34,7 +34,7 @@ struct Parameters {
     bool same_band;  // all batches have one mask, `band`, which the host has computed
     BandOf<int> band;
     // Work tiles taken so far, without each block's first; null: the order is fixed. backward_fused.cu counts the first
-    // ones, too. With a float32 workspace it is Workspace::tiles_taken, which also does.
+    // ones, too. So does float32/forward.cu with a workspace, where this counter is Workspace::tiles_taken.
     int *tile_counter;
     bool tma_stores_O;    // TMA stores O wherever stages_O allows it
     bool aligned;         // rows of O begin and end at multiples of 16 bytes

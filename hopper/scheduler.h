@@ -4,8 +4,8 @@
 // head after head. The last heads are interleaved, longest tiles first.
 //
 // If tiles are few or all alike, their order is fixed: round after round, to and fro. So the block with the longest
-// tile of one round gets the shortest of the next. A fixed order needs no counter. With a float32 workspace blocks always
-// take work tiles from a counter (float32/forward.cu, produce).
+// tile of one round gets the shortest of the next. A fixed order needs no counter. Blocks always take work tiles from a
+// counter in the backward pass and with a float32 workspace (float32/forward.cu, produce).
 #pragma once
 #include <algorithm>
 

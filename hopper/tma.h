@@ -20,8 +20,8 @@ __device__ void load_tile(unsigned char *tile, const TensorMap &tensor, int row,
         tma_load(tile + box * Rows * 128, tensor.map, box * BoxColumns, row, h * tensor.head, b * tensor.batch, full);
 }
 
-// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. All `Threads` neighbours call it;
-// they meet at the barrier.
+// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. All `Threads` neighbours call it
+// with the same bounds. If there is such a row, they meet at the barrier.
 template <int Rows, int Boxes, int Threads = 128>
 __device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
     if (begin <= 0 && end >= Rows) return;

@@ -130,8 +130,9 @@ struct WholeBlock {
 };
 
 // Loads a tile of Rows x D into shared memory, with zeros where row >= rows or x >= d. Rows of Vj past seqlens_k must
-// be zeros, since Pij = 0 times NaN is NaN. If aligned, copies are asynchronous (from sm_80 on), 16 bytes each.
-template <int Rows, int D, int Stride, int Threads, class T, class S>
+// be zeros, since Pij = 0 times NaN is NaN. If aligned, copies are asynchronous (from sm_80 on), 16 bytes each. Else
+// AtOnce numbers of a thread are under way together.
+template <int Rows, int D, int Stride, int Threads, int AtOnce, class T, class S>
 __device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, int d, bool aligned,
                           int thread = threadIdx.x) {
     if constexpr (sizeof(T) == sizeof(S)) {
@@ -147,7 +148,7 @@ __device__ void load_tile(S *tile, const T *source, int64_t stride, int rows, in
             return;
         }
     }
-#pragma unroll 4
+#pragma unroll AtOnce
     for (int element = thread; element < Rows * D; element += Threads) {
         const int row = element / D, x = element % D;
         float value = row < rows && x < d ? to_float(source[row * stride + x]) : 0.f;

@@ -106,6 +106,7 @@ __device__ void wait_for_the_kernel_before() {
 template <class T, class Tile>
 __global__ void __launch_bounds__(kJoinThreads)
     join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    if (Tile::OnTensorCores != on_tensor_cores<T>()) return;  // nor has decode_kernel code for these
     constexpr int D = Tile::D, Groups = minimal_attn::Groups<D>;
     __shared__ float2 lm[Groups];
     __shared__ float4 O[Groups][D / 4];

@@ -4,6 +4,7 @@
 //
 //     shared memory | size    | row padded by | written                    | read
 //     Qi            | Br x D  | 4             | once                       | step 9, by the warps that have its rows
+//     Oi            | Qi's place              | after the last tile        | on the way to HBM, by the same warps
 //     Kj            | Bc x D  | 4             | while Pij and Oi computed  | step 9, by all
 //     Vj            | Bc x D  | 0             | while Sij is computed      | step 12, by all
 //     Pij           | Br x Bc | TX            | step 10                    | step 12, by the warp that wrote the row
@@ -121,24 +122,28 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
     }
 }
 
-// Adds li and Oi to Kahan sums in the workspace and sets them to 0; the last time the sums go to li and Oi
-// (docs/numerics.md). A thread's floats there: the mi of the last flush, to which the sums are relative, then each sum
-// and what it lost. at(r, 0) is li of row r, at(r, n) a number of its Oi; exp(mi) is exp2(c mi).
+// Sets a thread's Kahan sums in the workspace to 0 (docs/numerics.md). A row there has the mi of the last flush, to which
+// the sums are relative, then each sum and what it lost.
+template <int Count, int Stride, int R>
+__device__ void start_sums(float *sums) {
+#pragma unroll 1
+    for (int n = 0; n < R * (1 + 2 * Count); ++n) sums[n * Stride] = n % (1 + 2 * Count) == 0 ? -INFINITY : 0.f;
+}
+
+// Adds li and Oi to the sums and sets them to 0; the last time the sums go to li and Oi. at(r, 0) is li of row r, at(r,
+// n) a number of its Oi; exp(mi) is exp2(c mi).
 template <int Count, int Stride, int R, class At>
-__device__ void flush_sums(float *sums, const float (&mi)[R], float c, bool is_first, bool is_last, const At &at) {
+__device__ void flush_sums(float *sums, const float (&mi)[R], float c, bool is_last, const At &at) {
     constexpr int Batch = Count < 17 ? Count : 17;
 #pragma unroll
     for (int r = 0; r < R; ++r, sums += (1 + 2 * Count) * Stride) {
-        const float m_old = is_first ? -INFINITY : sums[0], m_safe = mi[r] == -INFINITY ? 0.f : mi[r];
-        const float alpha = exp2_fast((m_old - m_safe) * c);
+        const float m_safe = mi[r] == -INFINITY ? 0.f : mi[r], alpha = exp2_fast((sums[0] - m_safe) * c);
 #pragma unroll
         for (int n0 = 0; n0 < Count; n0 += Batch) {
-            float sum[Batch] = {}, lost[Batch] = {};
-            if (!is_first) {  // so many loads are under way together
+            float sum[Batch], lost[Batch];
 #pragma unroll
-                for (int n = 0; n < min(Batch, Count - n0); ++n)
-                    sum[n] = sums[(1 + 2 * (n0 + n)) * Stride], lost[n] = sums[(2 + 2 * (n0 + n)) * Stride];
-            }
+            for (int n = 0; n < min(Batch, Count - n0); ++n)  // so many loads are under way together
+                sum[n] = sums[(1 + 2 * (n0 + n)) * Stride], lost[n] = sums[(2 + 2 * (n0 + n)) * Stride];
 #pragma unroll
             for (int n = 0; n < min(Batch, Count - n0); ++n) {
                 float &x = at(r, n0 + n);
@@ -164,18 +169,19 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, TX = Tile::TX, TY = Tile::TY;
     constexpr int QStride = Tile::QStride, KStride = Tile::KStride, VStride = Tile::VStride, PStride = Tile::PStride;
     constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO;
+    constexpr int AtOnce = std::is_same_v<Threads, WholeBlock> ? 4 : 1;  // fallbacks are rare: short code
     float *Qi = shared, *Kj = Qi + Br * QStride, *Vj = Kj + Bc * KStride, *Pij = Vj + Bc * VStride;
 
     const unsigned thread = threads.index();
     const int tx = thread % TX, ty = thread / TX;
     const auto load_K = [&](int j0) {
-        load_tile<Bc, D, KStride, Tile::Threads>(Kj, block.K + j0 * a.k_stride.row, a.k_stride.row,
-                                                 block.band.keys.end - j0, a.d, aligned, thread);
+        load_tile<Bc, D, KStride, Tile::Threads, AtOnce>(Kj, block.K + j0 * a.k_stride.row, a.k_stride.row,
+                                                         block.band.keys.end - j0, a.d, aligned, thread);
     };
 
     // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi = 0, li = 0, mi = -inf
     if (!empty(block.seen))
-        load_tile<Br, D, QStride, Tile::Threads>(Qi, block.Q, a.q_stride.row, block.rows, a.d, aligned, thread);
+        load_tile<Br, D, QStride, Tile::Threads, AtOnce>(Qi, block.Q, a.q_stride.row, block.rows, a.d, aligned, thread);
     float Oi[R][CO][4] = {}, li[R] = {}, mi[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
@@ -183,22 +189,14 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
     // 5. for j: the first tile begins at the first key that some query of this block sees, so no tile holds a key
     // before leftpad_k. The last tile may hold keys that no query sees; the mask hides them.
     if (!empty(block.seen)) load_K(block.seen.begin);
-    const int first_flush = sums ? block.seen.begin + kTilesOfSum * Bc : INT_MAX;
-    int next_flush = first_flush;
-    const auto flush = [&](bool is_first, bool is_last) {
-        flush_sums<1 + 4 * CO, Tile::Threads>(
-            sums + (int64_t)threads.block() * Tile::SumFloats + thread, mi, kLog2e, is_first, is_last,
-            [&](int r, int n) -> float & { return n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4]; });
-    };
+    const bool is_long = sums && block.seen.end - block.seen.begin > kTilesOfSum * Bc;
+    float *const of_thread = sums + (int64_t)threads.block() * Tile::SumFloats + thread;
+    if (is_long) start_sums<1 + 4 * CO, Tile::Threads, R>(of_thread);
     for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc) {
-        if (j0 == next_flush) {
-            flush(next_flush == first_flush, false);
-            next_flush += kTilesOfSum * Bc;
-        }
         // 6. Kj, Vj from HBM
         wait_for_tiles(threads);
-        load_tile<Bc, D, VStride, Tile::Threads>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row,
-                                                 block.band.keys.end - j0, a.d, aligned, thread);
+        load_tile<Bc, D, VStride, Tile::Threads, AtOnce>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row,
+                                                         block.band.keys.end - j0, a.d, aligned, thread);
 
         // 9.
         float Sij[R][CS];
@@ -243,21 +241,36 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
             for (int c = 0; c < CO; ++c)
 #pragma unroll
                 for (int x = 0; x < 4; ++x) Oi[r][c][x] += PV[r][c][x];
+
+        const int walked = j0 + Bc - block.seen.begin;
+        const bool is_last = j0 + Bc >= block.seen.end;
+        if (is_long && (is_last || walked % (kTilesOfSum * Bc) == 0))
+            flush_sums<1 + 4 * CO, Tile::Threads>(of_thread, mi, kLog2e, is_last, [&](int r, int n) -> float & {
+                return n == 0 ? li[r] : Oi[r][(n - 1) / 4][(n - 1) % 4];
+            });
     }
 
-    if (next_flush > first_flush) flush(false, true);
-
-    // 12. - 13. O = Oi / li, l and m to HBM
+    // 12. - 13. O = Oi / li, l and m to HBM. Oi goes through Qi's place, li and mi through the padding there, so that one
+    // loop stores all rows: unrolled, it took half of the compile time.
     pad_lse(a, block.b, block.h, block.i0 + block.rows, thread);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-        const float l = row_sum<TX>(li[r]);
-        const int row = ty + TY * r, i = block.i0 + row;
-        if (row >= block.rows) continue;
-        const RowEnd end = end_row(a, block, i, l, mi[r]);
-        if (tx == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+        float *const row = &Qi[(ty + TY * r) * QStride];
 #pragma unroll
-        for (int c = 0; c < CO; ++c) store_o<4>(a, block, i, 4 * (tx + TX * c), end, Oi[r][c], aligned);
+        for (int c = 0; c < CO; ++c)
+            *(float4 *)&row[4 * (tx + TX * c)] = {Oi[r][c][0], Oi[r][c][1], Oi[r][c][2], Oi[r][c][3]};
+        const float l = row_sum<TX>(li[r]);
+        if (tx == 0) *(float2 *)&row[D] = {l, mi[r]};
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int row = ty; row < block.rows; row += TY) {
+        const float *of_row = &Qi[row * QStride];
+        const int i = block.i0 + row;
+        const RowEnd end = end_row(a, block, i, of_row[D], of_row[D + 1]);
+        if (tx == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+#pragma unroll 1
+        for (int x = 4 * tx; x < D; x += 4 * TX) store_o<4>(a, block, i, x, end, &of_row[x], aligned);
     }
 }
 

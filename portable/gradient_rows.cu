@@ -1,4 +1,4 @@
-// gradient_rows.cu: lse, D and counters before a backward pass. It is bound by memory.
+// gradient_rows.cu: lse and D before a backward pass. It is bound by memory.
 #include "portable/gradient_rows.h"
 
 #include <cuda_bf16.h>
@@ -11,7 +11,6 @@ namespace {
 
 // Eight neighbouring threads share kCount rows, kStep apart, so that enough loads are in flight.
 constexpr int kThreads = 256, kLanes = 8, kStep = kThreads / kLanes, kCount = 2, kRows = kCount * kStep;
-constexpr int kCounters = kRows / kCounterRows + 1;  // that a block sets to 0: those of its rows, and one for the heads
 static_assert(kGradientRows % kRows == 0 && kCount <= kLanes);
 
 template <class T, int N>
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
         const float whole = row_sum<kLanes>(sum[r]);
         if (lane == r) D = whole - dlse;
     }
-    if (threadIdx.x < kCounters) *rows.tile_counter = 0, rows.counters[blockIdx.x * kCounters + threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < 2) rows.tile_counters[threadIdx.x] = 0;
     if (stores) rows.lse[head * rows.head_stride + i] = lse, rows.D[head * rows.head_stride + i] = D;
 }
 
@@ -102,14 +101,13 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
 
 int64_t gradient_rows_bytes(const Gradient &g) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    return (rows * 2 + rows / kRows * kCounters + 1 + 63) / 64 * 256;
+    return (rows * 2 + 2 + 63) / 64 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
     float *const lse = (float *)workspace;
-    int *const counters = (int *)(lse + 2 * rows), *const head_counters = counters + rows / kCounterRows;
-    return {lse, lse + rows, padded_rows(g.a), counters, head_counters, head_counters + rows / kRows};
+    return {lse, lse + rows, padded_rows(g.a), (int *)(lse + 2 * rows)};
 }
 
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {

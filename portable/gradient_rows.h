@@ -16,11 +16,8 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
-    // Zeros, for hopper/backward_fused.cu: for each part of dQ, 64 x 64, at d up to 128; for each key head; and one.
-    // backward_separate.cu takes work tiles from the last two.
-    int *counters, *head_counters, *tile_counter;
+    int *tile_counters;  // two zeros, from which the kernels of hopper/backward_separate.cu take work tiles
 };
-constexpr int kCounterRows = 32;  // rows for each of `counters`: at d 128 two parts have 64 rows
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);

@@ -153,8 +153,8 @@ __device__ void end_block(const Attention &a, const Block<float> block, const Ro
 #pragma unroll 1
     for (int row = 0; row < block.rows; row += Fallback::Br) {
         const int count = min(Fallback::Br, block.rows - row);
-        float_block<Fallback>(a, block_at<float>(a, block.b, block.h, block.i0 + row, count), aligned, shared,
-                              sums ? sums + (int64_t)blockIdx.x * Tile::SumFloats : nullptr, OneBlock());
+        float_block<Fallback>(a, block_at<float>(a, block.b, block.h, block.i0 + row, count), aligned, shared, sums,
+                              OneBlock());
         __syncthreads();  // shared memory has been read
     }
 }
@@ -183,43 +183,46 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
         load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
         load(K_tile, block.K, a.k_stride.row, block.seen.begin);
     }
-    const auto flush = [&](bool is_first, bool is_last) {
-        float *const of_thread = sums + (int64_t)blockIdx.x * Tile::SumFloats + threadIdx.x;
-        flush_sums<Tile::Sums, Threads>(of_thread, rows.mi, c, is_first, is_last, [&](int r, int n) -> float & {
-            return n == 0 ? rows.li[r] : rows.Oi[r / 2][(n - 1) / 2][r % 2 * 2 + (n - 1) % 2];
-        });
-    };
+    if (sums) sums += (int64_t)blockIdx.x * Tile::SumFloats;
+    const bool is_long = sums && block.seen.end - block.seen.begin > kTilesOfSum * Bc;
+    if (is_long) start_sums<Tile::Sums, Threads, Rows<Tile>::R>(sums + threadIdx.x);
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
-    // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
-    int tile = 0;
-    for (int j0 = block.seen.begin; j0 < block.seen.end; j0 += Bc, ++tile) {
-        if (sums && tile > 0 && tile % kTilesOfSum == 0) flush(tile == kTilesOfSum, false);
-        // 6. Kj, Vj from HBM
-        wait_for_tiles();
-        load(V_tile, block.V, a.v_stride.row, j0);
-        // Which keys the warp's rows see
-        const int i_warp = block.i0 + warp_row;
-        const Keys seen = keys_of_any(narrow(block.band), i_warp, i_warp + Tile::WarpRows);
-        const bool is_seen = warp_row < block.rows && j0 < seen.end && j0 + Bc > seen.begin;
-        // 9.
-        float Sij[M][N][4] = {};
-        if (is_seen) multiply_rows<D>(Sij, Qi, Kj, a.d);
-        wait_for_tiles();
-        if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
-        if (!is_seen) continue;
-        const BandOf<int> band = narrow(block.band);
-        const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
-        const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
-        change_scores<Tile>(Sij, a, band, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
-        // 10. - 12.
-        float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
-        update_rows<Tile>(Sij, rows, subtract, alpha, c);
-        unsigned P_lo[M][N][4];
-        exponentials<Tile>(rows, Sij, P_lo, subtract, c);
-        multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d);
+    // key before leftpad_k; keys past the last one seen are loaded, too, and masked. A long call has a loop for each sum.
+    for (int j0 = block.seen.begin; j0 < block.seen.end;) {
+        const int end = is_long ? min(j0 + kTilesOfSum * Bc, block.seen.end) : block.seen.end;
+#pragma unroll 1
+        for (; j0 < end; j0 += Bc) {
+            // 6. Kj, Vj from HBM
+            wait_for_tiles();
+            load(V_tile, block.V, a.v_stride.row, j0);
+            // Which keys the warp's rows see
+            const int i_warp = block.i0 + warp_row;
+            const Keys seen = keys_of_any(narrow(block.band), i_warp, i_warp + Tile::WarpRows);
+            const bool is_seen = warp_row < block.rows && j0 < seen.end && j0 + Bc > seen.begin;
+            // 9.
+            float Sij[M][N][4] = {};
+            if (is_seen) multiply_rows<D>(Sij, Qi, Kj, a.d);
+            wait_for_tiles();
+            if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
+            if (!is_seen) continue;
+            const BandOf<int> band = narrow(block.band);
+            const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+            const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
+            change_scores<Tile>(Sij, a, band, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
+            // 10. - 12.
+            float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
+            update_rows<Tile>(Sij, rows, subtract, alpha, c);
+            unsigned P_lo[M][N][4];
+            exponentials<Tile>(rows, Sij, P_lo, subtract, c);
+            multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d);
+        }
+        if (is_long)
+            flush_sums<Tile::Sums, Threads>(
+                sums + threadIdx.x, rows.mi, c, j0 >= block.seen.end, [&](int r, int n) -> float & {
+                    return n == 0 ? rows.li[r] : rows.Oi[r / 2][(n - 1) / 2][r % 2 * 2 + (n - 1) % 2];
+                });
     }
-    if (sums && tile > kTilesOfSum) flush(false, true);
     end_block<Tile>(a, block, rows, warp_row, aligned, shared, sums);
 }
 

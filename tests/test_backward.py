@@ -125,10 +125,13 @@ def in_any_order():
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("d", [50, 128])
-def test_options_in_any_order(cuda_backend, in_any_order, name, d):
+@pytest.mark.parametrize("Nk", [90, 2100])
+def test_options_in_any_order(cuda_backend, in_any_order, name, d, Nk):
+    """Many keys, since from 1024 a query on, causal half, the fused kernel computes lse and D itself."""
     if cuda_backend.name != "hopper":
         pytest.skip("hopper alone has another form")
-    q, k, v = cuda_backend.qkv(d=d, dtype=cuda_backend.random.choice([torch.float16, torch.bfloat16]))
+    q, k, v = cuda_backend.qkv(Nk=Nk, d=d, dtype=cuda_backend.random.choice([torch.float16, torch.bfloat16]))
+    assert cuda_backend.explain(q, k, v, backward=True).kernel == FUSED
     check(cuda_backend, torch.randn_like(q), q, k, v, **OPTIONS[name](cuda_backend))
 
 

@@ -24,10 +24,10 @@
 //
 // barrier                | arrives                  | waits               | then
 // tile_queue full, empty | producer; consumers      | consumers; producer | a work tile's description: written; read
-// Q full, empty          | producer, TMA; consumer  | consumer; producer  | Qi has arrived, as float32s; its last Sij is done
-// KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj and its scale: have arrived; are read
+// Q full, empty          | producer, TMA; consumer  | consumer; producer  | Qi: has arrived, as float32s; is read
+// KV full, empty         | producer, TMA; consumers | consumers; producer | Kj or Vj, and its scale: arrived; are read
 // tile_loaded            | a group's thread 0, TMA  | a splitter group    | its float32 tile is in shared memory
-// named, 1 + group       | the group                | the group           | votes, jobs, largest; in fallback.h tiles
+// named, 1 + group       | the group                | the group           | votes, jobs, maxima; fallback.h: tiles
 // named, kAllConsumers   | consumers                | consumers           | no more work tiles: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
@@ -304,8 +304,8 @@ using Tiles = TileList<Float32Tile<64, 64, 64, 2, 1, 2>,     // single: 48 KB of
                        Float32Tile<256, 128, 32, 2, 1>>;     // d256: 224 KB
 enum TileOf { single, d64_few, d64, d128_few, d128, d256 };  // its place in Tiles
 
-// d 64 has four consumers, unless rows or work tiles are few. d 128 has three and one splitter group. It has two and two
-// where work tiles are few, or where tiles of 128 rows have a tenth fewer rows in all: a head's last tile is fuller.
+// d 64 has four consumers, unless rows or work tiles are few. d 128 has three, and one splitter group. It has two of
+// both where work tiles are few, or where tiles of 128 rows have a tenth fewer rows in all: a head's last is fuller.
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };

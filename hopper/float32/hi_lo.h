@@ -24,8 +24,8 @@ __device__ inline float nonzero_inverse_scale(float inverse_scale) {
     return inverse_scale > 0.f ? inverse_scale : 0x1p-24f;
 }
 
-// The power of 2 that brings `largest` to 2^exponent or above; between 2^-100 and 2^100, so that its
-// inverse is normal. For 0 it is 2^127, of which inverse_of_power makes 0.
+// The power of 2 that brings `largest` to 2^exponent or above; between 2^-100 and 2^100, so that its inverse is normal.
+// For 0 it is 2^127, of which inverse_of_power makes 0.
 __device__ inline float power_for(float largest, int exponent) {
     const int of_largest = __float_as_int(largest) >> 23;
     return largest == 0.f ? 0x1p127f : __int_as_float(clamp(127 + exponent + 127 - of_largest, 27, 227) << 23);

@@ -5,8 +5,8 @@
 
 namespace minimal_attn::hopper {
 
-// A consumer warpgroup takes split jobs until its next work tile has arrived, and reads their tiles straight from global
-// memory. The threads vote whether it has arrived, so that all take the same branch.
+// A consumer warpgroup takes split jobs until its next work tile has arrived. It reads their tiles straight from global
+// memory. The threads vote whether the work tile has arrived, so that all take the same branch.
 template <class Tile>
 __device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {

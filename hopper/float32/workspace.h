@@ -98,8 +98,8 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
     work.fallback = (fmaxf(K, V) == INFINITY) | (V * __int_as_float(head.scale_V) >= 0x1p60f);
 }
 
-// Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys and for the
-// single tile, where w.heads stays null.
+// Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys and for the single tile, where
+// w.heads stays null.
 template <class Tile>
 int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w) {
     if (Tile::kIsSingle || a.Nk == 0) return 0;
@@ -121,7 +121,7 @@ int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, 
     return size;
 }
 
-// The counters, which begin the workspace, lie in `counters` instead.
+// Moves the counters, with which the workspace begins, to `counters`.
 inline void move_counters(Workspace &w, const void *workspace, const Zeros &counters) {
     const auto move = [&](auto *&part) {
         part = (std::remove_reference_t<decltype(part)>)((char *)counters.memory + ((char *)part - (char *)workspace));
