@@ -43,11 +43,12 @@ __device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile> &sh
     for (int n = shared.deferred[warpgroup]; n >= 0;) {
         const WorkTile work = TileScheduler<Tile>{p}.tile(n);
         n = next_deferred(p, work, warpgroup);
-        threads.sync();  // all have read it: O may take its place
         const int i1 = min(work.i0 + 64 * (warpgroup + 1), work.i1);
-        for (int i0 = work.i0 + 64 * warpgroup; i0 < i1; i0 += Fallback::Br)
+        for (int i0 = work.i0 + 64 * warpgroup; i0 < i1; i0 += Fallback::Br) {
+            threads.sync();  // all have read n, whose place O may take, and O of the last block from shared memory
             float_block<Fallback>(p.a, block_at<float>(p.a, work.b, work.h, i0, min(Fallback::Br, i1 - i0)), p.aligned,
                                   memory, p.workspace.sums, threads);
+        }
     }
 }
 
