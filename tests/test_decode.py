@@ -15,6 +15,14 @@ def is_decode(backend, *tensors, **options):
     )
 
 
+def shared_memory():
+    """Bytes that a block may use, with pytest's --shared-memory-limit."""
+    set_limit = minimal_attn._C.shared_memory_limit
+    limit = set_limit(0)
+    set_limit(limit)
+    return min(limit, torch.cuda.get_device_properties(0).shared_memory_per_block_optin)
+
+
 def should_be_decode(backend, q, k):
     """Whether a block has the shared memory that decode.cu needs, and the rows are few enough for it."""
     if backend.name in ("cpu", "paper"):
@@ -27,11 +35,7 @@ def should_be_decode(backend, q, k):
     # Four warps have Kj and Vj of a step, and Oi; half types have Qi; all have li and mi.
     needed = 4 * (2 * keys * D * q.element_size() + min(rows, tile) * (4 * D)) + 32 * tile
     needed += 0 if on_fma_units else 16 * D * 2
-    set_limit = minimal_attn._C.shared_memory_limit
-    limit = set_limit(0)
-    set_limit(limit)
-    limit = min(limit, torch.cuda.get_device_properties(0).shared_memory_per_block_optin)
-    return needed <= limit and rows <= (16 if on_fma_units or k.shape[2] < 2048 else 32)
+    return needed <= shared_memory() and rows <= (16 if on_fma_units or k.shape[2] < 2048 else 32)
 
 
 @pytest.mark.parametrize("d", [64, 80, 128, 192, 256])
@@ -154,8 +158,8 @@ WHOLE_ROWS = {
 def test_whole_rows(cuda_backend, dtype, d, page_size, group, Nq, Nk, options):
     """Many batches, whose blocks take whole rows: the same bits as alone, and as in a call with lengths."""
     backend = cuda_backend
-    device = torch.cuda.get_device_properties(0)
-    B, Hkv = device.multi_processor_count, 8 if Nk > 1024 else 2  # so that a row has at most sixteen chunks
+    B = torch.cuda.get_device_properties(0).multi_processor_count
+    Hkv = 8 if Nk > 1024 else 2  # so that a row has at most sixteen chunks
     q = backend.randn(B, group * Hkv, Nq, d, dtype=dtype)
     k, v = (backend.randn(1, Hkv, Nk, d, dtype=dtype).expand(B, -1, -1, -1) for _ in "kv")
     if backend.name == "paper" or not is_decode(backend, q[:1], k[:1], v[:1]):
@@ -167,7 +171,7 @@ def test_whole_rows(cuda_backend, dtype, d, page_size, group, Nq, Nk, options):
     kernel = backend.explain(q, k, v, **options).kernel
     if dtype == torch.float32:
         assert kernel == "decode"
-    elif device.shared_memory_per_block_optin > 200 << 10:
+    elif shared_memory() > 200 << 10:
         assert kernel == "decode, whole rows"
     sinks = backend.randn(group * Hkv)
     for more in {"return_state": True}, {"sinks": sinks, "return_lse": True}:
