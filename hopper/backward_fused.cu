@@ -130,6 +130,22 @@ __device__ inline void wait_for(const int &counter, int count) {
 
 // ------------------------------------------------------------------------------ producer warps
 
+// Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
+template <class Tile, int Stages, int Bytes>
+__device__ void load_query_tile(const FusedParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
+                                const float *rows, Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
+                                float (&numbers)[Stages][Tile::Br]) {
+    static_assert(Tile::QueryBoxes == 1 || Tile::Boxes == 1);
+    pipeline.producer_acquire();
+    const int stage = pipeline.stage();
+    Barrier &full = pipeline.full();
+    arrive_expect_tx(full, Tile::Br * 4);
+    bulk_load(numbers[stage], rows + (b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
+    for (int row = 0; row < Tile::Br; row += 64)
+        load_tile<64, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
+    pipeline.advance();
+}
+
 // Thread 0 takes a work tile when it has begun to load the last Qi and dOi of the one before.
 template <class Tile>
 __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> &shared) {
@@ -146,8 +162,8 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
         const KeyTile<Tile> keys(p, n);
         if (p.fills_rows) wait_for(p.filled[n / p.Tc], p.units_of_group);
         keys.for_each_query_tile([&](int h, int i0, bool is_first) {
-            load_query_tile<Tile, 64>(p, keys.b, h, i0, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
-            load_query_tile<Tile, 64>(p, keys.b, h, i0, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
+            load_query_tile<Tile>(p, keys.b, h, i0, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
+            load_query_tile<Tile>(p, keys.b, h, i0, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
             if (!is_first) return;
             KV.producer_acquire();  // later than the first Qi and dOi, which have room earlier
             for (int x = 0; x < Tile::Consumers; ++x) {
