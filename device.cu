@@ -9,6 +9,8 @@
 
 namespace minimal_attn {
 
+// ------------------------------------------------------------------------------ shared memory
+
 cudaError_t allow_shared_memory(const void *kernel, int bytes) {
     thread_local std::set<std::pair<const void *, int>> allowed;
     int device;
@@ -44,26 +46,29 @@ std::mutex launch_mutex;
 LaunchLock::LaunchLock() { launch_mutex.lock(); }
 LaunchLock::~LaunchLock() { launch_mutex.unlock(); }
 
-constexpr int kArrays = 8;                                       // for so many streams, the first that ask
+// ------------------------------------------------------------------------------ zeros
+
+constexpr int kArrays = 8;                                       // a device's: for the first streams that ask
 constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 16;  // bytes: of an array; of a launch
 
+// A stream's array. In no unnamed namespace, since device.h declares it.
 struct ZerosOfStream {
-    std::mutex mutex;  // not one for all: a launch blocks while its stream's queue is full
+    std::mutex mutex;  // one a stream: a launch blocks while its stream's queue is full
     unsigned char *begin = nullptr;
-    int64_t used = kZeros;
+    int64_t used = kZeros;  // bytes; so the first launch clears the array
 };
 
 namespace {
 __device__ unsigned char zeros[kArrays][kZeros];
 
-std::mutex zeros_mutex;  // of the map
-// By device and id. No two streams of a process have one id, though their handles may be equal.
+std::mutex zeros_mutex;  // of the map below
+// By device and the stream's id, which is unique in a process. A handle may be that of an earlier stream.
 std::map<std::pair<int, unsigned long long>, ZerosOfStream> zeros_of_streams;
 
-// Null if the launch needs a memset of its own.
+// The stream's array, or null if the launch needs a memset of its own.
 ZerosOfStream *find_zeros(cudaStream_t stream) {
     int device;
-    unsigned long long id;  // which a capturing stream may not be asked for
+    unsigned long long id;  // asked last: CUDA refuses it while the stream is captured
     cudaStreamCaptureStatus status;
     if (cudaGetDevice(&device) != cudaSuccess || cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
         status != cudaStreamCaptureStatusNone || cudaStreamGetId(stream, &id) != cudaSuccess)
@@ -81,9 +86,9 @@ ZerosOfStream *find_zeros(cudaStream_t stream) {
     return &array;
 }
 
-// Null if the memset fails.
+// The next part of the array, which must be locked; null if the memset fails.
 unsigned char *take_zeros(ZerosOfStream &array, int64_t bytes, cudaStream_t stream) {
-    if (array.used + bytes > kZeros) {  // launches before this one are done with the array, by the stream's order
+    if (array.used + bytes > kZeros) {  // by the stream's order the memset follows the kernels that use the array
         if (cudaMemsetAsync(array.begin, 0, kZeros, stream) != cudaSuccess) return nullptr;
         array.used = 0;
     }
@@ -95,7 +100,7 @@ unsigned char *take_zeros(ZerosOfStream &array, int64_t bytes, cudaStream_t stre
 
 Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullptr), array(nullptr) {
     if (bytes == 0) return;
-    // What is asked of CUDA here must not end another thread's capture of a graph.
+    // Relaxed, or these questions to CUDA could end another thread's capture of a graph.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
     if (bytes <= kMostZeros) array = find_zeros(stream);

@@ -153,23 +153,23 @@ cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
     return cudaSuccess;
 }
 
-// One host thread at a time has it.
+// A lock that one host thread at a time holds.
 struct LaunchLock {
     LaunchLock();
     ~LaunchLock();
 };
 
-// A launch's counters, 0 when its kernel begins: the next part of the stream's array, which one memset clears for
-// hundreds of launches. A memset each takes 1.2 us of host time and ends the overlap with the kernel before. It clears
-// the workspace instead in graphs, which would use their part again, on streams without an array and for many counters.
+// A launch's counters, 0 when its kernel begins. They are the next part of the stream's array, which one memset clears
+// for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. It
+// clears the workspace instead in graphs, which use a part again, on streams without an array, and for many counters.
 struct Zeros {
     void *memory;                 // null for 0 bytes
-    struct ZerosOfStream *array;  // which has the memory, locked; or null
-    bool by_memset = false;
+    struct ZerosOfStream *array;  // that `memory` is a part of, locked; null after a memset of the workspace
+    bool by_memset = false;       // of the workspace
     cudaError_t error = cudaSuccess;
 
-    // Must exist until the kernel is launched: else another thread could meanwhile use up the stream's array and clear it.
-    // Threads that launch to other streams don't wait for it.
+    // It must exist until the kernel is launched: else another thread could use up the stream's array and clear it.
+    // Threads that launch to another stream don't wait.
     Zeros(void *workspace, int64_t bytes, CUstream_st *stream);
     Zeros(const Zeros &) = delete;
     ~Zeros();

@@ -3,8 +3,9 @@
 //
 //     S = Q K^T,  P = exp(S - lse),  dP = dO V^T,  dS = P o (dP - D)          dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
-// A block computes one work tile after another: Bc keys of one head, 64 for each consumer warpgroup. It walks the tiles
-// of Br queries that see one of the keys, in each query head of the group. So no other block adds to this dK and dV.
+// A block computes one work tile after another: Bc keys of one key head, 64 for each consumer warpgroup. It walks the
+// tiles of Br queries that see one of the keys, in all query heads of the key head. So no other block adds to this dK
+// and dV.
 //
 //         thread 0          shared memory      each consumer warpgroup, in registers           threads 32, 64
 //         +-- once ----> Kj, Vj ---------+
@@ -14,49 +15,60 @@
 //                             +----------+-> dK += dS^T Qi       (wgmma, A = dS^T in registers)
 //                        dS <------------+   dS^T of 64 keys
 //                         +----------------> dQ^T = Kj^T dS^T    (wgmma), 64 x 64 of it
-//                        dQi <-----------+--------------------------------------------> TMA adds it to dQ in HBM
+//                        dQi <-----------+--------------------------------------------> TMA: a part of dQ in HBM
 //
-// Nothing sets dQ to 0 before: the first block that has a part of it stores the part, later ones add (add_dQ).
+//         warp 3            shared memory      warp 3
+//         +------------> buffer ------------> D = rowsum(dO o O) - dlse, lse in base 2: to HBM, for thread 0's loads
+//         +------------> buffer ------------> dq = softmax_scale dQ: to HBM
 //
-// With S^T instead of S the accumulators P^T and dS^T are the operand A of the next product as they are. dQ of a tile is
+// With S^T instead of S the accumulators P^T and dS^T are the operand A of dV and dK as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// Warp 3 does beside the products what memory bounds, for units of 64 queries of a head. First come lse and D of all units,
-// if fills_rows() says so, else gradient_rows.cu has computed them. Then it converts dQ, float32 in the workspace, to dq,
-// once dQ of the unit's key head is complete.
+// A part of dQ is 64 queries x 64 columns, in float32 in the workspace. It needs no memset: the first block that has
+// computed something for a part stores it, later blocks add.
 //
-// | role                | warps              | registers a thread | does                                           |
-// |---------------------|--------------------|--------------------|------------------------------------------------|
-// | scheduler, loads    | 0 (thread 0)       | 24 or 40           | takes work tiles, loads Kj, Vj, all Qi and dOi |
-// | adders of dQ        | 1, 2 (lane 0)      | 24 or 40           | store or add what their consumer staged of dQi |
-// | rows                | 3                  | 24 or 40           | lse and D of all queries, then dQ to dq        |
-// | consumer warpgroups | 4 to 11            | 240 or 232         | 64 keys each: S^T to dK, dV; its part of dQi   |
+// Warp 3 does what is bound by memory, beside the products. A unit is 64 queries of one query head. First the warp
+// computes lse and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
+// dQ of its key head is complete.
 //
-// | barrier                 | arrives                      | waits                        | then                       |
-// |-------------------------|------------------------------|------------------------------|----------------------------|
-// | tile_queue full         | thread 0                     | adders, consumers            | a work tile is published   |
-// | tile_queue empty        | adders, consumers            | thread 0                     | the slot is free           |
-// | KV full                 | thread 0, four times; TMA    | consumers                    | Kj and Vj have arrived     |
-// | Q full, dO full         | thread 0, for each load; TMA | consumers                    | Qi or dOi has arrived      |
-// | KV, Q, dO empty         | consumers                    | thread 0                     | consumers have read them   |
-// | dS full                 | consumers                    | consumers                    | dS of all keys is stored   |
-// | dS empty                | consumers                    | consumers                    | the product dQ has read dS |
-// | dQ full (per consumer)  | that consumer                | its adder                    | dQi is staged              |
-// | dQ empty (per consumer) | its adder                    | that consumer                | TMA has read dQi           |
-// | rows full               | lane 0 of warp 3; TMA        | warp 3                       | its buffer has arrived     |
-// | named kTurn + index     | the consumer before it       | that consumer                | it may issue S^T, dP^T     |
-// | named kZeroed + index   | that consumer                | that consumer                | hidden rows = 0            |
+// | role                | warps           | registers a thread | does                                            |
+// |---------------------|-----------------|--------------------|-------------------------------------------------|
+// | scheduler, loads    | 0 (thread 0)    | 24 or 40           | takes work tiles, loads Kj, Vj, all Qi and dOi  |
+// | adders of dQ        | 1, 2 (lane 0)   | 24 or 40           | store or add the dQi that their consumer staged |
+// | rows                | 3               | 24 or 40           | computes lse and D of units, then converts dQ   |
+// | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
-// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's.
+// Registers are those at d 64 or d 128.
 //
-// | counter in device memory | counts                                        | waits    | until                         |
-// |--------------------------|-----------------------------------------------|----------|-------------------------------|
-// | filled: a key head       | units of lse and D                            | thread 0 | all of the group's are stored |
-// | stored: a part of dQ     | 1 while a block stores the part, 2 afterwards | adders   | 2: then they add              |
-// | added: a key head        | tiles of keys that each adder has ended       | warp 3   | all: then dQ is complete      |
+// | barrier                 | arrives                      | waits             | then                          |
+// |-------------------------|------------------------------|-------------------|-------------------------------|
+// | tile_queue full         | thread 0                     | adders, consumers | a work tile is published      |
+// | tile_queue empty        | adders, consumers            | thread 0          | its slot is free              |
+// | KV full                 | thread 0, for each load; TMA | consumers         | Kj and Vj have arrived        |
+// | Q full, dO full         | thread 0, for each load; TMA | consumers         | Qi or dOi has arrived         |
+// | KV, Q, dO empty         | consumers                    | thread 0          | all products have read it     |
+// | dS full                 | both consumers               | both consumers    | dS of all keys is stored      |
+// | dS empty                | both consumers               | both consumers    | both products dQ have read dS |
+// | dQ full (per consumer)  | that consumer                | its adder         | dQi is staged                 |
+// | dQ empty (per consumer) | its adder                    | that consumer     | TMA has read dQi              |
+// | buffer full             | lane 0 of warp 3; TMA        | warp 3            | its buffer is loaded          |
+// | named kTurn + index     | the consumer before it       | that consumer     | it may issue S^T and dP^T     |
+// | named kZeroed + index   | that consumer                | that consumer     | hidden rows are 0             |
 //
-// No wait is circular, even if some blocks haven't begun. lse and D, for which thread 0 waits, wait for nothing, and running
-// blocks take all of these units. An adder waits for a store that has begun, which waits for nothing. Nothing waits for dq.
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. Warp 3 needs no empty:
+// it reads the buffer before it loads again.
+//
+// | counter in memory | one for      | adds                                    | waits    | until                |
+// |-------------------|--------------|-----------------------------------------|----------|----------------------|
+// | tile_counter      | the launch   | thread 0: takes a work tile             | no role  |                      |
+// | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
+// | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
+// | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
+// | added             | a key head   | each adder: ended a work tile           | warp 3   | all: dQ is complete  |
+//
+// No wait is circular, even if only some blocks run: these take all work tiles, and all units for lse and D. Thread 0
+// waits for lse and D, which wait for no other role. An adder waits only for a store that has begun. No role waits for
+// dq.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
@@ -72,12 +84,13 @@ struct Tile {
     static constexpr bool kTakesTurns = true, kStartsApart = true;
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
-    static_assert(Boxes * QueryBoxes == Consumers);  // each computes 64 x 64 of dQi:
+    // Each consumer computes one part of dQi, the box of these queries and columns.
+    static_assert(Boxes * QueryBoxes == Consumers);
     __device__ static int query_box(int consumer) { return consumer % QueryBoxes; }
     __device__ static int column_box(int consumer) { return consumer / QueryBoxes; }
 };
 
-constexpr int kBufferBytes = 2 * 64 * 128;  // boxes of O and dO, or 16 KB of dQ
+constexpr int kBufferBytes = 2 * 64 * 128;  // of warp 3: 64 x 64 of O and of dO, or 16 KB of dQ
 
 // KB, all stages | d 64 | d 128
 // Kj, Vj         | 32   | 64
@@ -90,23 +103,22 @@ struct SharedStorage {
     unsigned char Qi[Tile::QStages][Tile::QBytes], dOi[Tile::dOStages][Tile::QBytes];
     unsigned char dS[Tile::dSStages][Tile::QueryBoxes][Tile::Bc * 128];  // a row for each key, boxes of 64 queries
     unsigned char dQi[Tile::Consumers][2][64 * 128];                     // a row for each query, boxes of 32 columns
-    unsigned char buffer[kBufferBytes];                                  // O and dO, or dQ
+    unsigned char buffer[kBufferBytes];                                  // of warp 3
     float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
     int work[kQueueStages];  // numbers of work tiles
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
-    StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], rows[1];
+    StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];
 };
 
 struct FusedParameters : GradientParameters {
-    TensorMap dQ;       // float32, the rows of a head padded
-    const float *sums;  // its data
+    TensorMap dQ;          // float32, the rows of a head padded
+    const float *dQ_data;  // the same memory
     const float *lse, *dlse;
-    bool fills_rows;            // whether warp 3 computes lse and D
-    Divisor units_of_head;      // of a query head: 64 rows each
-    int units_of_group, units;  // of all query heads of a key head; of all heads
-    int *units_taken;           // a counter
-    int *added, *filled;        // those of key heads
-    int *stored;                // those of the parts of dQ
+    bool fills_rows;                             // whether warp 3 computes lse and D
+    Divisor units_of_head;                       // of a query head
+    int units_of_group;                          // of all query heads of a key head
+    int units;                                   // of all heads
+    int *units_taken, *added, *filled, *stored;  // counters
 };
 
 // use(n) for each work tile of this block.
@@ -121,14 +133,15 @@ __device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile>
     }
 }
 
-// Waits until a counter is large enough. Only the last load acquires, since each that does empties the L1 cache.
+// Waits until a counter is large enough. Each acquiring load empties the L1 cache, so only the last one acquires. What
+// TMA loads next is ordered behind it, too.
 __device__ inline void wait_for(const int &counter, int count) {
     while (*(const volatile int *)&counter < count) __nanosleep(100);
     load_acquire(counter);
     fence_async_global();
 }
 
-// ------------------------------------------------------------------------------ producer warps
+// ------------------------------------------------------------------------------ thread 0: work tiles and loads
 
 // Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
 template <class Tile, int Stages, int Bytes>
@@ -146,7 +159,7 @@ __device__ void load_query_tile(const FusedParameters &p, int b, int h, int i0, 
     pipeline.advance();
 }
 
-// Thread 0 takes a work tile when it has begun to load the last Qi and dOi of the one before.
+// Thread 0 takes a work tile after it has issued the last load of the one before.
 template <class Tile>
 __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline tile_queue{shared.tile_queue};
@@ -165,7 +178,7 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
             load_query_tile<Tile>(p, keys.b, h, i0, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
             load_query_tile<Tile>(p, keys.b, h, i0, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
             if (!is_first) return;
-            KV.producer_acquire();  // later than the first Qi and dOi, which have room earlier
+            KV.producer_acquire();  // after the first Qi and dOi: their stages are free earlier
             for (int x = 0; x < Tile::Consumers; ++x) {
                 load_tile<64, Tile::Boxes>(shared.Kj[x], p.K, keys.j0 + 64 * x, keys.key_head, keys.b, KV.full());
                 load_tile<64, Tile::Boxes>(shared.Vj[x], p.V, keys.j0 + 64 * x, keys.key_head, keys.b, KV.full());
@@ -175,8 +188,10 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
     }
 }
 
-// An adder stores or adds what its consumer staged: parts of dQ of 64 queries x 64 columns. The block that sets a part's
-// counter from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on blocks add.
+// ------------------------------------------------------------------------------ adders of dQ
+
+// An adder stores or adds the parts of dQ that its consumer staged. The adder that sets a part's counter from 0 to 1
+// stores, and sets it to 2 when the part is in global memory. From then on adders add.
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
@@ -191,7 +206,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
                                  i0 + 64 * Tile::query_box(consumer), h * p.dQ.head, keys.b * p.dQ.batch);
             };
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
-            // The consumers' parts are neighbours: at d 64 in rows, at d 128 in columns.
+            // The two consumers' parts are neighbours, at d 64 in rows, at d 128 in columns, and so are their counters.
             int &counter = p.stored[row / 64 * Tile::Boxes + consumer];
             const int state = set_if_0_acquire(counter, 1);
             while (state == 1 && load_acquire(counter) == 1) {
@@ -214,7 +229,9 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
     });
 }
 
-// 64 queries of a head.
+// ------------------------------------------------------------------------------ warp 3: lse, D and dq
+
+// Unit n: 64 queries of a query head.
 struct Unit {
     int b, h, i0, key_head;
     __device__ Unit(const FusedParameters &p, int n) {
@@ -223,7 +240,7 @@ struct Unit {
     }
 };
 
-// Warp 3 waits for what lane 0 loads into the buffer. All lanes have read what was there.
+// Lane 0 loads into the buffer by load(), when all lanes have read what it had before. All lanes wait for the data.
 template <class Load>
 __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
     __syncwarp();
@@ -252,7 +269,7 @@ __device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared,
             }
         });
 #pragma unroll 1
-        for (int x = 0; x < 16; ++x) {  // 8 bytes each, in an order that meets no bank twice
+        for (int x = 0; x < 16; ++x) {  // 8 bytes each, without bank conflicts. O and dO have the same swizzle
             const unsigned char *const from = shared.buffer + lane * 128 + (x ^ lane % 16) * 8;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -279,10 +296,10 @@ __device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared,
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// dq = softmax_scale dQ of unit n. No block has stored dQ of rows that see no key: these become 0.
+// dq = softmax_scale dQ of unit n. Where rows see no key, dQ may never have been stored: dq becomes 0.
 template <class T, class Tile>
 __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
-    constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row, rows at once
+    constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row; rows of the warp
     const Unit unit(p, n);
     const int lane = threadIdx.x % 32, column = lane % kLanes * 4;
     const BandOf<int> band = band_of_batch(p, unit.b);
@@ -290,17 +307,17 @@ __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared
     const bool is_usual = p.dq.dtype != Dtype::float32 && p.dq.aligned && begin <= unit.i0 && unit.i0 + 64 <= end;
     const float scale = p.a.softmax_scale;
     const int64_t step = kRows * p.dq.stride.row;
-    int rows = p.a.Nq - unit.i0 - lane / kLanes;  // from this lane's next one on
+    int rows = p.a.Nq - unit.i0 - lane / kLanes;  // of the head, from this lane's next row on
     int64_t to =
         unit.b * p.dq.stride.batch + unit.h * p.dq.stride.head + (unit.i0 + lane / kLanes) * p.dq.stride.row + column;
     for (int part = 0; part < Tile::Boxes; ++part) {
         load_buffer(buffer, [&] {
             if (part == 0) wait_for(p.added[unit.key_head], p.Tc * Tile::Consumers);
-            const float *const from = p.sums + int64_t(n) * 64 * Tile::D + part * (kBufferBytes / 4);
+            const float *const from = p.dQ_data + int64_t(n) * 64 * Tile::D + part * (kBufferBytes / 4);
             bulk_load(shared.buffer, from, kBufferBytes, buffer.full());
         });
         const float4 *const x = (const float4 *)shared.buffer + lane;
-        if (is_usual) {  // a loop without branches
+        if (is_usual) {  // no branch in the loop, and as many rows at a time as the registers hold
             T *dq = (T *)p.dq.data + to;
             const int rows_of_lane = column < p.a.d ? rows : 0;
 #pragma unroll(Tile::ProducerRegisters / 10)
@@ -326,11 +343,11 @@ __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared
     }
 }
 
-// Warp 3. lse and D come first, since tiles of keys wait for them. Blocks take these units from a counter: else a block
-// could wait for one that another kernel keeps from starting.
+// lse and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
+// wait for one that another kernel keeps from starting.
 template <class T, class Tile>
 __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared) {
-    Pipeline buffer{shared.rows};
+    Pipeline buffer{shared.buffer_ready};
     const auto take = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(p.units_taken, 1) : 0; };
     for (int n = p.fills_rows ? take() : p.units, next;; n = next) {
         n = broadcast_lane0(n);
@@ -355,19 +372,20 @@ __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consum
     wgmma_commit();
 }
 
-// dS^T of 64 keys to shared memory, with the swizzle that wgmma expects. `thread` is of the warpgroup.
+// Stores dS^T of 64 keys to shared memory, with the swizzle that wgmma expects. `thread` counts in the warpgroup.
 template <int Boxes, int BoxBytes, int Count>
 __device__ void stage_dS(unsigned char (&boxes)[Boxes][BoxBytes], const uint32_t (&dS)[Count], int consumer,
                          int thread) {
     const int row = 64 * consumer + thread / 32 * 16 + thread % 16;
-    const int first = opaque(row * 128 + (thread / 16 % 2 ^ row % 8) * 16);  // or four addresses would take registers
+    // Opaque, or ptxas would keep four addresses in registers.
+    const int first = opaque(row * 128 + (thread / 16 % 2 ^ row % 8) * 16);
 #pragma unroll
     for (int n = 0; n < Count / 4; ++n)  // 16 queries each
         store_matrices(boxes[n / 4] + (first ^ n % 4 * 32), &dS[4 * n]);
     fence_async();
 }
 
-// dQ^T, 64 columns x 64 queries, to two boxes of 32 columns, with the swizzle that TMA expects.
+// Stores dQ^T, 64 columns x 64 queries, to two boxes of 32 columns, with the swizzle that TMA expects.
 __device__ inline void stage_dQ(unsigned char (&boxes)[2][64 * 128], const float (&dQ)[32], int thread) {
     const int query = thread % 4 * 2, column = thread / 32 % 2 * 16 + thread % 32 / 4;
     unsigned char *const tile = boxes[0] + thread / 64 * (64 * 128) + query * 128 + column % 4 * 4;
@@ -404,13 +422,13 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
         const auto zero_blind = [&](unsigned char *tile, int i0) {
             zero_blind_rows<Tile>(tile, keys.band, i0, a.Nq, Tile::kZeroed + consumer);
         };
-        // Tiles of queries from full_begin to full_end see all keys of this warpgroup.
+        // A tile of queries with full_begin <= i0 <= full_end sees all keys of this warpgroup: it needs no mask.
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
         const bool all_exist = band.keys.begin <= j64 && j64 + 64 <= band.keys.end;
         const int full_begin = broadcast_lane0(all_exist ? j64 + 63 - band.last : 1 << 30);
         const int full_end = broadcast_lane0(j64 - band.first - Br + 1);
 
-        const auto issue_dQ_of_last_tile = [&](float (&dQ)[32], bool exists) {
+        const auto issue_dQ_of_previous_tile = [&](float (&dQ)[32], bool exists) {
             if (exists) dS_read.consumer_wait();
             issue_dQ<T, Tile>(dQ, shared.Kj, Tile::column_box(consumer),
                               shared.dS[dS_read.stage()][Tile::query_box(consumer)]);
@@ -429,7 +447,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) dK[x] = dV[x] = 0.f;
         keys.for_each_query_tile([&](int, int i0, bool is_first) {
-            float S[Br / 2], dP[Br / 2], dQ[32];  // here, so that no registers keep those of the last tile
+            float S[Br / 2], dP[Br / 2], dQ[32];  // inside the loop: ptxas keeps none for the next tile
             uint32_t P[Br / 4], dS[Br / 4];
             Q.consumer_wait();
             zero_blind(shared.Qi[Q.stage()], i0);
@@ -453,8 +471,9 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             __syncwarp();
             if (thread % 32 == 0) arrive(dS_written.full());
             dS_written.advance();
-            // Under an if, ptxas would wait for the product at once (C7517, docs/ptxas.md).
-            issue_dQ_of_last_tile(dQ, !is_first);
+            // For the first tile, too, where nothing reads dQ: under an if, ptxas would wait for the product at once
+            // (C7517, docs/ptxas.md).
+            issue_dQ_of_previous_tile(dQ, !is_first);
             issue_AB<T>(dK, dS, descriptor(shared.Qi[Q.stage()], 0));
             __syncwarp();
             wgmma_wait<1>(dV);
@@ -465,13 +484,13 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             Q.consumer_release();
         });
         float dQ[32];
-        issue_dQ_of_last_tile(dQ, true);
+        issue_dQ_of_previous_tile(dQ, true);
         wgmma_wait<0>(dQ);
         store_dQ(dQ);
         KV.consumer_release();
-        const auto counts = [&](int key) { return keys.is_seen(key, a.Nq); };
-        store_gradient<T>(p.dv, keys.b, keys.key_head, j, a.Nk, a.d, 1.f, dV, counts);
-        store_gradient<T>(p.dk, keys.b, keys.key_head, j, a.Nk, a.d, a.softmax_scale, dK, counts);
+        const auto is_seen = [&](int key) { return keys.is_seen(key, a.Nq); };
+        store_gradient<T>(p.dv, keys.b, keys.key_head, j, a.Nk, a.d, 1.f, dV, is_seen);
+        store_gradient<T>(p.dk, keys.b, keys.key_head, j, a.Nk, a.d, a.softmax_scale, dK, is_seen);
     });
 }
 
@@ -482,7 +501,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + Tile::Consumers);
-        init_pipeline(shared.KV, warps, 2 * Tile::Consumers), init_pipeline(shared.rows, 1);
+        init_pipeline(shared.KV, warps, 2 * Tile::Consumers), init_pipeline(shared.buffer_ready, 1);
         init_pipeline(shared.Q, warps, 1 + Tile::QueryBoxes), init_pipeline(shared.dO, warps, 1 + Tile::QueryBoxes);
         init_pipeline(shared.dS_ready, warps, warps);
         for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
@@ -490,7 +509,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     const auto produce = [&] {
         if (threadIdx.x == 0) schedule_and_load(p, shared);
         if (threadIdx.x / 32 == 3) fill_rows_and_convert_dQ<T, Tile>(p, shared);
-#pragma unroll  // or the adders spill
+#pragma unroll  // else the adders spill
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
@@ -503,14 +522,16 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<Tile<64, 128, 2, 2, 24>, Tile<128, 64, 3, 2, 40>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-// Whether warp 3 computes lse and D. It has too little time where queries see few keys, causal half of them on average.
+// Whether warp 3 computes lse and D. Where queries see few keys, the products take less time than its work. A mask
+// is taken to hide half of them, as causal does.
 bool fills_rows(const Attention &a) {
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
 }
 
-// Numbers in the workspace: room for the counters, then dQ.
+// Sizes of the workspace: room for the counters, then dQ. The counters are tile_counter, units_taken, then `added` and
+// `filled` for each key head, `stored` for each part of dQ.
 struct Workspace {
-    int64_t key_heads, parts, dQ;  // `parts` of dQ, 64 x 64 each
+    int64_t key_heads, parts, dQ;  // dQ: numbers in all parts
     Workspace(const Attention &a, int D)
         : key_heads(a.B * a.Hkv), parts(a.B * a.Hq * padded_rows(a) * D / 4096), dQ(parts * 4096) {}
     int64_t counter_bytes() const { return (2 + 2 * key_heads + parts + 63) / 64 * 256; }
@@ -537,7 +558,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
                                                       : fused_backward_kernel<__nv_bfloat16, Tile>;
         const Workspace workspace(a, Tile::D);
-        const cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);  // first, as in launch_kernel
+        const cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);  // first, for make_tensor_map
         if (error != cudaSuccess) return why_not(error);
         FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
         p.lse = g.lse, p.dlse = g.dlse, p.fills_rows = fills_rows(a);
@@ -547,11 +568,11 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
         p.units_of_head = rows.head_stride / 64, p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
         p.units = a.B * a.Hq * p.units_of_head;
-        p.sums = (float *)((char *)memory + workspace.counter_bytes());
+        p.dQ_data = (float *)((char *)memory + workspace.counter_bytes());
         const int64_t head = rows.head_stride * Tile::D;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
             !make_tensor_map(p.O, a.dtype, g.o, g.o_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
-            !make_tensor_map(p.dQ, Dtype::float32, p.sums, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
+            !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
         return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, 64);

@@ -1,4 +1,4 @@
-// gradient.h: what the backward kernels of half types have in common.
+// gradient.h: what the backward kernels of half types have in common: their parameters, and how they store gradients.
 #pragma once
 #include "hopper/backward.h"
 #include "hopper/epilogue.h"
@@ -18,15 +18,15 @@ struct GradientTensor {
 struct GradientParameters : Parameters {
     TensorMap dO;
     GradientTensor dq, dk, dv;
-    GradientRows rows;
-    float c;        // softmax_scale log2(e)
-    Divisor Tc;     // tiles of keys of a head
-    int key_tiles;  // of all heads
+    GradientRows rows;  // lse and D
+    float c;            // softmax_scale log2(e)
+    Divisor Tc;         // tiles of keys of a head
+    int key_tiles;      // of all heads
 };
 
 inline int64_t key_tiles_of(const Attention &a, int Bc) { return a.B * a.Hkv * ((a.Nk + Bc - 1) / Bc); }
 
-// What the host knows before launch_kernel.
+// All but the tensor maps and what launch_kernel sets.
 inline GradientParameters gradient_parameters(const Gradient &g, const GradientRows &rows, int Bc) {
     const auto tensor = [&](void *data, const Strides &stride) -> GradientTensor {
         return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
@@ -38,8 +38,8 @@ inline GradientParameters gradient_parameters(const Gradient &g, const GradientR
     return p;
 }
 
-// Stores factor times an accumulator to rows i and i + 8 of head h, if they are below `rows`. Rows where counts(i) is
-// false become 0.
+// Stores factor times an accumulator to rows i and i + 8 of head h, if they are below `rows`. A row becomes 0 where
+// counts(i) is false: a query that sees no key, or a key that no query sees.
 template <class T, int Count, class Counts>
 __device__ void store_gradient(const GradientTensor &to, int b, int h, int i, int rows, int d, float factor,
                                const float (&x)[Count], const Counts &counts) {

@@ -1,4 +1,4 @@
-// gradient_rows.h: what the backward kernels of portable and hopper read of each query besides Q and dO.
+// gradient_rows.h: lse and D, which the backward kernels of portable and hopper read beside Q and dO.
 #pragma once
 
 #include "flash.h"
@@ -16,13 +16,13 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
-    int *tile_counters;  // two zeros, from which the kernels of hopper/backward_separate.cu take work tiles
+    int *tile_counters;  // one for each kernel of hopper/backward_separate.cu, to take work tiles from; 0 before
 };
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// Fills what `rows` points to.
+// Fills lse and D, and sets the counters to 0.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn
