@@ -81,8 +81,8 @@ struct Tile {
     static constexpr int ProducerRegisters = ProducerRegisters_;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
-    static constexpr bool kTakesTurns = true, kStartsApart = true;
-    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
+    static constexpr bool kTakesTurns = true, kStartsApart = true;  // PingPong; KeyTile::start
+    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };   // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
     // Each consumer computes one part of dQi, the box of these queries and columns.
     static_assert(Boxes * QueryBoxes == Consumers);
@@ -231,7 +231,7 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
 
 // ------------------------------------------------------------------------------ warp 3: lse, D and dq
 
-// Unit n: 64 queries of a query head.
+// Where unit n is.
 struct Unit {
     int b, h, i0, key_head;
     __device__ Unit(const FusedParameters &p, int n) {
@@ -310,10 +310,10 @@ __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared
     int rows = p.a.Nq - unit.i0 - lane / kLanes;  // of the head, from this lane's next row on
     int64_t to =
         unit.b * p.dq.stride.batch + unit.h * p.dq.stride.head + (unit.i0 + lane / kLanes) * p.dq.stride.row + column;
-    for (int part = 0; part < Tile::Boxes; ++part) {
+    for (int piece = 0; piece < Tile::Boxes; ++piece) {  // of the unit, as large as the buffer
         load_buffer(buffer, [&] {
-            if (part == 0) wait_for(p.added[unit.key_head], p.Tc * Tile::Consumers);
-            const float *const from = p.dQ_data + int64_t(n) * 64 * Tile::D + part * (kBufferBytes / 4);
+            if (piece == 0) wait_for(p.added[unit.key_head], p.Tc * Tile::Consumers);
+            const float *const from = p.dQ_data + int64_t(n) * 64 * Tile::D + piece * (kBufferBytes / 4);
             bulk_load(shared.buffer, from, kBufferBytes, buffer.full());
         });
         const float4 *const x = (const float4 *)shared.buffer + lane;
@@ -407,7 +407,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<1> KV{shared.KV}, dQ_staged{shared.dQ[consumer]};
     Pipeline<Tile::QStages> Q{shared.Q};
     Pipeline<Tile::dOStages> dO{shared.dO};
-    Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};
+    Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};  // of this tile; of the previous
 
     for_each_work_tile(p, shared, [&](int n) {
         const KeyTile<Tile> keys(p, broadcast_lane0(n));
