@@ -160,12 +160,12 @@ struct LaunchLock {
 };
 
 // A launch's counters, 0 when its kernel begins. They are the next part of the stream's array, which one memset clears
-// for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. It
-// clears the workspace instead in graphs, which use a part again, on streams without an array, and for many counters.
+// for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. In
+// graphs, whose replays use a part again, on streams without an array, and for many counters the workspace is cleared.
 struct Zeros {
     void *memory;                 // null for 0 bytes
-    struct ZerosOfStream *array;  // that `memory` is a part of, locked; null after a memset of the workspace
-    bool by_memset = false;       // of the workspace
+    struct ZerosOfStream *array;  // the stream's, locked; or null
+    bool by_memset = false;       // whether a memset cleared the workspace
     cudaError_t error = cudaSuccess;
 
     // It must exist until the kernel is launched: else another thread could use up the stream's array and clear it.
