@@ -106,7 +106,8 @@ class Peers:
                     self._poll(work, end)
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
             except RuntimeError as error:
-                why = f"in {self.timeout:g} s" if time.monotonic() >= end else f"({_line(error)})"
+                is_late = time.monotonic() > end - 2e-3  # gloo waits for whole milliseconds, rounded down
+                why = f"in {self.timeout:g} s" if is_late else f"({_line(error)})"
                 raise _Lost(f"{name} {why}", *blamed) from None
         self.works = []
 
