@@ -8,9 +8,10 @@ template <class Use>
     return dtype == Dtype::float16 ? use(c10::Half()) : use(c10::BFloat16());
 }
 
+// Unsigned, since the stride of a dimension of size 1 may be any number.
 inline Strides in_bytes(const Strides &stride, Dtype dtype) {
-    const int size = element_size(dtype);
-    return {stride.batch * size, stride.head * size, stride.row * size};
+    const uint64_t size = element_size(dtype);
+    return {int64_t(stride.batch * size), int64_t(stride.head * size), int64_t(stride.row * size)};
 }
 
 // A row travels from memory to the L2 cache while other rows are computed, which need the L1. Inline, since GCC drops

@@ -36,6 +36,12 @@ def test_shapes(backend, dtype, d, Nq, Nk):
     check(backend, backend.qkv(B=1, Hq=2, Hkv=1, Nq=Nq, Nk=Nk, d=d, dtype=dtype))
 
 
+def test_strides_of_size_1(backend, dtype):
+    """The stride of a dimension of size 1 may be any number."""
+    tensors = backend.qkv(B=1, Hq=1, Hkv=1, Nq=65, Nk=65, d=32, dtype=dtype)
+    check(backend, [t.as_strided(t.shape, (2**62, 2**62, 32, 1)) for t in tensors])
+
+
 @pytest.mark.parametrize("kilobytes", [64, 99, 163])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_smaller_shared_memory(cuda_backend, shared_memory_limit, dtype, d, kilobytes):
