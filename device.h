@@ -129,8 +129,8 @@ cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int bytes) {
     return allow_shared_memory((const void *)kernel, bytes);
 }
 
-// As much as any block may have, for a kernel whose launches need different numbers. ptx_version is the compute
-// capability that the kernel's code was compiled for, 90 for 9.0.
+// Allows a kernel's blocks all shared memory that the device has for one, since its launches need different sizes.
+// ptx_version becomes the compute capability that the kernel's code was compiled for, 90 for 9.0.
 cudaError_t allow_all_shared_memory(const void *kernel, int &ptx_version);
 
 // Null, or why nothing was launched.
@@ -160,8 +160,8 @@ struct LaunchLock {
 };
 
 // A launch's counters, 0 when its kernel begins. They are the next part of the stream's array, which one memset clears
-// for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. In
-// graphs, whose replays use a part again, on streams without an array, and for many counters the workspace is cleared.
+// for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. A memset
+// clears the workspace instead in three cases: a graph, since its replays use a part again; no array; many counters.
 struct Zeros {
     void *memory;                 // null for 0 bytes
     struct ZerosOfStream *array;  // the stream's, locked; or null

@@ -45,7 +45,7 @@ __device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile> &sh
         n = next_deferred(p, work, warpgroup);
         const int i1 = min(work.i0 + 64 * (warpgroup + 1), work.i1);
         for (int i0 = work.i0 + 64 * warpgroup; i0 < i1; i0 += Fallback::Br) {
-            threads.sync();  // all have read n, whose place O may take, and O of the last block from shared memory
+            threads.sync();  // every thread has read n, which O may overwrite, and has stored O of the block before
             float_block<Fallback>(p.a, block_at<float>(p.a, work.b, work.h, i0, min(Fallback::Br, i1 - i0)), p.aligned,
                                   memory, p.workspace.sums, threads);
         }
