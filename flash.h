@@ -260,6 +260,7 @@ const char *launch_paper_backward(const Gradient &gradient, const Plan &plan, vo
 Plan plan_portable_backward(const Gradient &gradient, const Device &device);
 const char *launch_portable_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 namespace hopper {
+bool serves_backward(const Gradient &gradient);  // else portable does
 Plan plan_half_backward(const Gradient &gradient, const Device &device);
 const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper

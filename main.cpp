@@ -134,12 +134,12 @@ const std::vector<Backend> &backends() {
                                               : hopper::launch_half(a, plan, workspace, stream);
          },
          [](const Gradient &g, const Device &device) {
-             return g.a.dtype == Dtype::float32 ? plan_portable_backward(g, device)
-                                                : hopper::plan_half_backward(g, device);
+             return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device)
+                                               : plan_portable_backward(g, device);
          },
          [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-             return g.a.dtype == Dtype::float32 ? launch_portable_backward(g, plan, workspace, stream)
-                                                : hopper::launch_half_backward(g, plan, workspace, stream);
+             return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+                                               : launch_portable_backward(g, plan, workspace, stream);
          }},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
          plan_portable_backward, launch_portable_backward},

@@ -1,9 +1,9 @@
-// backward_separate.cu: dQ alone, dK and dV alone, for float16 and bfloat16 on Hopper. One block computes each sum: the
-// same bits on every run. docs/backward.md has budgets and measurements. Read half.cu first: it has the same form.
+// backward_separate.cu: dQ alone, dK and dV alone, for float16 and bfloat16 on Hopper, d above 128. One block computes
+// each sum: the same bits on every run. docs/backward.md has budgets and measurements. Read half.cu first: it has the
+// same form.
 //
-// A block computes one work tile after another. It owns a tile X of queries or of keys, 64 rows for each consumer
-// warpgroup, which stays in shared memory. It walks the tiles Y of the other side. With S^T instead of S the products
-// that give dQ give dK:
+// A block owns a tile X of queries or of keys, which stays in shared memory. It walks the tiles Y of the other side.
+// With S^T instead of S the products that give dQ give dK:
 //
 //     kernel    X1, X2     Y1, Y2     S = X1 Y1^T    dP = X2 Y2^T    sum += dS Y1         dV += P Y2
 //     dQ        Qi, dOi    Kj, Vj     Sij            dPij            dQi += dSij Kj
@@ -22,55 +22,54 @@
 //                                                                  +---------> dV += P Y2               (wgmma)
 //     dQ, or dK and dV in HBM <----------------------------------------------- softmax_scale sum, dV
 //
-// lse and D are numbers of queries. Where queries are Y, lse arrives with Y1 and D with Y2. For dQ each thread reads
-// those of its rows. For d above 128 a warpgroup's registers have room for one sum: one consumer computes dV, the other
-// one dK, of the same 64 keys (consume_split). Such a block has one work tile; its consumers don't read the tile queue.
+// For dQ a block computes one work tile after another, 64 queries for each consumer. For dK and dV it has one work tile
+// of 64 keys. A warpgroup's registers have room for one sum there: one consumer computes dV, the other one dK.
 //
-// | role                | warps         | registers a thread | does                                                   |
-// |---------------------|---------------|--------------------|--------------------------------------------------------|
-// | scheduler, Y1       | 0 (thread 0)  | 24 or 32           | takes work tiles, publishes them, loads Y1             |
-// | X                   | 1 (thread 32) | 24 or 32           | loads X1 and X2                                        |
-// | Y2                  | 2 (thread 64) | 24 or 32           | loads Y2                                               |
-// | end (dQ)            | 3 (thread 96) | 32                 | waits for the kernel before, which computes dK and dV  |
-// |                     |               |                    | meanwhile                                              |
-// | consumer warpgroups | 4 to 11 or 15 | 240, 232 or 160    | S, dP and the sums of 64 rows each; writes the sums    |
+// lse and D are numbers of queries. Where queries are Y, lse arrives with Y1 and D with Y2. For dQ each thread reads
+// those of its rows.
+//
+// | role                | warps           | registers a thread | does                                                   |
+// |---------------------|-----------------|--------------------|--------------------------------------------------------|
+// | scheduler, Y1       | 0 (thread 0)    | 32                 | takes work tiles, publishes them, loads Y1             |
+// | X                   | 1 (thread 32)   | 32                 | loads X1 and X2                                        |
+// | Y2                  | 2 (thread 64)   | 32                 | loads Y2                                               |
+// | end (dQ)            | 3 (thread 96)   | 32                 | waits for the kernel before, which computes dK and dV  |
+// |                     |                 |                    | meanwhile                                              |
+// | consumer warpgroups | 4 to 7, 8 to 11 | 232                | S, dP and the sums; writes the sums                    |
 //
 // | barrier                 | arrives                   | waits                         | then                      |
 // |-------------------------|---------------------------|-------------------------------|---------------------------|
 // | tile_queue full         | thread 0                  | threads 32, 64; consumers     | work tile is published    |
 // | tile_queue empty        | threads 32, 64; consumers | thread 0                      | its slot is free          |
-// | X full (per consumer)   | thread 32; TMA            | that consumer                 | X1 and X2 have arrived    |
-// | X empty (per consumer)  | that consumer             | thread 32                     | X1 and X2 are read        |
+// | X full (a tile of X)    | thread 32; TMA            | its consumers                 | X1 and X2 have arrived    |
+// | X empty (a tile of X)   | its consumer              | thread 32                     | X1 and X2 are read        |
 // | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                     | Y1 or Y2 has arrived      |
 // | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                | all products have read it |
-// | P full, P empty (split) | consumer 0; consumer 1    | consumer 1; consumer 0        | P^T is stored; is read    |
+// | P full, P empty (dK)    | consumer 0; consumer 1    | consumer 1; consumer 0        | P^T is stored; is read    |
 // | named kTurn + index     | the consumer before it    | that consumer                 | it may issue products     |
 // | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Y are 0    |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. A loading thread arrives once for each copy, so
-// twice for X, and for Y with lse or D. index is the consumer's.
+// twice for X, and for Y with lse or D. index is the consumer's. For dK and dV the consumers read neither the tile queue
+// nor X again, so they release neither.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
 namespace {
 
-template <Part part, int D_, int Owned, int Walked_, int Stages1_, int Stages2_>
+enum class Part { dQ, dK_dV };
+
+template <Part part, int D_, int Stages1_, int Stages2_>
 struct Tile {
     static constexpr bool owns_queries = part == Part::dQ;
-    static constexpr int D = D_, Walked = Walked_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
+    static constexpr int D = D_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
+    static constexpr int Owned = owns_queries ? 128 : 64, Walked = 64;  // rows of X, of Y
     static constexpr int Br = owns_queries ? Owned : Walked, Bc = owns_queries ? Walked : Owned;
-    static constexpr bool kSplits = !owns_queries && D > 128;
-    // Whether S of the next tile waits for the sums. Beside these and their operands it would take too many registers
-    // (C7512, docs/ptxas.md).
-    static constexpr bool kSumsFirst = !owns_queries && D == 64;
-    static constexpr bool kTakesTurns = !kSplits, kAlignKeys = false, kStartsApart = false;
-    static constexpr int XTiles = Owned / 64, Consumers = kSplits ? 2 : XTiles, Threads = 128 * (1 + Consumers);
-    static constexpr int ProducerRegisters = owns_queries || kSplits ? 32 : 24;
-    static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
-    static constexpr int XBytes = 64 * Boxes * 128, YBytes = Walked * Boxes * 128;
-    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
-    static_assert(owns_queries || kGradientRows % Walked == 0);
-    static_assert(Walked % 16 == 0 && D % 32 == 0 && Owned % 64 == 0 && Stages1 > 1);
+    static constexpr bool kTakesTurns = owns_queries, kAlignKeys = false;
+    static constexpr int XTiles = Owned / 64, Consumers = 2, Threads = 128 * (1 + Consumers), ProducerRegisters = 32;
+    static constexpr int Boxes = D / kBoxColumns, TileBytes = 64 * Boxes * 128;  // of 64 rows
+    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };                // + the consumer; 0 is __syncthreads
+    static_assert(D % kBoxColumns == 0 && Stages1 > 1);
 };
 
 // A work tile: rows of X from x0 on, below x1, of one head. It walks rows y0 <= y < y1 of Y, of `heads` heads from
@@ -83,10 +82,10 @@ struct alignas(16) Work {
 
 template <class Tile>
 struct SharedStorage {
-    alignas(1024) unsigned char X[2][Tile::XTiles][Tile::XBytes];
-    unsigned char Y1[Tile::Stages1][Tile::YBytes], Y2[Tile::Stages2][Tile::YBytes];
-    float lse[Tile::Stages1][Tile::Walked], D[Tile::Stages2][Tile::Walked];   // where Y are queries
-    float4 P[Tile::kSplits ? Tile::Walked / 8 : 1][Tile::kSplits ? 128 : 1];  // P^T as the threads have it
+    alignas(1024) unsigned char X[2][Tile::XTiles][Tile::TileBytes];
+    unsigned char Y1[Tile::Stages1][Tile::TileBytes], Y2[Tile::Stages2][Tile::TileBytes];
+    float lse[Tile::Stages1][Tile::Walked], D[Tile::Stages2][Tile::Walked];  // where Y are queries
+    float4 P[Tile::owns_queries ? 1 : Tile::Walked / 8][128];                // P^T as the threads have it
     Work work[kQueueStages];
     StageBarriers P_ready[1], tile_queue[kQueueStages], X_ready[Tile::XTiles][1], Y1_ready[Tile::Stages1],
         Y2_ready[Tile::Stages2];
@@ -111,7 +110,7 @@ __device__ Work describe(const GradientParameters &p, const TileScheduler<Tile> 
 // Loads the tiles of Y1 or Y2 that a work tile walks, with lse or D of `rows`.
 template <class Tile, int Stages>
 __device__ void load_Y(const GradientParameters &p, const Work &work, const TensorMap &tensor, const float *rows,
-                       Pipeline<Stages> &Y, unsigned char (&tiles)[Stages][Tile::YBytes],
+                       Pipeline<Stages> &Y, unsigned char (&tiles)[Stages][Tile::TileBytes],
                        float (&numbers)[Stages][Tile::Walked]) {
     for (int h = work.y_head; h < work.y_head + work.heads; ++h)
         for (int y = work.y0; y < work.y1; y += Tile::Walked) {
@@ -202,139 +201,109 @@ __device__ void store(T, const GradientTensor &to, const GradientParameters &p, 
                       [&](int x) { return !empty(seen_by<Tile>(p, work, x)); });
 }
 
+// dPij is issued when dQi has been added to, so that it can take the registers of dSij.
 template <class T, class Tile>
-__device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared) {
-    constexpr int D = Tile::D, Walked = Tile::Walked;
-    constexpr bool is_dQ = Tile::owns_queries;
+__device__ void consume_dQ(const GradientParameters &p, SharedStorage<Tile> &shared) {
+    constexpr int D = Tile::D, Bc = Tile::Bc;
     const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = 64 * warpgroup + 16 * warp + lane / 4;  // a thread's rows of the work tile: this one and row + 8
     const PingPong<Tile> ping_pong{warpgroup};
     if (warpgroup == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is warpgroup 0's
     Pipeline tile_queue{shared.tile_queue};
-    Pipeline X_ready{shared.X_ready[warpgroup]};
-    Pipeline Y1{shared.Y1_ready}, Y1_of_sum{shared.Y1_ready};  // of the next S; of the next dS Y1
-    Pipeline Y2{shared.Y2_ready};
-    float sum[D / 2], dV[is_dQ ? 2 : D / 2], S[Walked / 2], dP[Walked / 2];
-    uint32_t dS[Walked / 4], P[is_dQ ? 1 : Walked / 4];
+    Pipeline X{shared.X_ready[warpgroup]};
+    Pipeline K{shared.Y1_ready}, K_of_dQ{shared.Y1_ready};  // of the next Sij; of the next dSij Kj
+    Pipeline V{shared.Y2_ready};
+    float dQ[D / 2], S[Bc / 2], dP[Bc / 2];
+    uint32_t dS[Bc / 4];
 
-    const Descriptor tiles = descriptor(&shared), X = tiles + warpgroup * Tile::XBytes;
-    const Descriptor Y1_tiles = tiles + 2 * Tile::Consumers * Tile::XBytes;
+    const Descriptor tiles = descriptor(&shared), Qi = tiles + warpgroup * Tile::TileBytes;
+    const Descriptor Kj = tiles + 2 * Tile::XTiles * Tile::TileBytes;
     // Unless addresses are opaque, ptxas computes all descriptors once and spills them.
-    const auto Y1_tile = [&](int stage) { return Descriptor{opaque(Y1_tiles.low)} + stage * Tile::YBytes; };
-    const auto Y2_tile = [&] { return Y1_tile(Tile::Stages1 + Y2.stage()); };
-    const auto issue_S = [&] {  // of the next tile of Y
-        const Descriptor X1 = {opaque(X.low)};
-        issue_ABt<T, D>(S, X1, Y1_tile(Y1.stage()));
-        Y1.advance();
+    const auto Y = [&](int stage) { return Descriptor{opaque(Kj.low)} + stage * Tile::TileBytes; };
+    const auto issue_S = [&] {  // of the next tile of keys
+        const Descriptor X1 = {opaque(Qi.low)};
+        issue_ABt<T, D>(S, X1, Y(K.stage()));
+        K.advance();
     };
     const auto issue_dP = [&] {
-        const Descriptor X1 = {opaque(X.low)};
-        issue_ABt<T, D>(dP, X1 + Tile::Consumers * Tile::XBytes, Y2_tile());
+        const Descriptor X1 = {opaque(Qi.low)};
+        issue_ABt<T, D>(dP, X1 + Tile::XTiles * Tile::TileBytes, Y(Tile::Stages1 + V.stage()));
     };
-    const auto issue_sums = [&] {
-        if constexpr (!is_dQ) issue_AB<T>(dV, P, Y1_tiles + (Tile::Stages1 + Y2.stage()) * Tile::YBytes);
-        issue_AB<T>(sum, dS, Y1_tiles + Y1_of_sum.stage() * Tile::YBytes);
-    };
+    const auto issue_dQ = [&] { issue_AB<T>(dQ, dS, Kj + K_of_dQ.stage() * Tile::TileBytes); };
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const Work &work = shared.work[tile_queue.stage()];
         if (work.b < 0) return;
         float lse_of_rows[2], D_of_rows[2];
-        if constexpr (is_dQ)
-            for (int r = 0; r < 2; ++r) {
-                const int i = work.x0 + row + 8 * r;
-                const int64_t at = (int64_t)(work.b * p.Hq + work.head) * p.rows.head_stride + i;
-                lse_of_rows[r] = i < work.x1 ? p.rows.lse[at] : INFINITY;
-                D_of_rows[r] = i < work.x1 ? p.rows.D[at] : 0.f;
-            }
-        X_ready.consumer_wait(), Y1.consumer_wait(), Y2.consumer_wait();
+        for (int r = 0; r < 2; ++r) {
+            const int i = work.x0 + row + 8 * r;
+            const int64_t at = (int64_t)(work.b * p.Hq + work.head) * p.rows.head_stride + i;
+            lse_of_rows[r] = i < work.x1 ? p.rows.lse[at] : INFINITY;
+            D_of_rows[r] = i < work.x1 ? p.rows.D[at] : 0.f;
+        }
+        X.consumer_wait(), K.consumer_wait(), V.consumer_wait();
         ping_pong.wait_turn();
         issue_S();
         issue_dP();
         ping_pong.pass_turn();
 #pragma unroll
-        for (float &x : sum) x = 0.f;
-#pragma unroll
-        for (float &x : dV) x = 0.f;
+        for (float &x : dQ) x = 0.f;
 
         const int needed = broadcast_lane0(tiles_of<Tile>(work, work.x0 + 64 * warpgroup));
-        for (int n = 1, y = broadcast_lane0(work.y0);; ++n) {
+        for (int n = 1, j0 = broadcast_lane0(work.y0);; ++n) {
             // `work` is read again in each step: registers are short.
-            const int x = work.x0 + row;
-            const bool masked = is_cut<Tile>(work, work.x0 + 64 * warpgroup, y);
-            const auto mask = [&](float (&S)[Walked / 2]) {
-                if (masked) mask_columns(S, {seen_by<Tile>(p, work, x), seen_by<Tile>(p, work, x + 8)}, y, 0.f);
-            };
+            const int i = work.x0 + row;
+            const bool masked = is_cut<Tile>(work, work.x0 + 64 * warpgroup, j0);
             wgmma_wait<1>(S);
-            if constexpr (is_dQ) {
 #pragma unroll
-                for (int x = 0; x < Walked / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -lse_of_rows[x / 2 % 2]));  // P
-                wgmma_wait<0>(dP);
-                Y2.consumer_release();
+            for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -lse_of_rows[x / 2 % 2]));  // P
+            wgmma_wait<0>(dP);
+            V.consumer_release();
 #pragma unroll
-                for (int x = 0; x < Walked / 2; ++x) dP[x] = S[x] * (dP[x] - D_of_rows[x / 2 % 2]);
-            } else {
-                compute_P(S, shared.lse[Y1_of_sum.stage()] + lane % 4 * 2, p.c);
-                mask(S);
-                wgmma_wait<0>(dP);
-                compute_dS(dP, S, shared.D[Y2.stage()] + lane % 4 * 2);
-                if (masked) {
-                    zero_blind_rows<Tile>(shared.Y1[Y1_of_sum.stage()], work.band, y, p.a.Nq,
-                                          Tile::kZeroed + warpgroup);
-                    zero_blind_rows<Tile>(shared.Y2[Y2.stage()], work.band, y, p.a.Nq, Tile::kZeroed + warpgroup);
-                }
-            }
-            mask(dP);
-            if constexpr (!is_dQ) pack_operand<T>(P, S);
+            for (int x = 0; x < Bc / 2; ++x) dP[x] = S[x] * (dP[x] - D_of_rows[x / 2 % 2]);  // dS
+            if (masked) mask_columns(dP, {seen_by<Tile>(p, work, i), seen_by<Tile>(p, work, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
-            if (is_dQ && n == needed && work.band.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
-                zero_rows_outside<Walked, Tile::Boxes>(shared.Y1[Y1_of_sum.stage()], 0, work.band.keys.end - y,
-                                                       Tile::kZeroed + warpgroup);
-            if (n == needed) break;  // the products of the last tile stand behind the loop
+            if (n == needed && work.band.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
+                zero_rows_outside<Bc, Tile::Boxes>(shared.Y1[K_of_dQ.stage()], 0, work.band.keys.end - j0,
+                                                   Tile::kZeroed + warpgroup);
+            if (n == needed) break;  // the product of the last tile stands behind the loop
             ping_pong.wait_turn();
-            issue_sums();
-            Y1.consumer_wait();
-            if constexpr (Tile::kSumsFirst) wgmma_wait<0>(sum), wgmma_wait<0>(dV);
+            issue_dQ();
+            K.consumer_wait();
             issue_S();
-            wgmma_wait<1>(sum);  // dP takes the registers of dS
-            if constexpr (!is_dQ) wgmma_wait<1>(dV), Y2.consumer_release();
-            Y1_of_sum.consumer_release();
-            Y2.consumer_wait();
+            wgmma_wait<1>(dQ);
+            K_of_dQ.consumer_release();
+            V.consumer_wait();
             issue_dP();
             ping_pong.pass_turn();
-            y += Walked;
-            if (!is_dQ && y >= work.y1) y = work.y0;
+            j0 += Bc;
         }
-        X_ready.consumer_release();
+        X.consumer_release();
         ping_pong.wait_turn();
-        issue_sums();
+        issue_dQ();
         ping_pong.pass_turn();
-        wgmma_wait<0>(sum);
-        if constexpr (!is_dQ) wgmma_wait<0>(dV), Y2.consumer_release();
-        Y1_of_sum.consumer_release();
-        if constexpr (is_dQ) {
-            // Tiles that only other warpgroups need. Stages are released before the wait for the turn: the warpgroup
-            // that has it may wait for the next Vj.
-            const int all = broadcast_lane0((work.y1 - work.y0 + Walked - 1) / Walked);
-            for (int n = needed; n < all; ++n) {
-                Y1_of_sum.skip_stage(), Y1.advance();
-                Y2.skip_stage();
-                ping_pong.wait_turn();
-                ping_pong.pass_turn();
-            }
+        wgmma_wait<0>(dQ);
+        K_of_dQ.consumer_release();
+        // Tiles that only the other warpgroup needs. Stages are released before the wait for the turn: the warpgroup
+        // that has it may wait for the next Vj.
+        const int all = broadcast_lane0((work.y1 - work.y0 + Bc - 1) / Bc);
+        for (int n = needed; n < all; ++n) {
+            K_of_dQ.skip_stage(), K.advance();
+            V.skip_stage();
+            ping_pong.wait_turn();
+            ping_pong.pass_turn();
         }
-        store<Tile>(T(), is_dQ ? p.dq : p.dk, p, work, row, p.a.softmax_scale, sum);
-        if constexpr (!is_dQ) store<Tile>(T(), p.dv, p, work, row, 1.f, dV);
+        store<Tile>(T(), p.dq, p, work, row, p.a.softmax_scale, dQ);
         __syncwarp();  // all lanes have read `work`
     }
 }
 
-// Which of a tile's two sums a consumer warpgroup computes in consume_split.
+// Which of the two sums a consumer warpgroup computes in consume_dK_dV.
 enum class Role { dV, dK };
 
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
 template <class T, class Tile, Role role>
-__device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &shared) {
+__device__ void consume_dK_dV(const GradientParameters &p, SharedStorage<Tile> &shared) {
     constexpr bool is_dV = role == Role::dV;
     constexpr int D = Tile::D, Walked = Tile::Walked;
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
@@ -345,12 +314,12 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
     float S[Walked / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
     uint32_t A[Walked / 4];           // S as an operand
     const Descriptor tiles = descriptor(&shared);
-    constexpr int kY1 = 2 * Tile::XBytes, kY2 = kY1 + Tile::Stages1 * Tile::YBytes;
+    constexpr int kY1 = 2 * Tile::TileBytes, kY2 = kY1 + Tile::Stages1 * Tile::TileBytes;
 
     const auto issue_S = [&] {  // of the next tile of queries
-        const Descriptor all = {opaque(tiles.low)}, X = all + (is_dV ? 0 : Tile::XBytes);
+        const Descriptor all = {opaque(tiles.low)}, X = all + (is_dV ? 0 : Tile::TileBytes);
         first.consumer_wait();
-        issue_ABt<T, D>(S, X, all + (is_dV ? kY1 : kY2) + first.stage() * Tile::YBytes);
+        issue_ABt<T, D>(S, X, all + (is_dV ? kY1 : kY2) + first.stage() * Tile::TileBytes);
     };
     wait(shared.X_ready[0][0].full, 0);
     issue_S();
@@ -386,7 +355,7 @@ __device__ void consume_split(const GradientParameters &p, SharedStorage<Tile> &
         if (masked)
             zero_blind_rows<Tile>((is_dV ? shared.Y2 : shared.Y1)[second.stage()], work.band, y, p.a.Nq,
                                   Tile::kZeroed + !is_dV);
-        issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kY2 : kY1) + second.stage() * Tile::YBytes);
+        issue_AB<T>(sum, A, Descriptor{opaque(tiles.low)} + (is_dV ? kY2 : kY1) + second.stage() * Tile::TileBytes);
         // Each lane has read lse, or D and P: the operand of the issued product depends on them.
         first.consumer_release();
         if constexpr (!is_dV) P_ready.consumer_release();
@@ -409,7 +378,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         constexpr int warps = 4 * Tile::Consumers, arrivals = Tile::owns_queries ? 1 : 2;
         init_pipeline(shared.tile_queue, warps + 2);
         for (auto &X : shared.X_ready) init_pipeline(X, 4, 2);
-        if (Tile::kSplits) init_pipeline(shared.P_ready, 4, 4);
+        init_pipeline(shared.P_ready, 4, 4);
         init_pipeline(shared.Y1_ready, warps, arrivals), init_pipeline(shared.Y2_ready, warps, arrivals);
     };
     const auto produce = [&] {
@@ -420,74 +389,64 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     };
     // dQ is launched behind dK and dV. What it reads was written before these began.
     run_roles<Tile, Tile::owns_queries ? WaitsAt::end : WaitsAt::begin>(init_barriers, produce, [&] {
-        if constexpr (!Tile::kSplits)
-            consume<T, Tile>(p, shared);
+        if constexpr (Tile::owns_queries)
+            consume_dQ<T, Tile>(p, shared);
         else if (consumer_index() == 0)
-            consume_split<T, Tile, Role::dV>(p, shared);
+            consume_dK_dV<T, Tile, Role::dV>(p, shared);
         else
-            consume_split<T, Tile, Role::dK>(p, shared);
+            consume_dK_dV<T, Tile, Role::dK>(p, shared);
     });
 }
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// Part, D, rows of X, of Y, stages of Y1, of Y2.
-// Registers of a consumer's thread in accumulators and operands: for dQ (5 Walked + 2 D) / 4, at most 208 of 232, with
-// three consumers 132 of 160. For dK and dV 3 Walked / 2 + D of 240, with kSumsFirst Walked + D.
-// Bytes of shared memory: 2 D (2 Owned + (Stages1 + Stages2) Walked); of dK and dV above d 128 also 16 KB of P^T.
+// Part, D, stages of Y1, of Y2. Registers of a consumer's thread in accumulators and operands: for dQ 80 + D / 2, at most
+// 208 of 232. Bytes of shared memory: 128 D (2 XTiles + Stages1 + Stages2); of dK and dV also 16 KB of P^T.
 using Tiles = TileList<
-    // Three consumers, since exponentials are two thirds of the work. 128 x 128 was 2 to 9 % slower, 192 x 64 up to 12
-    Tile<Part::dQ, 64, 192, 80, 3, 2>,
-    // 128 x 96: full, from N 2048 on, up to 6 % slower; causal, N 1024 and 2048, 1 to 4 % faster
-    Tile<Part::dQ, 96, 128, 128, 2, 2>,
-    // 80 and 128 keys were up to 4 % slower, 112 the same
-    Tile<Part::dQ, 128, 128, 96, 3, 2>,
     // Two stages of K and 80 keys were 8 to 15 % slower
-    Tile<Part::dQ, 192, 128, 64, 3, 2>,
+    Tile<Part::dQ, 192, 3, 2>,
     // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
-    Tile<Part::dQ, 256, 128, 64, 2, 1>,
-    // With kSumsFirst. 192 keys (three consumers) x 64 were 5 % slower; 128 x 112 without it 4 %, causal up to 24 %
-    Tile<Part::dK_dV, 64, 128, 128, 2, 2>,
-    // Four stages of Q and three of dO: the same
-    Tile<Part::dK_dV, 128, 128, 64, 3, 2>,
-    // The sums are split. 128 queries at d 192: 2 % faster, causal 6 % slower
-    Tile<Part::dK_dV, 192, 64, 64, 3, 3>, Tile<Part::dK_dV, 256, 64, 64, 2, 2>>;
+    Tile<Part::dQ, 256, 2, 1>,
+    // 128 queries at d 192: 2 % faster, causal 6 % slower
+    Tile<Part::dK_dV, 192, 3, 3>, Tile<Part::dK_dV, 256, 2, 2>>;
 
 // Its place in Tiles
-int tile_of(const Attention &a, Part part) {
-    if (part == Part::dK_dV) return a.d <= 64 ? 5 : a.d <= 128 ? 6 : a.d <= 192 ? 7 : 8;
-    return a.d <= 64 ? 0 : a.d <= 96 ? 1 : a.d <= 128 ? 2 : a.d <= 192 ? 3 : 4;
-}
+int tile_of(const Attention &a, Part part) { return (a.d > 192) + 2 * (part == Part::dK_dV); }
 
-}  // namespace
-
-Plan plan_separate(const Gradient &g, const Device &device, Part part) {
+Plan plan_of(const Gradient &g, const Device &device, Part part) {
     return with_tile(tile_of(g.a, part), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, "dQ, or dK and dV", tile_of(g.a, part));
-        const int64_t key_tiles = key_tiles_of(g.a, Tile::Bc);
-        const int64_t most = Tile::kSplits ? key_tiles : device.multiprocessors;
-        if (!Tile::owns_queries) plan.grid = std::min(key_tiles, most);
+        Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, "half backward, two kernels", tile_of(g.a, part));
+        if (!Tile::owns_queries) plan.grid = key_tiles_of(g.a, Tile::Bc);
         plan.workspace = 0;
         return plan;
     });
 }
 
-const char *launch_separate(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream) {
+const char *launch(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream) {
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        constexpr bool is_dQ = Tile::owns_queries;
-        constexpr int q_rows = is_dQ ? 64 : Tile::Walked, k_rows = is_dQ ? Tile::Walked : 64;
         const Attention &a = g.a;
         GradientParameters p = gradient_parameters(g, rows, Tile::Bc);
-        p.tile_counter = rows.tile_counters + is_dQ;
-        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, q_rows))
+        if (Tile::owns_queries) p.tile_counter = rows.tile_counter;
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel = a.dtype == Dtype::float16 ? separate_backward_kernel<__half, Tile>
                                                       : separate_backward_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream, q_rows, k_rows,
-                                   is_dQ ? 0 : p.key_tiles);
+        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream, Tile::Bc,
+                                   Tile::owns_queries ? 0 : p.key_tiles);
     });
+}
+
+}  // namespace
+
+Plan plan_separate(const Gradient &g, const Device &device) { return plan_of(g, device, Part::dK_dV); }
+
+const char *launch_separate(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream) {
+    const char *why = launch_gradient_rows(g, rows, stream);
+    if (!why) why = launch(g, rows, plan, stream);
+    // Right behind, since it runs beside the end of the first kernel.
+    return why ? why : launch(g, rows, plan_of(g, {plan.multiprocessors, 0}, Part::dQ), stream);
 }
 
 }  // namespace minimal_attn::hopper

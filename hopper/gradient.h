@@ -22,6 +22,7 @@ struct GradientParameters : Parameters {
     float c;            // softmax_scale log2(e)
     Divisor Tc;         // tiles of keys of a head
     int key_tiles;      // of all heads
+    int starts_apart;   // a mask of all bits or none, for KeyTile::start
 };
 
 inline int64_t key_tiles_of(const Attention &a, int Bc) { return a.B * a.Hkv * ((a.Nk + Bc - 1) / Bc); }

@@ -25,9 +25,11 @@ struct KeyTile {
         none = i0 >= i1;
         if (none) i0 = 0, i1 = 1;
         // Where all queries see the keys, each tile of keys begins at other queries: so blocks add to different dQi.
-        start = Tile::kStartsApart && i0 == 0 && i1 == p.a.Nq ? j0 % i1 / Tile::Br * Tile::Br : i0;
+        start = i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
         tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
     }
+    // How many tiles with later keys the tile of queries from i on sees, too.
+    __device__ int rank(int i) const { return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc; }
     // Which queries see key j. Unlike queries_of_key it takes any j, and its bounds may lie outside 0 to Nq.
     __device__ Keys queries(int j) const {
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};

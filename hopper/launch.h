@@ -23,11 +23,11 @@ inline void set_heads_and_mask(Parameters &p) {
 }
 
 // Fills the parameters that all kernels have and launches. Without a memset the kernel may begin while the one before
-// it in the stream ends (programmatic dependent launch). q_rows, k_rows: of a box that TMA loads. work_tiles: 0 where
-// each is Br queries of a head.
+// it in the stream ends (programmatic dependent launch). k_rows: of K and V in a box that TMA loads; of q 64. work_tiles:
+// 0 where each is Br queries of a head.
 template <class Tile, class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, const Zeros &counters,
-                          cudaStream_t stream, int q_rows = 64, int k_rows = Tile::Bc, int work_tiles = 0) {
+                          cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
     cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
@@ -36,7 +36,7 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
     const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
-    if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, q_rows) ||
+    if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
         !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, k_rows) ||
         !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, k_rows))
         return "cuTensorMapEncodeTiled refused q, k or v";

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
         const float whole = row_sum<kLanes>(sum[r]);
         if (lane == r) D = whole - dlse;
     }
-    if (blockIdx.x == 0 && threadIdx.x < 2) rows.tile_counters[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *rows.tile_counter = 0;
     if (stores) rows.lse[head * rows.head_stride + i] = lse, rows.D[head * rows.head_stride + i] = D;
 }
 
@@ -101,7 +101,7 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
 
 int64_t gradient_rows_bytes(const Gradient &g) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    return (rows * 2 + 2 + 63) / 64 * 256;
+    return (rows * 2 + 1 + 63) / 64 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {

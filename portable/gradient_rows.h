@@ -16,13 +16,13 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
-    int *tile_counters;  // one for each kernel of hopper/backward_separate.cu, to take work tiles from; 0 before
+    int *tile_counter;  // hopper/backward_separate.cu takes work tiles of dQ from it; 0 before
 };
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// Fills lse and D, and sets the counters to 0.
+// Fills lse and D, and sets the counter to 0.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn

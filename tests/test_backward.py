@@ -123,27 +123,31 @@ def in_any_order():
     torch.use_deterministic_algorithms(True)
 
 
+FUSED, IN_ORDER, TWO = "half backward, fused", "half backward, fused, in order", "half backward, two kernels"
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("d", [50, 128])
 @pytest.mark.parametrize("Nk", [90, 2100])
-def test_options_in_any_order(cuda_backend, in_any_order, name, d, Nk):
-    """Many keys, since from 1024 a query on, causal half, the fused kernel computes lse and D itself."""
+@pytest.mark.parametrize("kernel", [FUSED, IN_ORDER])
+def test_options_of_the_fused_kernel(cuda_backend, in_any_order, name, d, Nk, kernel):
+    """Many keys, since from 1024 a query on, causal half, it computes lse and D itself; many tiles add in order."""
     if cuda_backend.name != "hopper":
-        pytest.skip("hopper alone has another form")
+        pytest.skip("a kernel of hopper")
+    torch.use_deterministic_algorithms(kernel == IN_ORDER)
     q, k, v = cuda_backend.qkv(Nk=Nk, d=d, dtype=cuda_backend.random.choice([torch.float16, torch.bfloat16]))
-    assert cuda_backend.explain(q, k, v, backward=True).kernel == FUSED
+    assert cuda_backend.explain(q, k, v, backward=True).kernel == kernel
     check(cuda_backend, torch.randn_like(q), q, k, v, **OPTIONS[name](cuda_backend))
 
 
-FUSED, TWO = "half backward, fused", "half backward, two kernels"
 # d, whether deterministic algorithms are asked for -> kernel, (Br, Bc, d) of the tile that gives dK and dV
 HOPPER_TILES = [
     (40, False, FUSED, (128, 128, 64)),
     (100, False, FUSED, (64, 128, 128)),
-    (64, True, TWO, (128, 128, 64)),
-    (96, True, TWO, (64, 128, 128)),
-    (128, True, TWO, (64, 128, 128)),
+    (64, True, IN_ORDER, (128, 128, 64)),
+    (96, True, IN_ORDER, (64, 128, 128)),
     (130, False, TWO, (64, 64, 192)),
+    (200, False, TWO, (64, 64, 256)),
     (256, True, TWO, (64, 64, 256)),
 ]
 
@@ -167,12 +171,12 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
 
 
 def test_short_heads_of_hopper(cuda_backend):
-    """Without a float32 dQ, which would need far more memory than many short heads have."""
+    """By portable's kernel, without a float32 dQ: it would need far more memory than many short heads have."""
     if cuda_backend.name != "hopper":
         pytest.skip("a choice of hopper")
     q, k, v = cuda_backend.qkv(B=3, Hq=6, Hkv=3, Nq=64, Nk=100, d=32, dtype=torch.bfloat16)
     found = cuda_backend.explain(q, k, v, backward=True)
-    assert found.kernel == TWO and found.workspace < 8 * q.nbytes
+    assert found.kernel == "half backward, two passes" and found.workspace < 8 * q.nbytes
     check(cuda_backend, torch.randn_like(q), q, k, v)
 
 
@@ -341,6 +345,21 @@ def test_the_same_bits(backend, dtype):
                 assert all(map(torch.equal, grads(backend, do, q, k, v, **x), y))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(300, 100))], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_same_bits_of_many_tiles(cuda_backend, d, options):
+    """More tiles than multiprocessors, so that blocks wait for each other, while another stream takes some."""
+    if cuda_backend.name == "paper":
+        pytest.skip("a block of paper adds all of a dq")
+    q, k, v = cuda_backend.qkv(B=2, Hq=12, Hkv=12, Nq=1100, Nk=1500, d=d, dtype=torch.bfloat16)
+    do, noise, other = torch.randn_like(q), torch.randn(2048, 2048, device=q.device), torch.cuda.Stream()
+    expected = grads(cuda_backend, do, q, k, v, **options)
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            noise @ noise
+        assert all(map(torch.equal, grads(cuda_backend, do, q, k, v, **options), expected))
 
 
 @pytest.mark.parametrize("name", minimal_attn._C.cpu_instructions())
