@@ -131,7 +131,7 @@ FUSED, IN_ORDER, TWO = "half backward, fused", "half backward, fused, in order",
 @pytest.mark.parametrize("Nk", [90, 2100])
 @pytest.mark.parametrize("kernel", [FUSED, IN_ORDER])
 def test_options_of_the_fused_kernel(cuda_backend, in_any_order, name, d, Nk, kernel):
-    """Many keys, since from 1024 a query on, causal half, it computes lse and D itself; many tiles add in order."""
+    """2100 keys: it computes lse and D itself, and many tiles add to a part of dq."""
     if cuda_backend.name != "hopper":
         pytest.skip("a kernel of hopper")
     torch.use_deterministic_algorithms(kernel == IN_ORDER)
@@ -171,7 +171,7 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
 
 
 def test_short_heads_of_hopper(cuda_backend):
-    """By portable's kernel, without a float32 dQ: it would need far more memory than many short heads have."""
+    """By portable's kernel. A float32 dQ would need far more memory than many short heads have."""
     if cuda_backend.name != "hopper":
         pytest.skip("a choice of hopper")
     q, k, v = cuda_backend.qkv(B=3, Hq=6, Hkv=3, Nq=64, Nk=100, d=32, dtype=torch.bfloat16)
@@ -350,7 +350,7 @@ def test_the_same_bits(backend, dtype):
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(300, 100))], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_the_same_bits_of_many_tiles(cuda_backend, d, options):
-    """More tiles than multiprocessors, so that blocks wait for each other, while another stream takes some."""
+    """More tiles than multiprocessors, some of which another stream takes: blocks wait for each other."""
     if cuda_backend.name == "paper":
         pytest.skip("a block of paper adds all of a dq")
     q, k, v = cuda_backend.qkv(B=2, Hq=12, Hkv=12, Nq=1100, Nk=1500, d=d, dtype=torch.bfloat16)
