@@ -25,7 +25,8 @@
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
 // A part of dQ is 64 queries x 64 columns, in float32 in the workspace. It needs no memset: the first block that has
-// computed something for a part stores it, later blocks add.
+// computed something for a part stores it, later blocks add: in any order, or for deterministic gradients in that of the
+// keys (tile_in_order).
 //
 // Warp 3 does what is bound by memory, beside the products. A unit is 64 queries of one query head. First the warp
 // computes lse and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
@@ -64,11 +65,12 @@
 // | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
 // | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
+// | stored, in order  | a part of dQ | each adder: stored or added             | adders   | the tile's rank      |
 // | added             | a key head   | each adder: ended a work tile           | warp 3   | all: dQ is complete  |
 //
 // No wait is circular, even if only some blocks run: these take all work tiles, and all units for lse and D. Thread 0
-// waits for lse and D, which wait for no other role. An adder waits only for a store that has begun. No role waits for
-// dq.
+// waits for lse and D, which wait for no other role. An adder waits only for a store that has begun, or in order for work
+// tiles that blocks took earlier. No role waits for dq.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
@@ -543,7 +545,7 @@ bool fills_rows(const Attention &a) {
 }
 
 // In order, without a mask: so many key heads that a tile of keys begins about one step after the one before it in its
-// head. That was worth 2 to 24 %. Under a causal mask, tiles arrive one after the other anyway: up to 9 % slower.
+// head. That was worth 6 to 24 %. Under a causal mask, tiles arrive one after the other anyway: up to 7 % slower.
 template <class Tile>
 int interleaved_heads(const Attention &a, int multiprocessors) {
     const int64_t steps = (a.Nq + Tile::Br - 1) / Tile::Br * (a.Hq / a.Hkv);
