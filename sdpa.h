@@ -161,34 +161,35 @@ inline Gradients flash_cpu_backward(const Tensor &do_, const Tensor &q, const Te
 }
 
 #ifdef WITH_CUDA
-using Nine = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
 
-// What the backward passes take besides o and the log-sum-exp: sequence bounds and the state of dropout, not in use.
-inline Nine nine(const Call &c, const Tensor &o, const Tensor &lse, at::ScalarType seed) {
+// What the operators of flash and cuDNN return. Behind o and the log-sum-exp come sequence bounds and the state of
+// dropout, which are not in use.
+inline ForwardResults forward_results(const Call &c, const Tensor &o, const Tensor &lse, at::ScalarType seed) {
     const auto empty = [&](at::IntArrayRef size, at::ScalarType type) {
         return at::empty(size, c.q.options().dtype(type));
     };
     return {o, lse, {}, {}, c.q.size(2), c.k.size(2), empty({2}, seed), empty({}, seed), empty({0}, c.q.scalar_type())};
 }
 
-inline Nine flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
-                       bool return_debug_mask, std::optional<double> scale) {
+inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
+                                 bool return_debug_mask, std::optional<double> scale) {
     const Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), q.size(2)});
-    return nine(call, compute(call, lse, Layout::of_q, Aligned::last), lse, at::kUInt64);
+    return forward_results(call, compute(call, lse, Layout::of_q, Aligned::last), lse, at::kUInt64);
 }
 
-inline Nine cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
-                  bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
-                  std::optional<double> scale) {
+inline ForwardResults cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
+                            bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
+                            std::optional<double> scale) {
     const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
     const Tensor lse = compute_log_sumexp ? empty_floats(call, {q.size(0), q.size(1), q.size(2), 1}) : Tensor();
-    return nine(call, compute(call, lse), lse, at::kLong);
+    return forward_results(call, compute(call, lse), lse, at::kLong);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q, const Tensor &k, const Tensor &v,
