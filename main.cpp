@@ -98,6 +98,31 @@ std::string refusal_of_hopper(const Tensor &q) {
         return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes());
     return "";
 }
+
+// The hopper backend. It takes kernels of portable for few queries and for the gradients that it has no kernel for.
+bool hopper_takes_decode(const Attention &a, const Device &device) {
+    return portable::takes_decode(a, device, a.dtype != Dtype::float32);
+}
+
+Plan plan_hopper(const Attention &a, const Device &device) {
+    if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
+    return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
+}
+
+const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
+    return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
+                                     : hopper::launch_half(a, plan, workspace, stream);
+}
+
+Plan plan_hopper_backward(const Gradient &g, const Device &device) {
+    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
+}
+
+const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+                                      : launch_portable_backward(g, plan, workspace, stream);
+}
 #endif
 
 // How this build computes attention. docs/reading.md says how one is added.
@@ -119,28 +144,8 @@ const std::vector<Backend> &backends() {
     static const auto always = [](const Attention &, const Device &) { return true; };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows,
-         [](const Attention &a, const Device &device) {
-             return portable::takes_decode(a, device, a.dtype != Dtype::float32);
-         },
-         [](const Attention &a, const Device &device) {
-             if (portable::takes_decode(a, device, a.dtype != Dtype::float32))
-                 return portable::plan_decode(a, device, a.dtype != Dtype::float32);
-             return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
-         },
-         [](const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-             if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
-             return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
-                                              : hopper::launch_half(a, plan, workspace, stream);
-         },
-         [](const Gradient &g, const Device &device) {
-             return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device)
-                                               : plan_portable_backward(g, device);
-         },
-         [](const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-             return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
-                                               : launch_portable_backward(g, plan, workspace, stream);
-         }},
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
+         plan_hopper_backward, launch_hopper_backward},
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
          plan_portable_backward, launch_portable_backward},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
