@@ -57,8 +57,8 @@ __device__ void convert(float x, float &y) { y = x; }
 __device__ void convert(float x, __half &y) { y = __float2half(x); }
 __device__ void convert(float x, __nv_bfloat16 &y) { y = __float2bfloat16(x); }
 
-// Whether half.cu computes T, and not float32.cu. Where a file doesn't compute T its kernel traps, so that each file
-// has one list of instantiations for all GPUs.
+// Whether T is a half type that the tensor cores of this GPU multiply. Kernels have one list of instantiations for all
+// GPUs: where tensor cores multiply T, float32.cu's kernel has no code for it, elsewhere half.cu's has none.
 template <class T>
 __device__ constexpr bool on_tensor_cores() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800

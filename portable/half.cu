@@ -177,14 +177,15 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const Block<T> block = block_of<T>(a, index, Br);
     const T *K = block.K + block.seen.begin * a.k_stride.row;
     const T *V = block.V + block.seen.begin * a.v_stride.row;
+    // K and V point to the first row of the next tile to load.
     const auto load_K = [&](int j0, int stage) {
-        const int rows = block.band.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, rows, a.d, aligned);
+        const int keys = block.band.keys.end - j0;
+        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, keys, a.d, aligned);
         K += Bc * a.k_stride.row;
     };
     const auto load_V = [&](int j0, int stage) {
-        const int rows = block.band.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, rows, a.d, aligned);
+        const int keys = block.band.keys.end - j0;
+        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, keys, a.d, aligned);
         V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.

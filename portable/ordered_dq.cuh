@@ -64,7 +64,8 @@ __device__ void pass_turn(int *added) {
     if (threadIdx.x % 32 == 0) add_release(*added, 1);
 }
 
-// Four numbers, or the first `count`, to dQ. No other thread adds to them now.
+// Four numbers, or the first `count`, to dQ. No other thread adds to them now. Atomic additions all the same, since the
+// thread doesn't wait for the old values: L2 adds.
 __device__ void add_to_dQ(float *to, const float *x, bool aligned, int count) {
 #if __CUDA_ARCH__ >= 900
     if (aligned) {
