@@ -30,9 +30,9 @@
 namespace minimal_attn {
 namespace {
 
-constexpr int kMostStages = 2;
-// Whole rows are items where they fill at least this part of the device's places for blocks. Below, too many blocks are
-// idle in the last wave.
+constexpr int kMostStages = 2;  // three were slower
+// Whole rows are items where they fill at least this part of all waves of resident blocks. Below, too many
+// multiprocessors are idle in the last wave.
 constexpr double kLeastFull = 0.8;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
@@ -126,8 +126,8 @@ __device__ void join_four(const Attention &a, const Decode &p, const WorkItem &i
                           const float2 (*lm)[kWarps][Tile::Rows], float2 (*lm_of_fours)[Tile::Rows], float *O) {
     constexpr int D = Tile::D;
     const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), rows_of_O = min(p.rows, Tile::Rows);
-    const int chunks = min(kFour, p.of_row.count - four * kFour);
-    const bool row_ends = (four + 1) * kFour >= p.of_row.count;
+    const int chunks = min(kFour, p.chunks_of_row.count - four * kFour);
+    const bool row_ends = (four + 1) * kFour >= p.chunks_of_row.count;
     for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
         const int r = n / (D / 4), x = n % (D / 4) * 4;
         Part part[kFour];
@@ -193,11 +193,11 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
             __syncthreads();
         } else {
             static_assert(kLeastChunk % Step == 0);  // so a warp's next step is its first one of the next chunk
-            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), chunks = p.of_row.count;
+            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), chunks = p.chunks_of_row.count;
             for (int four = 0; four * kFour < chunks; ++four) {
                 const int first = four * kFour, chunks_of_four = min(kFour, chunks - first);
                 for (int k = 0; k < chunks_of_four; ++k) {
-                    const int end = min(item.begin() + (first + k + 1) * p.of_row.size, item.end());
+                    const int end = min(item.begin() + (first + k + 1) * p.chunks_of_row.size, item.end());
                     rows.clear();
                     for (; j < end; j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
                     rows.store(O + (k * kWarps + warp) * rows_of_O * D, lm[k][warp], count);
@@ -241,7 +241,7 @@ struct Size {
     int64_t items, bytes;
 };
 
-// Fills p, whose addresses begin at `workspace`.
+// Fills p but for stages and aligned_o. Its addresses begin at `workspace`.
 template <class Tile>
 Size describe(const Attention &a, char *workspace, Share share, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
@@ -252,7 +252,10 @@ Size describe(const Attention &a, char *workspace, Share share, Decode &p) {
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
-    if (share == kWholeRow) p.of_row = p.chunks, p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
+    if (share == kWholeRow) {  // an item's one chunk then is all keys of the row
+        p.chunks_of_row = p.chunks;
+        p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
+    }
     const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
     p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
     return {items, share == kWholeRow ? 0 : rows * (Tile::D + 2) * (int64_t)sizeof(float)};
@@ -265,9 +268,9 @@ int stages_for(const Device &device, int rows) {
     return stages;
 }
 
-// How many blocks the device has room for at once. CUDA takes 1 KB of shared memory for each.
+// How many blocks run on the device at once. CUDA takes 1 KB of shared memory for each.
 template <class Tile, class T>
-int64_t places_for(const Device &device, int stages, int rows, Share share) {
+int64_t resident_blocks(const Device &device, int stages, int rows, Share share) {
     const int shared = shared_bytes<Tile, T>(stages, rows, share) + 1024;
     return (int64_t)std::min((device.shared_memory + 1024) / shared, 2) * device.multiprocessors;
 }
@@ -277,10 +280,10 @@ int64_t places_for(const Device &device, int stages, int rows, Share share) {
 template <class Tile, class T>
 Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
     if (!Tile::HasWholeRows || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
-    const int64_t places = places_for<Tile, T>(device, stages, p.rows, kWholeRow), rows = a.B * a.Hkv * p.tiles;
-    if (places == 0) return kOneChunk;
-    const int64_t waves = (rows + places - 1) / places;
-    return rows >= kLeastFull * waves * places ? kWholeRow : kOneChunk;
+    const int64_t resident = resident_blocks<Tile, T>(device, stages, p.rows, kWholeRow), rows = a.B * a.Hkv * p.tiles;
+    if (resident == 0) return kOneChunk;
+    const int64_t waves = (rows + resident - 1) / resident;
+    return rows >= kLeastFull * waves * resident ? kWholeRow : kOneChunk;
 }
 
 // Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
@@ -323,7 +326,7 @@ Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores)
         const int stages = stages_for<Tile, T>(device, p.rows);
         const Share share = share_for<Tile, T>(a, device, p, stages);
         if (share == kWholeRow) size = describe<Tile>(a, nullptr, share, p);
-        const int64_t blocks = std::min(size.items, places_for<Tile, T>(device, stages, p.rows, share));
+        const int64_t blocks = std::min(size.items, resident_blocks<Tile, T>(device, stages, p.rows, share));
         const int shared = shared_bytes<Tile, T>(stages, p.rows, share) - static_bytes<Tile>(share);
         return Plan{share == kWholeRow ? kDecodeRows : kDecode,
                     stages,

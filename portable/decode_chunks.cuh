@@ -50,7 +50,7 @@ struct Decode {
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
-    Chunks of_row;  // for kWholeRow: the chunks of each row. `chunks` then has them as a single one
+    Chunks chunks_of_row;  // for kWholeRow: the chunks of each row. `chunks` then has them as a single one
 };
 
 __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
