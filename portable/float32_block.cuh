@@ -37,7 +37,7 @@ __device__ void load4(float (&x)[4], const float *from) {
     x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
 }
 
-// Long calls flush li and Oi after so many tiles of keys (flush_sums).
+// Long calls flush li and Oi after so many tiles of keys (flush_sums): longer sums round more (docs/numerics.md).
 constexpr int kTilesOfSum = 64;
 
 // 9. Sij = Qi Kj^T. The next operands are read while these are multiplied; else the FMA units wait for shared memory
@@ -162,6 +162,34 @@ __device__ void flush_sums(float *sums, const float (&mi)[R], float c, bool is_l
     }
 }
 
+// 12. - 13. O = Oi / li, l and m to HBM. Oi goes through Qi's place, li and mi through the padding there, so that one
+// loop stores all rows: unrolled, it took half of the compile time.
+template <class Tile, class T>
+__device__ void store_rows(const Attention &a, const Block<T> &block, const float (&Oi)[Tile::R][Tile::CO][4],
+                           const float (&li)[Tile::R], const float (&mi)[Tile::R], float *Qi, int tx, int ty,
+                           bool aligned) {
+    constexpr int D = Tile::D, TX = Tile::TX, TY = Tile::TY, QStride = Tile::QStride;
+#pragma unroll
+    for (int r = 0; r < Tile::R; ++r) {
+        float *const row = &Qi[(ty + TY * r) * QStride];
+#pragma unroll
+        for (int c = 0; c < Tile::CO; ++c)
+            *(float4 *)&row[4 * (tx + TX * c)] = {Oi[r][c][0], Oi[r][c][1], Oi[r][c][2], Oi[r][c][3]};
+        const float l = row_sum<TX>(li[r]);
+        if (tx == 0) *(float2 *)&row[D] = {l, mi[r]};
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int row = ty; row < block.rows; row += TY) {
+        const float *of_row = &Qi[row * QStride];
+        const int i = block.i0 + row;
+        const RowEnd end = end_row(a, block, i, of_row[D], of_row[D + 1]);
+        if (tx == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+#pragma unroll 1
+        for (int x = 4 * tx; x < D; x += 4 * TX) store_o<4>(a, block, i, x, end, &of_row[x], aligned);
+    }
+}
+
 // 5. - 13. One block. shared: Tile::Floats floats. sums: Tile::SumFloats floats a block; null if the call isn't long.
 template <class Tile, class T, class Threads>
 __device__ void float_block(const Attention &a, const Block<T> &block, bool aligned, float *shared, float *sums,
@@ -250,28 +278,9 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
             });
     }
 
-    // 12. - 13. O = Oi / li, l and m to HBM. Oi goes through Qi's place, li and mi through the padding there, so that one
-    // loop stores all rows: unrolled, it took half of the compile time.
+    // 12. - 13.
     pad_lse(a, block.b, block.h, block.i0 + block.rows, thread);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        float *const row = &Qi[(ty + TY * r) * QStride];
-#pragma unroll
-        for (int c = 0; c < CO; ++c)
-            *(float4 *)&row[4 * (tx + TX * c)] = {Oi[r][c][0], Oi[r][c][1], Oi[r][c][2], Oi[r][c][3]};
-        const float l = row_sum<TX>(li[r]);
-        if (tx == 0) *(float2 *)&row[D] = {l, mi[r]};
-    }
-    __syncwarp();
-#pragma unroll 1
-    for (int row = ty; row < block.rows; row += TY) {
-        const float *of_row = &Qi[row * QStride];
-        const int i = block.i0 + row;
-        const RowEnd end = end_row(a, block, i, of_row[D], of_row[D + 1]);
-        if (tx == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
-#pragma unroll 1
-        for (int x = 4 * tx; x < D; x += 4 * TX) store_o<4>(a, block, i, x, end, &of_row[x], aligned);
-    }
+    store_rows<Tile>(a, block, Oi, li, mi, Qi, tx, ty, aligned);
 }
 
 }  // namespace
