@@ -128,7 +128,7 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
     Pipeline V{shared.V};
     uint32_t phases = 0;  // of O_staged, one bit for each consumer
     for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
-        Pipeline O = V;
+        Pipeline O = V;  // where the next O is staged: in the stages of the next Vj
         int warpgroup = Tile::O == StoreO::through_V && last.b >= 0 ? 0 : Tile::Consumers;  // whose O is next
         const auto store_next_O = [&] {
             if (warpgroup == Tile::Consumers) return;

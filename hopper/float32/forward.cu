@@ -153,7 +153,7 @@ __device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shar
 template <class Tile>
 __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
-    constexpr int Columns = Tile::Consumers == 2 ? 128 : 64;  // of Tij at a time: registers are short
+    constexpr int Columns = Tile::Consumers == 2 ? 128 : 64;  // of Tij = Pij Vj at a time: registers are short
     constexpr int Sums = D > 128 ? 4 : 1;                     // of Sij, for long rows: the tensor cores truncate less
     const Attention &a = p.a;
     const int warpgroup = consumer_index();
