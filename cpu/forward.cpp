@@ -6,6 +6,7 @@
 #include "flash.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <type_traits>
@@ -48,23 +49,24 @@ namespace {
 struct InstructionSet {
     const char *name;
     bool (*is_here)();
+    bool uses_amx;
     void (*forward)(const Attention &, const QueryTile &, const QueryTile &next, const Buffers &);
 };
 
 // The best first.
 constexpr InstructionSet sets[] = {
 #if defined(__x86_64__) && !defined(__clang__)
-    {"AMX", has_amx, avx512::forward},
-    {"AVX-512", [] { return (bool)__builtin_cpu_supports("avx512f"); }, avx512::forward},
-    {"AVX2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::forward},
+    {"AMX", has_amx, true, avx512::forward},
+    {"AVX-512", [] { return (bool)__builtin_cpu_supports("avx512f"); }, false, avx512::forward},
+    {"AVX2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, false, avx2::forward},
 #endif
-    {"portable C++", [] { return true; }, portable::forward},
+    {"portable C++", [] { return true; }, false, portable::forward},
 };
 std::atomic<int> best_allowed{0};  // index of the first one that plans may choose
 
 int choose_set(const Attention &a) {
     int i = best_allowed;
-    while (!sets[i].is_here() || (sets[i].is_here == has_amx && !is_worth_amx(a))) ++i;
+    while (!sets[i].is_here() || (sets[i].uses_amx && !is_worth_amx(a))) ++i;
     return i;
 }
 
@@ -72,7 +74,7 @@ int choose_set(const Attention &a) {
 
 const char *vector_instructions() {
     int i = best_allowed;
-    while (!sets[i].is_here() || sets[i].is_here == has_amx) ++i;
+    while (!sets[i].is_here() || sets[i].uses_amx) ++i;
     return sets[i].name;
 }
 
@@ -90,15 +92,14 @@ QueryTile tile_at(const Attention &a, int64_t tile, int Br) {
 namespace minimal_attn {
 
 const char *const *cpu_instructions() {
-    static const char *names[std::size(cpu::sets) + 1] = {};
-    static const bool filled = [] {
+    static const auto names = [] {
+        std::array<const char *, std::size(cpu::sets) + 1> names{};
         int n = 0;
         for (const auto &set : cpu::sets)
             if (set.is_here()) names[n++] = set.name;
-        return true;
+        return names;
     }();
-    (void)filled;
-    return names;
+    return names.data();
 }
 
 const char *limit_cpu_instructions(const char *name) {
@@ -120,7 +121,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
     plan.threads = at::get_num_threads();
     const int64_t rows = cpu::rows_of_key_head(a), heads = a.B * a.Hkv;
     const auto enough_for = [&](int Br) { return heads * rows >= 4 * Br * plan.threads; };
-    const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;
+    const bool uses_amx = cpu::sets[plan.tile].uses_amx;
     plan.Br = rows <= cpu::most_few_rows ? rows : uses_amx && enough_for(256) ? 256 : enough_for(128) ? 128 : 64;
     plan.Bc = cpu::Bc;
     plan.D = cpu::round_up(a.d, 16);
@@ -129,7 +130,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
 }
 
 const char *launch_cpu(const Attention &a, const Plan &plan, void *, CUstream_st *) {
-    const bool uses_amx = cpu::sets[plan.tile].is_here == cpu::has_amx;
+    const bool uses_amx = cpu::sets[plan.tile].uses_amx;
     const auto forward = cpu::sets[plan.tile].forward;
     std::atomic<int64_t> next_tile{0};
     const int64_t threads = std::min<int64_t>(plan.grid, plan.threads);

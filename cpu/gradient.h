@@ -68,7 +68,7 @@ void load_keys(const Gradient &g, const KeyTile &t, Keys keys, const GradientBuf
         for (int64_t j = 0; j < Bc; j += W)
             for (int64_t c = 0; c < D; c += W) transpose(rows + j * D + c, D, transposed + c * Bc + j, Bc);
     };
-    load(a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
+    load(a.v, a.v_stride, buffers.Kj, buffers.Vj_T);  // no product reads Vj by rows: Kj overwrites it
     load(a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
 }
 
