@@ -107,13 +107,13 @@ __device__ void store_staged_O(const Parameters &p, const WorkTile &work, int wa
 template <class Tile>
 __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::QStages> Q{}, O{};
-    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
+    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &previous) {
         if (work.b >= 0) load_Q<Tile>(shared, p.Q, work.i0, work.h, work.b, Q);
-        if (Tile::O == StoreO::through_Q && last.b >= 0) {
+        if (Tile::O == StoreO::through_Q && previous.b >= 0) {
             for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
                 wait(shared.Q[warpgroup][O.stage()].empty, O.phase());
-                if (stages_O<Tile>(p, last, warpgroup))
-                    store_staged_O<Tile>(p, last, warpgroup, shared.Qi[warpgroup][O.stage()]);
+                if (stages_O<Tile>(p, previous, warpgroup))
+                    store_staged_O<Tile>(p, previous, warpgroup, shared.Qi[warpgroup][O.stage()]);
             }
             tma_store_wait_read();
             O.advance();
@@ -127,15 +127,15 @@ template <class Tile>
 __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline V{shared.V};
     uint32_t phases = 0;  // of O_staged, one bit for each consumer
-    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &last) {
+    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &previous) {
         Pipeline O = V;  // where the next O is staged: in the stages of the next Vj
-        int warpgroup = Tile::O == StoreO::through_V && last.b >= 0 ? 0 : Tile::Consumers;  // whose O is next
+        int warpgroup = Tile::O == StoreO::through_V && previous.b >= 0 ? 0 : Tile::Consumers;  // its O is next
         const auto store_next_O = [&] {
             if (warpgroup == Tile::Consumers) return;
-            if (stages_O<Tile>(p, last, warpgroup)) {
+            if (stages_O<Tile>(p, previous, warpgroup)) {
                 wait(shared.O_staged[warpgroup], phases >> warpgroup & 1);
                 phases ^= 1u << warpgroup;
-                store_staged_O<Tile>(p, last, warpgroup, shared.Vj[O.stage()]);
+                store_staged_O<Tile>(p, previous, warpgroup, shared.Vj[O.stage()]);
                 tma_store_wait_read();
             }
             O.advance();

@@ -19,17 +19,17 @@ __device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeli
     }
 }
 
-// A producer thread calls use(work, last) for each work tile and the one before it, then once with work.b < 0.
+// A producer thread calls use(work, previous) for each work tile and the one before it, then once with work.b < 0.
 template <class SharedStorage, class Use>
 __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
     using Work = std::remove_reference_t<decltype(shared.work[0])>;
     Pipeline tile_queue{shared.tile_queue};
-    for (Work last{-1};; tile_queue.consumer_release()) {
+    for (Work previous{-1};; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const Work work = shared.work[tile_queue.stage()];
-        use(work, last);
+        use(work, previous);
         if (work.b < 0) return;
-        last = work;
+        previous = work;
     }
 }
 

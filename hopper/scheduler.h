@@ -66,7 +66,7 @@ struct TileScheduler {
     // Work tile n. Of a head the last rows come first: under a causal mask they see the most keys.
     __device__ WorkTile tile(int n) const {
         if (n >= p.work_tiles) return {-1};
-        const int rest = n - p.sequential_heads * p.Tr;
+        const int rest = n - p.sequential_heads * p.Tr;  // below 0: a tile of a sequential head
         const int head = rest < 0 ? n / p.Tr : p.sequential_heads + rest % p.interleaved_heads;
         const int b = head / p.Hq, h = head % p.Hq;
         const int tile_of_head = rest < 0 ? n % p.Tr : rest / p.interleaved_heads;
