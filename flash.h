@@ -93,12 +93,13 @@ inline bool is_masked(const Attention &a) {
     return a.first > -kNoBound || a.last < kNoBound || a.seqlens_k || a.leftpad_k;
 }
 
-// Keys begin <= j < end.
-struct Keys {
+// Keys, queries or tiles of them: begin <= x < end.
+struct Interval {
     int begin, end;
 };
+using Keys = Interval;
 
-MINIMAL_ATTN_HOST_DEVICE inline bool empty(Keys keys) { return keys.begin >= keys.end; }
+MINIMAL_ATTN_HOST_DEVICE inline bool empty(Interval x) { return x.begin >= x.end; }
 
 // What the queries of one batch see: query i sees the keys of `keys` with i + first <= j <= i + last.
 template <class Int>
@@ -148,14 +149,14 @@ MINIMAL_ATTN_HOST_DEVICE Keys keys_of_all(const BandOf<Int> &band, int i0, int i
 
 // Likewise, which of Nq queries see key j of band.keys.
 template <class Int>
-MINIMAL_ATTN_HOST_DEVICE Keys queries_of_key(const BandOf<Int> &band, int Nq, int j) {
+MINIMAL_ATTN_HOST_DEVICE Interval queries_of_key(const BandOf<Int> &band, int Nq, int j) {
     const int begin = (int)clamp(j - band.last, (Int)0, (Int)Nq);
     return {begin, (int)clamp(j - band.first + 1, (Int)begin, (Int)Nq)};
 }
 
-// Queries that see any of `keys`, which are in band.keys. As a type Keys is an interval of either.
+// Queries that see any of `keys`, which are in band.keys.
 template <class Int>
-MINIMAL_ATTN_HOST_DEVICE Keys queries_of_any(const BandOf<Int> &band, int Nq, Keys keys) {
+MINIMAL_ATTN_HOST_DEVICE Interval queries_of_any(const BandOf<Int> &band, int Nq, Keys keys) {
     if (empty(keys) || band.first > band.last) return {0, 0};
     return {queries_of_key(band, Nq, keys.begin).begin, queries_of_key(band, Nq, keys.end - 1).end};
 }

@@ -94,9 +94,9 @@ __device__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
 template <class T>
 struct Block {
     int64_t b, h;
-    int i0, rows;       // rows = Br, or fewer in the last tile
-    Band band;          // which keys each query sees (flash.h)
-    Keys seen, by_all;  // keys that some query of the tile sees, and keys that all of them see
+    int i0, rows;            // rows = Br, or fewer in the last tile
+    Band band;               // which keys each query sees (flash.h)
+    Keys seen, seen_by_all;  // keys that some query of the tile sees; those that all of them see
     const T *Q, *K, *V;
 };
 
@@ -106,7 +106,7 @@ __device__ Block<T> block_at(const Attention &a, int64_t b, int64_t h, int i0, i
     block.b = b, block.h = h, block.i0 = i0, block.rows = rows;
     block.band = band_of(a, block.b);
     block.seen = keys_of_any(block.band, block.i0, block.i0 + block.rows);
-    block.by_all = keys_of_all(block.band, block.i0, block.i0 + block.rows);
+    block.seen_by_all = keys_of_all(block.band, block.i0, block.i0 + block.rows);
     const int64_t h_kv = block.h / (a.Hq / a.Hkv);
     block.Q = (const T *)a.q + block.b * a.q_stride.batch + block.h * a.q_stride.head + block.i0 * a.q_stride.row;
     block.K = (const T *)a.k + block.b * a.k_stride.batch + h_kv * a.k_stride.head;

@@ -91,7 +91,7 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
                         float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R], float (&mi)[Tile::R], float *Pij,
                         int tx, int ty) {
     constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO, TX = Tile::TX, TY = Tile::TY;
-    const bool masked = j0 < block.by_all.begin || j0 + Tile::Bc > block.by_all.end;
+    const bool masked = j0 < block.seen_by_all.begin || j0 + Tile::Bc > block.seen_by_all.end;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const int i = block.i0 + ty + TY * r;

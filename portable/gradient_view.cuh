@@ -8,8 +8,6 @@ namespace {
 // Which results a block computes: it owns some of their rows, and walks the rows of the other side.
 enum class Pass { dK_dV, dQ };
 
-using Interval = Keys;  // of queries or of keys
-
 // What rows of the owned side (row) see of the walked side (column), in batch b. A dQ block owns queries, a dK_dV block
 // keys. The bounds only grow with the row, so those of a tile follow from its first and last row.
 template <Pass pass>

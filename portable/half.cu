@@ -196,7 +196,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const BandOf<int> band = narrow(block.band);
     const int i_warp = block.i0 + warp_row, i_lane = i_warp + lane / 4;
     const Keys seen = keys_of_any(band, i_warp, i_warp + Tile::WarpRows);
-    const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+    const Keys seen_by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
 
     // 8. Qi from HBM; Oi, li, mi begin empty (an earlier state joins at the end, by step 12)
     load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
@@ -229,7 +229,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         if (Stages == 1) wait_for_tiles();
         if (Stages == 1 && !is_last) load_K(j0 + Bc, 0);
         if (!warp_sees) continue;
-        const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
+        const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
         change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12. c is computed for each tile: kept, it would take a register.
         const float c = scale_of(a);

@@ -175,8 +175,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         // What the warp's rows see is computed anew for each tile: kept, it would take registers.
         int row = row_warp;
         asm volatile("" : "+r"(row));
-        const Interval by_any = view.of_any(row, row + WarpRows), by_all = view.of_all(row, row + WarpRows);
-        const bool warp_sees = column0 < by_any.end && column0 + Walk > by_any.begin;
+        const Interval seen_by_any = view.of_any(row, row + WarpRows), seen_by_all = view.of_all(row, row + WarpRows);
+        const bool warp_sees = column0 < seen_by_any.end && column0 + Walk > seen_by_any.begin;
 #pragma unroll 1
         for (int group0 = 0; group0 < Walk && warp_sees; group0 += Group * Tile::Columns) {
             const int c0 = group0 + part * Tile::Columns, column = column0 + c0;
@@ -186,7 +186,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0 + lane % 4 * 2;
             compute_P_dS<Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
                                walks_queries ? lse + Walk : row_D);
-            if (column < by_all.begin || column + Tile::Columns > by_all.end)
+            if (column < seen_by_all.begin || column + Tile::Columns > seen_by_all.end)
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
         }

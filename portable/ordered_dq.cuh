@@ -16,7 +16,7 @@ struct KeyTile {
     int64_t b, h_kv;
     int index, j0, j1;
     BandOf<int> band;
-    Keys queries, tiles;  // queries of the batch that see a key, and tiles of them that see a key of this tile
+    Interval queries, tiles;  // queries of the batch that see a key, and tiles of them that see a key of this tile
 };
 
 __device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc) {
@@ -29,7 +29,7 @@ __device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc
     tile.j0 = min(band.keys.begin + tile.index * Bc, band.keys.end);
     tile.j1 = min(tile.j0 + Bc, band.keys.end);
     tile.queries = queries_of_any(band, a.Nq, band.keys);
-    const Keys by_tile = queries_of_any(band, a.Nq, {tile.j0, tile.j1});
+    const Interval by_tile = queries_of_any(band, a.Nq, {tile.j0, tile.j1});
     tile.tiles = {0, 0};
     if (!empty(by_tile))
         tile.tiles = {(by_tile.begin - tile.queries.begin) / Br, (by_tile.end - tile.queries.begin + Br - 1) / Br};
@@ -39,8 +39,8 @@ __device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc
 // Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.
 __device__ void zero_padding(const Attention &a, const KeyTile &block, int Bc, void *tensor, const Strides &stride) {
     float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
-    const int first = block.index * Bc, last = min(first + Bc, a.Nk);
-    for (int j = first; j < last; ++j)
+    const int begin = block.index * Bc, end = min(begin + Bc, a.Nk);
+    for (int j = begin; j < end; ++j)
         if (j < block.band.keys.begin || j >= block.band.keys.end)
             for (int x = threadIdx.x; x < a.d; x += blockDim.x) head[j * stride.row + x] = 0.f;
 }

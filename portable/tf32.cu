@@ -5,11 +5,13 @@
 //     every warp  | Tile::Threads / 32 | Oi, Sij or Pij, and   | loads a part of each tile; computes WarpRows rows of
 //                 |                    | operands: up to 255   | Sij, Pij and Oi
 //
-//     shared memory | size    | written                    | read
-//     Qi            | Br x D  | once                       | step 9, by the warp of its rows
-//     Kj            | Bc x D  | in steps 10 to 12          | step 9, by all
-//     Vj            | Bc x D  | in step 9                  | step 12, by all
-//     block         | 1       | once                       | for each tile of keys, since registers are scarce
+//     shared memory | size       | written                    | read
+//     Qi            | Br x D     | once                       | step 9, by the warp of its rows
+//     Kj            | Bc x D     | in steps 10 to 12          | step 9, by all
+//     Vj            | Bc x D     | in step 9                  | step 12, by all
+//     Oi            | Qi's place | after the last tile, where | on the way to HBM, by the warp of its rows
+//                   |            | store_rows stages it       |
+//     block         | 1          | once                       | for each tile of keys, since registers are scarce
 //
 // The table of barriers is in common.cuh. If the result of a block has an inf or NaN, the FMA units compute it again.
 #include "portable/accumulators.cuh"
@@ -207,8 +209,8 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
             if (!is_seen) continue;
             const BandOf<int> band = narrow(block.band);
-            const Keys by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
-            const bool masked = j0 < by_all.begin || j0 + Bc > by_all.end;
+            const Keys seen_by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+            const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
             change_scores<Tile>(Sij, a, band, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
             // 10. - 12.
             float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];

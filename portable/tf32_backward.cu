@@ -259,10 +259,10 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         if (last_added) pass_turn(last_added);  // here, since its additions have arrived: passing waits for them
 
         // Whether the warp's keys are seen, and by all of the queries
-        const Keys by_any = keys_of_any(block.band, i0, i1), by_all = keys_of_all(block.band, i0, i1);
+        const Keys seen_by_any = keys_of_any(block.band, i0, i1), seen_by_all = keys_of_all(block.band, i0, i1);
         const int j0 = block.j0 + warp_key;
-        const bool is_seen = j0 < by_any.end && j0 + Tile::WarpKeys > by_any.begin;
-        const bool masked = j0 < by_all.begin || j0 + Tile::WarpKeys > by_all.end;
+        const bool is_seen = j0 < seen_by_any.end && j0 + Tile::WarpKeys > seen_by_any.begin;
+        const bool masked = j0 < seen_by_all.begin || j0 + Tile::WarpKeys > seen_by_all.end;
         float S[M][N][4] = {}, dP[M][N][4] = {};
         if (is_seen) {
             // A is rows of Kj or Vj, B rows of Qi or dOi
@@ -284,7 +284,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const int64_t h = head_of(step), Tr = (a.Nq + Br - 1) / Br;
         float *const dQ = (float *)g.dq + block.b * g.dq_stride.batch + h * g.dq_stride.head + i0 * g.dq_stride.row;
         int *const added = turns.added + ((block.b * a.Hq + h) * Tr + tile_of(step)) * Tile::Warps + warp;
-        const int turn = block.index - (by_any.begin - block.band.keys.begin) / Bc;
+        const int turn = block.index - (seen_by_any.begin - block.band.keys.begin) / Bc;
         add_dQ<Tile>(a, dS_tile, K_tile, dQ, g.dq_stride.row, i1 - i0, warp, aligned, added, turn);
         last_added = added;
 
