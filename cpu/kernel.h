@@ -177,7 +177,8 @@ template <int R = max_R>
 void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
     if constexpr (R > 1)
         if (t.rows <= R / 2 * W) return forward_many<R / 2>(a, t, next, buffers);  // a thinner strip will do
-    constexpr int P = R * W, max_strips = 256 / P;  // plan_cpu takes at most 256 rows
+    constexpr int P = R * W;
+    constexpr int max_strips = 256 / P;  // of the most rows that plan_cpu gives a tile
     const int64_t D = round_up(a.d, 16);
     const int lanes = round_up(t.rows, P);
     const Band band = band_of(a, t.b);
