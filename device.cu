@@ -4,47 +4,33 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <set>
 #include <utility>
 
 namespace minimal_attn {
 
 // ------------------------------------------------------------------------------ shared memory
 
-cudaError_t allow_shared_memory(const void *kernel, int bytes) {
-    thread_local std::set<std::pair<const void *, int>> allowed;
-    int device;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess || allowed.count({kernel, device})) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) allowed.insert({kernel, device});
-    return error;
-}
-
-cudaError_t allow_all_shared_memory(const void *kernel, int &ptx_version) {
+cudaError_t allow_shared_memory(const void *kernel, int *ptx_version) {
     thread_local std::map<std::pair<const void *, int>, int> allowed;  // the PTX versions
     int device;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
-    const auto found = allowed.find({kernel, device});
-    if (found != allowed.end()) return ptx_version = found->second, cudaSuccess;
-    cudaFuncAttributes attributes;
-    int most;
-    error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     most - (int)attributes.sharedSizeBytes);
-    if (error == cudaSuccess) allowed[{kernel, device}] = ptx_version = attributes.ptxVersion;
-    return error;
+    auto found = allowed.find({kernel, device});
+    if (found == allowed.end()) {
+        cudaFuncAttributes attributes;
+        int most;
+        error = cudaFuncGetAttributes(&attributes, kernel);
+        if (error == cudaSuccess)
+            error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        if (error == cudaSuccess)
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         most - (int)attributes.sharedSizeBytes);
+        if (error != cudaSuccess) return error;
+        found = allowed.emplace(std::pair(kernel, device), attributes.ptxVersion).first;
+    }
+    if (ptx_version) *ptx_version = found->second;
+    return cudaSuccess;
 }
-
-namespace {
-std::mutex launch_mutex;
-}  // namespace
-
-LaunchLock::LaunchLock() { launch_mutex.lock(); }
-LaunchLock::~LaunchLock() { launch_mutex.unlock(); }
 
 // ------------------------------------------------------------------------------ zeros
 

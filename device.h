@@ -121,17 +121,13 @@ constexpr bool is_last(TileList<First, More...>) {
     return sizeof...(More) == 0 && std::is_same_v<Tile, First>;
 }
 
-// Lets a block of the kernel have `bytes` of shared memory, for each kernel always the same number. Each host thread
-// tells CUDA only once a device, since that takes 0.6 us.
-cudaError_t allow_shared_memory(const void *kernel, int bytes);
+// Allows a kernel's blocks all shared memory that the device has for one. Each host thread tells CUDA only once a device,
+// since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code was compiled for, 90 for 9.0.
+cudaError_t allow_shared_memory(const void *kernel, int *ptx_version = nullptr);
 template <class... Parameters>
-cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int bytes) {
-    return allow_shared_memory((const void *)kernel, bytes);
+cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int *ptx_version = nullptr) {
+    return allow_shared_memory((const void *)kernel, ptx_version);
 }
-
-// Allows a kernel's blocks all shared memory that the device has for one, since its launches need different sizes.
-// ptx_version becomes the compute capability that the kernel's code was compiled for, 90 for 9.0.
-cudaError_t allow_all_shared_memory(const void *kernel, int &ptx_version);
 
 // Null, or why nothing was launched.
 inline const char *why_not(cudaError_t error) {
@@ -153,12 +149,6 @@ cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
     return cudaSuccess;
 }
 
-// A lock that one host thread at a time holds.
-struct LaunchLock {
-    LaunchLock();
-    ~LaunchLock();
-};
-
 // A launch's counters, 0 when its kernel begins. They are the next part of the stream's array, which one memset clears
 // for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. A memset
 // clears the workspace instead in three cases: a graph, since its replays use a part again; no array; many counters.
@@ -175,13 +165,10 @@ struct Zeros {
     ~Zeros();
 };
 
-// Launches all blocks of a plan. The kernel's shared memory may have another size in each call. The kernel's last
-// parameter is the number of the launch's first block.
+// Launches all blocks of a plan. The kernel's last parameter is the number of the launch's first block.
 template <class Kernel, class... Arguments>
 const char *launch_blocks(Kernel *kernel, const Plan &plan, CUstream_st *stream, const Arguments &...arguments) {
-    // Between the two calls below another host thread could allow less shared memory, for its own tiles.
-    const LaunchLock lock;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_memory);
+    cudaError_t error = allow_shared_memory(kernel);
     if (error == cudaSuccess)
         error = launch_all(plan.grid, kMostBlocks, [&](int64_t first, int grid) {
             kernel<<<grid, plan.threads, plan.shared_memory, stream>>>(arguments..., first);

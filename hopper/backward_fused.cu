@@ -583,7 +583,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
                                                       : fused_backward_kernel<__nv_bfloat16, Tile>;
         const Workspace workspace(a, Tile::D);
-        const cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);  // first, for make_tensor_map
+        const cudaError_t error = allow_shared_memory(kernel);  // first, for make_tensor_map
         if (error != cudaSuccess) return why_not(error);
         FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
         p.lse = g.lse, p.dlse = g.dlse, p.fills_rows = fills_rows(a);

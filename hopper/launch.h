@@ -30,7 +30,7 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
                           cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
-    cudaError_t error = allow_shared_memory(kernel, plan.shared_memory);
+    cudaError_t error = allow_shared_memory(kernel);
     if (error == cudaSuccess) error = counters.error;
     if (error != cudaSuccess) return why_not(error);
     // Without any key a tile of q is loaded instead, and masked.

@@ -251,7 +251,7 @@ Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
 template <class Kernels, class T, class Tile>
 cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile>();
-    const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    const cudaError_t error = allow_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : kMostBlocks;
     return launch_all(plan.grid, most, [&](int64_t first, int grid) {

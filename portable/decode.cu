@@ -353,7 +353,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         if constexpr (Tile::HasWholeRows)
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
         int ptx_version;
-        cudaError_t error = allow_all_shared_memory((const void *)kernel, ptx_version);
+        cudaError_t error = allow_shared_memory(kernel, &ptx_version);
         if (error != cudaSuccess) return error;
         const bool waits = ptx_version >= 90;  // PTX for an older GPU has no griddepcontrol
         cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};

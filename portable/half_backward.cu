@@ -267,7 +267,7 @@ template <class T, class Tiles, class Tile>
 cudaError_t launch_pass(const Gradient &g, const GradientRows &rows, int64_t heads, int64_t N, bool aligned,
                         CUstream_st *stream) {
     const auto kernel = gradient_kernel<T, Tiles, Tile>;
-    const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    const cudaError_t error = allow_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own);
     return launch_all(blocks, kMostBlocks, [&](int64_t first, int grid) {

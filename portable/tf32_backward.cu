@@ -365,7 +365,7 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
     const Turns turns = {(unsigned long long *)rest, (int *)(rest + 256), count};
     begin_kernel<<<4 * plan.multiprocessors, 256, 0, stream>>>(g, turns);
     const auto kernel = tf32_backward_kernel<Tile>;
-    const cudaError_t error = allow_shared_memory(kernel, Tile::SharedBytes);
+    const cudaError_t error = allow_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     return launch_all(plan.grid, kMostBlocks, [&](int64_t, int grid) {  // blocks number themselves
         kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(g, gradient_rows_in(g, workspace), turns, aligned);
