@@ -83,7 +83,7 @@ struct Tile {
     static constexpr int ProducerRegisters = ProducerRegisters_;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
-    static constexpr bool kTakesTurns = true;                      // PingPong
+    static constexpr bool TakesTurns = true;                       // PingPong
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
     // Each consumer computes one part of dQi, the box of these queries and columns.

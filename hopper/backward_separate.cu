@@ -65,7 +65,7 @@ struct Tile {
     static constexpr int D = D_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
     static constexpr int Owned = owns_queries ? 128 : 64, Walked = 64;  // rows of X, of Y
     static constexpr int Br = owns_queries ? Owned : Walked, Bc = owns_queries ? Walked : Owned;
-    static constexpr bool kTakesTurns = owns_queries, kAlignKeys = false;
+    static constexpr bool TakesTurns = owns_queries, AlignKeys = false;
     static constexpr int XTiles = Owned / 64, Consumers = 2, Threads = 128 * (1 + Consumers), ProducerRegisters = 32;
     static constexpr int Boxes = D / kBoxColumns, TileBytes = 64 * Boxes * 128;  // of 64 rows
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };                // + the consumer; 0 is __syncthreads

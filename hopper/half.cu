@@ -57,12 +57,12 @@ struct Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr StoreO O = O_;
     // wait_turn also synchronises the 4 warps of a consumer: all have read Qi before one writes O there.
-    static constexpr bool kTakesTurns = O == StoreO::through_Q;
+    static constexpr bool TakesTurns = O == StoreO::through_Q;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
-    static constexpr bool kAlignKeys = false;
+    static constexpr bool AlignKeys = false;
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && Br % 64 == 0);
     static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2));

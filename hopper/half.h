@@ -56,10 +56,10 @@ template <class Tile>
 struct PingPong {
     int warpgroup;
     __device__ void wait_turn() const {
-        if constexpr (Tile::kTakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
+        if constexpr (Tile::TakesTurns) named_barrier_sync(Tile::kTurn + warpgroup, 256);
     }
     __device__ void pass_turn() const {
-        if constexpr (Tile::kTakesTurns) named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
+        if constexpr (Tile::TakesTurns) named_barrier_arrive(Tile::kTurn + (warpgroup + 1) % Tile::Consumers, 256);
     }
 };
 

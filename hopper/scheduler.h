@@ -75,7 +75,7 @@ struct TileScheduler {
         Keys visible = keys_of_any(band, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {band.keys.begin, band.keys.begin + 1};
-        if (Tile::kAlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
+        if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         return {b, h, i0, i1, visible, band, h / p.group};
     }
 };

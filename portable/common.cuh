@@ -82,7 +82,7 @@ template <class Kernels, class Tile>
 constexpr bool is_needed() {
     return !kOnHopperAlone || with_tiles_for<Kernels>(Tile::D, [](auto tiles) {
         static_assert(!is_first<Tile>(decltype(tiles)()) || Tile::NeededBytes <= 227 << 10);
-        return is_first<Tile>(tiles) || (Kernels::kLastForFewQueries && is_last<Tile>(tiles));
+        return is_first<Tile>(tiles) || (Kernels::LastForFewQueries && is_last<Tile>(tiles));
     });
 }
 
@@ -224,7 +224,7 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
 
 // ------------------------------------------------------------------------------ step 1, plan and launch, on the host
 
-// A call whose keys are more than two sums of kTilesOfSum tiles has sums in the workspace (flush_sums), at most so many
+// A call whose keys are more than two sums of TilesOfSum tiles has sums in the workspace (flush_sums), at most so many
 // floats: 512 MB. That is thousands of blocks, which keep a GPU busy; the next ones take another launch.
 constexpr int64_t kMostSums = 1 << 27;
 
@@ -237,7 +237,7 @@ Plan plan_tile(const Attention &a, const Device &device, const char *name, TileL
         if (Tile::NeededBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
             return plan_tile<Kernels>(a, device, name, TileList<Smaller...>(), index + 1);
     const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
-    const bool is_long = a.Nk > 2 * Kernels::kTilesOfSum * Tile::Bc;
+    const bool is_long = a.Nk > 2 * Kernels::TilesOfSum * Tile::Bc;
     const int64_t workspace = is_long ? std::min(blocks * Tile::SumFloats, kMostSums) * sizeof(float) : 0;
     return {name, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, workspace};
 }

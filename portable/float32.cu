@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // Tiles in order of preference: D, Br, Bc, TX, TY, blocks on a multiprocessor. Beside each: shared memory, TFLOP/s on
 // an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct FloatKernels {
-    static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
+    static constexpr int TilesOfSum = kTilesOfSum;
     template <class T, class Tile>
     static auto kernel() {
         return float_kernel<T, Tile>;

@@ -264,8 +264,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor, stages. Beside each: shared
 // memory, and why it is in the list.
 struct HalfKernels {
-    static constexpr int kTilesOfSum = 0;
-    static constexpr bool kLastForFewQueries = true;
+    static constexpr int TilesOfSum = 0;
+    static constexpr bool LastForFewQueries = true;
     template <class T, class Tile>
     static auto kernel() {
         return half_kernel<T, Tile>;

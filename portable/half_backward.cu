@@ -239,7 +239,7 @@ struct Tiles {
 // of a warp; blocks on a multiprocessor, stages. First for dK_dV, then for dQ. Beside them: KB of shared memory, and why
 // they are in the list.
 struct GradientKernels {
-    static constexpr bool kLastForFewQueries = false;
+    static constexpr bool LastForFewQueries = false;
     using D64 =
         TileList<Tiles<64, Shape<128, 64, 32, 1, 32, 2, 2>, Shape<128, 64, 32, 1, 32, 2, 2>>,   // 65, 64
                  Tiles<64, Shape<128, 32, 32, 1, 32, 2, 2>, Shape<128, 32, 32, 1, 32, 2, 2>>>;  // 49, 48; two fit 99 KB

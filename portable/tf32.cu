@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor. Beside each: shared memory,
 // TFLOP/s on an H100 at 16k tokens and N 2048, and why it is in the list. An A100 has 163 KB.
 struct Tf32Kernels {
-    static constexpr int kTilesOfSum = minimal_attn::kTilesOfSum;
+    static constexpr int TilesOfSum = kTilesOfSum;
     template <class T, class Tile>
     static auto kernel() {
         return tf32_kernel<Tile>;

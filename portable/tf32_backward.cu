@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor. Beside each:
 // shared memory, and TFLOP/s on an H100 at 16k tokens and N 2048. An A100 has 163 KB, an RTX 3090 or L4 99.
 struct BackwardKernels {
-    static constexpr bool kLastForFewQueries = false;
+    static constexpr bool LastForFewQueries = false;
     using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>,      // 81 KB: 45
                          BackwardTile<64, 32, 128, 16, 64, 16, 1>>;    // 96 KB; one fits 99 KB
     using D128 = TileList<BackwardTile<128, 32, 64, 16, 128, 32, 2>,   // 104 KB: 48

@@ -118,14 +118,14 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
         return are_finite(largest);
     };
     // Mostly the sums say that none is beyond float16.
-    if (!Tile::kIsSingle &&
+    if (!Tile::IsSingle &&
         __all_sync(~0u, uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
         for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
     } else {
-        if (!Tile::kIsSingle) flush_O_if_due();
+        if (!Tile::IsSingle) flush_O_if_due();
         update_row_max(Sij, softmax, c, tile_unit);
         exponentiate(Sij, softmax, c_tile);
-        if (!Tile::kIsSingle) flush_row_sum(softmax, flushed_l, j0 == work.visible.begin, j0 % kKeysInSum == 0);
+        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, j0 == work.visible.begin, j0 % kKeysInSum == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
@@ -136,7 +136,7 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
 template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shared, const Float32Work &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
-    for (int r = 0; !Tile::kIsSingle && r < 2; ++r)
+    for (int r = 0; !Tile::IsSingle && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
     const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
@@ -160,7 +160,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     Pipeline<Tile::Stages> KV{shared.KV};
     for (;; tile_queue.consumer_release_by_each()) {
-        if constexpr (!Tile::kIsSingle) split_while_waiting<Tile>(p, shared, warpgroup, tile_queue);
+        if constexpr (!Tile::IsSingle) split_while_waiting<Tile>(p, shared, warpgroup, tile_queue);
         tile_queue.consumer_wait();
         const Float32Work &work = shared.work[tile_queue.stage()];
         if (work.b < 0) break;
@@ -177,7 +177,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
         if (!fallback) {
             split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup][0],
                            {{0, max(work.i1 - work.i0 - 64 * warpgroup, 0)}, false}, shared.inverse_scale_Q[warpgroup]);
-            if constexpr (Tile::kIsSingle) KV.consumer_wait();  // Kj's inverse scale is known
+            if constexpr (Tile::IsSingle) KV.consumer_wait();  // Kj's inverse scale is known
             fallback = !scores_fit(a, unit);
             if (fallback) skip_tiles(work.visible.begin);
         }
@@ -197,7 +197,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 // delay the second. The __syncwarps keep ptxas from moving loads there.
                 const Keys fully_visible = work.fully_visible[warpgroup];
                 const bool needs_mask = j0 < fully_visible.begin || j0 + Bc > fully_visible.end;
-                const bool is_last = Tile::kIsSingle || j0 + Bc >= work.ends[warpgroup];
+                const bool is_last = Tile::IsSingle || j0 + Bc >= work.ends[warpgroup];
                 // 9. Sij = Qi Kj^T
                 KV.consumer_wait();
                 const float inverse_scale_K = read_by_lane0(shared.inverse_scale[KV.stage()].x, is_lane_0);
@@ -212,7 +212,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 const float c_tile = fmaxf(c * tile_unit, kLeastScale);
                 const bool needs_max = subtracts_first(softmax.cm[0]) || subtracts_first(softmax.cm[1]);
                 const bool uses_stale_max =
-                    !Tile::kIsSingle && !a.l && j0 % kKeysInSum != 0 && __all_sync(~0u, !needs_max);
+                    !Tile::IsSingle && !a.l && j0 % kKeysInSum != 0 && __all_sync(~0u, !needs_max);
                 const float dither = dither_at(j0);
                 wgmma_wait<0>(Sij);
 #pragma unroll
@@ -251,15 +251,15 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                     wgmma_wait<0>(Tij);
 #pragma unroll
                     for (int x = 0; x < Columns / 2; ++x)
-                        Oi[x0 + x] = Tile::kIsSingle ? Tij[x] : fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
+                        Oi[x0 + x] = Tile::IsSingle ? Tij[x] : fmaf(Oi[x0 + x], factor[x / 2 % 2], Tij[x]);
                 }
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
-            } while (!Tile::kIsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
-            if (!Tile::kIsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > work.visible.begin)  // it was flushed before
+            } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
+            if (!Tile::IsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > work.visible.begin)  // it was flushed before
                 flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
             fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
-            if constexpr (!Tile::kIsSingle) skip_tiles(j0);
+            if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }
         if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer<Tile>(p, shared, work, warpgroup);
         tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     auto &shared = shared_storage<SharedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, Tile::kIsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
+        init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.KV, warps);
         for (int &deferred : shared.deferred) deferred = -1;
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (SplitJob &next : shared.next_job) next.head = 0;
     };
     const auto produce_or_split = [&] {
-        if constexpr (Tile::kIsSingle) return produce_and_split<Tile>(p, shared);
+        if constexpr (Tile::IsSingle) return produce_and_split<Tile>(p, shared);
         if (threadIdx.x == 0) produce<Tile>(p, shared);
         constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
         if (threadIdx.x >= first && p.workspace.heads)
@@ -329,7 +329,7 @@ Plan plan_float32(const Attention &attention, const Device &device) {
     const TileOf choice = tile_of(a, device.multiprocessors);
     return with_tile(choice, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        const char *const name = Tile::kIsSingle ? "float32, a single tile" : "float32";
+        const char *const name = Tile::IsSingle ? "float32, a single tile" : "float32";
         Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, name, choice);
         Workspace w;
         const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);

@@ -76,7 +76,7 @@ __device__ void split(const float4 (&x)[2], float scale, unsigned char *to_hi, u
 // Pij's scale. With a current maximum Pij <= 1, and 2^15 leaves room for rounding. With a stale one Pij may reach
 // 15.99, and 2^12 times that is where float16 ends.
 template <class Tile>
-constexpr float kPScale = Tile::kIsSingle ? 0x1p15f : 0x1p12f;
+constexpr float kPScale = Tile::IsSingle ? 0x1p15f : 0x1p12f;
 
 // Dither, below 2^-25: a thread adds it to one Pij of each pair and subtracts it from the other. Small Pij lose up to
 // 2^-25, equal ones always the same amount; the dither varies by lane and tile, so that such losses average out.

@@ -21,8 +21,8 @@ struct Float32Tile {
     // of shared memory, though, so where there is room for one tile only, two warps share it.
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     // One tile of keys and of queries: single.h
-    static constexpr bool kIsSingle = Consumers == 1;
-    static constexpr bool kAlignKeys = true;
+    static constexpr bool IsSingle = Consumers == 1;
+    static constexpr bool AlignKeys = true;
     using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 31, 55 or 69 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
     static_assert(Splitters * SplitterWarps <= 3);  // the producer's first warp has other things to do
@@ -62,7 +62,7 @@ struct SharedStorage {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
     alignas(1024) unsigned char Qi[Tile::Consumers][1][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
-    unsigned char float32_tiles[Tile::Splitters][Tile::kIsSingle ? 1 : Tile::KBytes];  // what each splitter splits
+    unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];  // what each splitter splits
     Float32Work work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
@@ -73,9 +73,9 @@ struct SharedStorage {
     double flushed_l[Tile::Br];  // see flush_row_sum
     float m_of_O[Tile::Br];      // see flush_O
     // Of splitters.h
-    Barrier tile_loaded[Tile::kIsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
-    SplitJob current_job[Tile::Splitters];                       // what each splitter splits now
-    SplitJob next_job[Tile::Consumers + Tile::Splitters];        // a group's next one; behind the last job head < 0
+    Barrier tile_loaded[Tile::IsSingle ? 2 : Tile::Splitters];  // each splitter's tile; in single.h Kj and Vj
+    SplitJob current_job[Tile::Splitters];                      // what each splitter splits now
+    SplitJob next_job[Tile::Consumers + Tile::Splitters];       // a group's next one; behind the last job head < 0
 };
 
 // For both producers, `produce` (forward.cu) and `produce_and_split` (single.h): writes the n-th work tile, or that

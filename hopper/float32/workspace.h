@@ -102,7 +102,7 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
 // w.heads stays null.
 template <class Tile>
 int64_t layout_workspace(const Attention &a, int multiprocessors, void *memory, Workspace &w) {
-    if (Tile::kIsSingle || a.Nk == 0) return 0;
+    if (Tile::IsSingle || a.Nk == 0) return 0;
     const bool same_batch = a.k_stride.batch == 0 && a.v_stride.batch == 0 && !a.seqlens_k && !a.leftpad_k;
     w.batches = same_batch ? 1 : a.B, w.Tc = tiles_before<Tile>(a.Nk);
     const int64_t heads = w.batches * a.Hkv, tiles = heads * 2 * w.Tc;
