@@ -165,11 +165,13 @@ using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt
 
 // What the operators of flash and cuDNN return. Behind o and the log-sum-exp come sequence bounds and the state of
 // dropout, which are not in use.
-inline ForwardResults forward_results(const Call &c, const Tensor &o, const Tensor &lse, at::ScalarType seed) {
+inline ForwardResults forward_results(const Call &c, const Tensor &o, const Tensor &lse, at::IntArrayRef seed_size,
+                                      at::ScalarType seed) {
     const auto empty = [&](at::IntArrayRef size, at::ScalarType type) {
         return at::empty(size, c.q.options().dtype(type));
     };
-    return {o, lse, {}, {}, c.q.size(2), c.k.size(2), empty({2}, seed), empty({}, seed), empty({0}, c.q.scalar_type())};
+    const Tensor offset = empty({}, seed), debug_mask = empty({0}, c.q.scalar_type());
+    return {o, lse, {}, {}, c.q.size(2), c.k.size(2), empty(seed_size, seed), offset, debug_mask};
 }
 
 inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
@@ -178,7 +180,7 @@ inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor 
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), q.size(2)});
-    return forward_results(call, compute(call, lse, Layout::of_q, Aligned::last), lse, at::kUInt64);
+    return forward_results(call, compute(call, lse, Layout::of_q, Aligned::last), lse, {2}, at::kUInt64);
 }
 
 inline ForwardResults cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
@@ -189,7 +191,7 @@ inline ForwardResults cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
     const Tensor lse = compute_log_sumexp ? empty_floats(call, {q.size(0), q.size(1), q.size(2), 1}) : Tensor();
-    return forward_results(call, compute(call, lse), lse, at::kLong);
+    return forward_results(call, compute(call, lse), lse, {}, at::kLong);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q, const Tensor &k, const Tensor &v,
@@ -240,7 +242,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
     const Tensor &lse, const Tensor &seed, const Tensor &seed_offset, double dropout_p,
     std::array<bool, 4> grad_input_mask, bool is_causal, std::optional<double> scale) {
     const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
-    if (!serves_backward(call))
+    if (grad_input_mask[3] || !serves_backward(call))  // a bias is differentiated or missing
         return at::cuda::_scaled_dot_product_efficient_attention_backward(
             do_, q, k, v, attn_bias, o, lse, seed, seed_offset, dropout_p, grad_input_mask, is_causal, scale);
     const auto [dq, dk, dv] = compute_backward(call, do_, o, lse, Layout::tokens_first);

@@ -327,6 +327,35 @@ def test_every_operator_of_cuda(randn, device, kind, dtype, is_causal, requires_
             check(x, y, dtype, factor=6)
 
 
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_outputs_are_as_on_meta(randn, device, kind):
+    """torch.compile checks the tensors of an operator against those of its shape function."""
+    if device == "cpu" and kind != "flash":
+        pytest.skip("not an operator of this device")
+    name = f"_scaled_dot_product_{kind}_attention" + "_for_cpu" * (device == "cpu")
+    call = getattr(torch.ops.aten, name).default
+    tensors, more = heads(randn, torch.float16), () if kind == "flash" else (None, True)
+    expected = call(*(t.to("meta") for t in tensors), *more)
+    with minimal_attn.activate() as activation:
+        actual = call(*tensors, *more)
+    assert activation.calls == {"minimal_attn": 1}
+    for x, y in zip(actual, expected, strict=True):
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def test_pytorch_refuses_the_gradient_of_no_bias(randn, device):
+    if device == "cpu":
+        pytest.skip("not an operator of this device")
+    q, k, v = heads(randn, torch.float16)
+    with minimal_attn.activate():
+        o, *saved = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
+        with pytest.raises(RuntimeError, match="no bias"):
+            torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+                torch.ones_like(o), q, k, v, None, o, *saved, 0.0, (True, True, True, True)
+            )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
 def test_whose_gradients(randn, device, kind, dtype):
