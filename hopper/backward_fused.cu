@@ -147,22 +147,6 @@ __device__ inline void wait_for(const int &counter, int count) {
 
 // ------------------------------------------------------------------------------ thread 0: work tiles and loads
 
-// Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
-template <class Tile, int Stages, int Bytes>
-__device__ void load_query_tile(const FusedParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
-                                const float *rows, Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
-                                float (&numbers)[Stages][Tile::Br]) {
-    static_assert(Tile::QueryBoxes == 1 || Tile::Boxes == 1);
-    pipeline.producer_acquire();
-    const int stage = pipeline.stage();
-    Barrier &full = pipeline.full();
-    arrive_expect_tx(full, Tile::Br * 4);
-    bulk_load(numbers[stage], rows + (b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
-    for (int row = 0; row < Tile::Br; row += 64)
-        load_tile<64, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
-    pipeline.advance();
-}
-
 // The n-th work tile in order. Each head's last keys come first: under a causal mask they begin with the last queries.
 // Heads are interleaved, so that a tile begins later than the one of its head that adds before it. A tile waits only
 // for tiles with a smaller n, which other blocks have taken before: no deadlock.
@@ -453,9 +437,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             dS_read.consumer_release();
             dQ_staged.producer_acquire();
             stage_dQ(shared.dQi[consumer], dQ, thread);
-            __syncwarp();
-            if (thread % 32 == 0) arrive(dQ_staged.full());
-            dQ_staged.advance();
+            dQ_staged.producer_commit();
         };
 
         KV.consumer_wait();
@@ -484,9 +466,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
-            __syncwarp();
-            if (thread % 32 == 0) arrive(dS_written.full());
-            dS_written.advance();
+            dS_written.producer_commit();
             // For the first tile, too, where nothing reads dQ: under an if, ptxas would wait for the product at once
             // (C7517, docs/ptxas.md).
             issue_dQ_of_previous_tile(dQ, !is_first);

@@ -107,21 +107,20 @@ __device__ Work describe(const GradientParameters &p, const TileScheduler<Tile> 
     }
 }
 
-// Loads the tiles of Y1 or Y2 that a work tile walks, with lse or D of `rows`.
+// Loads the tiles of Y1 or Y2 that a work tile walks; queries with lse or D.
 template <class Tile, int Stages>
-__device__ void load_Y(const GradientParameters &p, const Work &work, const TensorMap &tensor, const float *rows,
+__device__ void load_Y(const GradientParameters &p, const Work &work, const TensorMap &tensor, const float *lse_or_D,
                        Pipeline<Stages> &Y, unsigned char (&tiles)[Stages][Tile::TileBytes],
                        float (&numbers)[Stages][Tile::Walked]) {
     for (int h = work.y_head; h < work.y_head + work.heads; ++h)
         for (int y = work.y0; y < work.y1; y += Tile::Walked) {
-            Y.producer_acquire();
             if constexpr (!Tile::owns_queries) {
-                const float *const from = rows + (work.b * p.Hq + h) * p.rows.head_stride + y;
-                arrive_expect_tx(Y.full(), Tile::Walked * 4);
-                bulk_load(numbers[Y.stage()], from, Tile::Walked * 4, Y.full());
+                load_query_tile<Tile>(p, work.b, h, y, tensor, lse_or_D, Y, tiles, numbers);
+            } else {
+                Y.producer_acquire();
+                load_tile<Tile::Walked, Tile::Boxes>(tiles[Y.stage()], tensor, y, h, work.b, Y.full());
+                Y.advance();
             }
-            load_tile<Tile::Walked, Tile::Boxes>(tiles[Y.stage()], tensor, y, h, work.b, Y.full());
-            Y.advance();
         }
 }
 
@@ -339,9 +338,7 @@ __device__ void consume_dK_dV(const GradientParameters &p, SharedStorage<Tile> &
             P_ready.producer_acquire();
 #pragma unroll
             for (int x = 0; x < Walked / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&S[x];
-            __syncwarp();
-            if (thread % 32 == 0) arrive(P_ready.full());
-            P_ready.advance();
+            P_ready.producer_commit();
         } else {
             P_ready.consumer_wait();
             float P[Walked / 2];

@@ -49,6 +49,22 @@ struct KeyTile {
     }
 };
 
+// Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
+template <class Tile, int Stages, int Bytes>
+__device__ void load_query_tile(const GradientParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
+                                const float *lse_or_D, Pipeline<Stages> &pipeline,
+                                unsigned char (&tiles)[Stages][Bytes], float (&numbers)[Stages][Tile::Br]) {
+    static_assert(Tile::Br == 64 || Tile::Boxes == 1);
+    pipeline.producer_acquire();
+    const int stage = pipeline.stage();
+    Barrier &full = pipeline.full();
+    arrive_expect_tx(full, Tile::Br * 4);
+    bulk_load(numbers[stage], lse_or_D + (b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
+    for (int row = 0; row < Tile::Br; row += 64)
+        load_tile<64, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
+    pipeline.advance();
+}
+
 // Sets the blind rows of a tile of queries, those that see no key, to 0.
 template <class Tile>
 __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, int i0, int Nq, int barrier) {
