@@ -132,7 +132,7 @@ __device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile>
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const int n = shared.work[tile_queue.stage()];
-        if (n >= p.key_tiles) return;
+        if (n >= p.work_tiles) return;
         use(n);
     }
 }
@@ -152,7 +152,7 @@ __device__ inline void wait_for(const int &counter, int count) {
 // for tiles with a smaller n, which other blocks have taken before: no deadlock.
 __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     const int first_head = n / (p.interleaved * p.Tc) * p.interleaved, rest = n - first_head * p.Tc;
-    const int heads = min(p.interleaved, p.key_tiles / p.Tc - first_head);
+    const int heads = min(p.interleaved, p.work_tiles / p.Tc - first_head);
     return (first_head + rest % heads) * p.Tc + p.Tc - 1 - rest / heads;
 }
 
@@ -165,11 +165,11 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
     Pipeline dO{shared.dO};
     for (;; tile_queue.advance()) {
         int n = atomicAdd(p.tile_counter, 1);
-        if (p.in_order && n < p.key_tiles) n = tile_in_order(p, n);
+        if (p.in_order && n < p.work_tiles) n = tile_in_order(p, n);
         tile_queue.producer_acquire();
         shared.work[tile_queue.stage()] = n;
         arrive(tile_queue.full());
-        if (n >= p.key_tiles) return;
+        if (n >= p.work_tiles) return;
         const KeyTile<Tile> keys(p, n);
         if (p.fills_rows) wait_for(p.filled[n / p.Tc], p.units_of_group);
         keys.for_each_query_tile([&](int h, int i0, bool is_first) {
@@ -194,11 +194,13 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
+    // Counts, when all that this thread has sent is in global memory.
+    const auto publish = [](int &counter) { tma_store_wait(), fence_async_global(), add_release(counter, 1); };
     for_each_work_tile(p, shared, [&](int n) {
         const KeyTile<Tile> keys(p, n);
         keys.for_each_query_tile([&](int h, int i0, bool) {
             dQ.consumer_wait();
-            if (keys.none) return dQ.consumer_release();
+            if (keys.unseen) return dQ.consumer_release();
             const auto send = [&](const auto &store_or_add) {
                 for (int box = 0; box < 2; ++box)
                     store_or_add(p.dQ.map, shared.dQi[consumer][box], 64 * Tile::column_box(consumer) + 32 * box,
@@ -207,10 +209,10 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
             // The two consumers' parts are neighbours, at d 64 in rows, at d 128 in columns, and so are their counters.
             int &counter = p.stored[row / 64 * Tile::Boxes + consumer];
-            // `rank` is no variable: adders have 24 registers.
+            // tiles_before is called twice, since adders have 24 registers.
             int state = p.in_order ? load_acquire(counter) : set_if_0_acquire(counter, 1);
-            const bool is_first = p.in_order ? keys.rank(i0) == 0 : state == 0;
-            while (p.in_order ? state < keys.rank(i0) : state == 1) state = load_acquire(counter);
+            const bool is_first = p.in_order ? keys.tiles_before(i0) == 0 : state == 0;
+            while (p.in_order ? state < keys.tiles_before(i0) : state == 1) state = load_acquire(counter);
             fence_async_global();
             if (is_first)
                 send(tma_store);
@@ -219,13 +221,9 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             tma_store_wait_read();
             dQ.consumer_release();
             if (!is_first && !p.in_order) return;
-            tma_store_wait();
-            fence_async_global();
-            add_release(counter, 1);
+            publish(counter);
         });
-        tma_store_wait();
-        fence_async_global();
-        add_release(p.added[n / p.Tc], 1);
+        publish(p.added[n / p.Tc]);
     });
 }
 
@@ -253,7 +251,7 @@ __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
     buffer.advance();
 }
 
-// lse and D of a unit. Each lane has two rows.
+// lse and D of unit n. Each lane has two rows.
 template <class T, class Tile>
 __device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer,
                           const Unit &unit) {
@@ -364,7 +362,7 @@ __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, SharedStorage
 template <class T, class Tile>
 __device__ void issue_dQ(float (&dQ)[32], const unsigned char (&Kj)[Tile::Consumers][Tile::KBytes], int column_box,
                          const unsigned char (&dS)[Tile::Bc * 128]) {
-    const Descriptor K = descriptor(Kj[0] + column_box * 64 * 128, 0), S = descriptor(dS, 0);
+    const Descriptor K = descriptor(Kj[0] + column_box * 64 * 128), S = descriptor(dS);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < Tile::Bc; j += 16)
@@ -450,17 +448,17 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             Q.consumer_wait();
             zero_blind(shared.Qi[Q.stage()], i0);
             ping_pong.wait_turn();
-            issue_ABt<T, D>(S, descriptor(shared.Kj[consumer], 0), descriptor(shared.Qi[Q.stage()], 0));
+            issue_ABt<T, D>(S, descriptor(shared.Kj[consumer]), descriptor(shared.Qi[Q.stage()]));
             dO.consumer_wait();
             zero_blind(shared.dOi[dO.stage()], i0);
-            issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer], 0), descriptor(shared.dOi[dO.stage()], 0));
+            issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
             compute_P(S, shared.lse[Q.stage()] + thread % 4 * 2, p.c);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
-            issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()], 0));
+            issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();                                               // keeps what follows behind the products
             compute_dS(dP, S, shared.Di[dO.stage()] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
@@ -470,7 +468,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             // For the first tile, too, where nothing reads dQ: under an if, ptxas would wait for the product at once
             // (C7517, docs/ptxas.md).
             issue_dQ_of_previous_tile(dQ, !is_first);
-            issue_AB<T>(dK, dS, descriptor(shared.Qi[Q.stage()], 0));
+            issue_AB<T>(dK, dS, descriptor(shared.Qi[Q.stage()]));
             __syncwarp();
             wgmma_wait<1>(dV);
             dO.consumer_release();
@@ -532,13 +530,15 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
     return is_masked(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
-// Sizes of the workspace: room for the counters, then dQ. The counters are tile_counter, units_taken, then `added` and
-// `filled` for each key head, `stored` for each part of dQ.
+// The workspace behind lse and D: counters, then dQ. The counters are tile_counter, units_taken, `added` and `filled` for
+// each key head, `stored` for each part of dQ. Zeros may place them in memory of its own instead.
 struct Workspace {
-    int64_t key_heads, parts, dQ;  // dQ: numbers in all parts
+    int64_t key_heads, units, parts, counter_bytes;
     Workspace(const Attention &a, int D)
-        : key_heads(a.B * a.Hkv), parts(a.B * a.Hq * padded_rows(a) * D / 4096), dQ(parts * 4096) {}
-    int64_t counter_bytes() const { return (2 + 2 * key_heads + parts + 63) / 64 * 256; }
+        : key_heads(a.B * a.Hkv),
+          units(a.B * a.Hq * padded_rows(a) / 64),
+          parts(units * D / 64),
+          counter_bytes((2 + 2 * key_heads + parts + 63) / 64 * 256) {}
 };
 
 }  // namespace
@@ -549,8 +549,9 @@ Plan plan_fused(const Gradient &g, const Device &device) {
         const Workspace workspace(g.a, Tile::D);
         Plan plan = make_plan<Tile, SharedStorage<Tile>>(
             g.a, device, g.deterministic ? "half backward, fused, in order" : "half backward, fused", tile_of(g.a));
+        // Blocks without a work tile fill rows and convert dQ.
         plan.grid = std::min<int64_t>(key_tiles_of(g.a, Tile::Bc) + workspace.parts, device.multiprocessors);
-        plan.workspace = workspace.counter_bytes() + 4 * workspace.dQ;
+        plan.workspace = workspace.counter_bytes + workspace.parts * (64 * 64 * 4);
         return plan;
     });
 }
@@ -562,7 +563,6 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         const Attention &a = g.a;
         const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
                                                       : fused_backward_kernel<__nv_bfloat16, Tile>;
-        const Workspace workspace(a, Tile::D);
         const cudaError_t error = allow_shared_memory(kernel);  // first, for make_tensor_map
         if (error != cudaSuccess) return why_not(error);
         FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
@@ -570,19 +570,20 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.in_order = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
-        const Zeros counters(memory, workspace.counter_bytes(), stream);
+        const Workspace workspace(a, Tile::D);
+        const Zeros counters(memory, workspace.counter_bytes, stream);
         p.units_taken = (int *)counters.memory + 1, p.added = p.units_taken + 1;
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
-        p.units_of_head = rows.head_stride / 64, p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
-        p.units = a.B * a.Hq * p.units_of_head;
-        p.dQ_data = (float *)((char *)memory + workspace.counter_bytes());
+        p.units = workspace.units, p.units_of_head = rows.head_stride / 64;
+        p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
+        p.dQ_data = (float *)((char *)memory + workspace.counter_bytes);
         const int64_t head = rows.head_stride * Tile::D;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
             !make_tensor_map(p.O, a.dtype, g.o, g.o_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
-        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64);
+        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, key_tiles_of(a, Tile::Bc));
     });
 }
 

@@ -102,7 +102,7 @@ __device__ Work describe(const GradientParameters &p, const TileScheduler<Tile> 
         return {work.b, work.h, work.i0, work.i1, work.key_head, 1, work.visible.begin, work.visible.end, work.band};
     } else {
         const KeyTile<Tile> keys(p, n);
-        return {keys.b,  keys.key_head, keys.j0,  p.a.Nk, keys.h0, keys.none ? 1 : (int)p.group,
+        return {keys.b,  keys.key_head, keys.j0,  p.a.Nk, keys.h0, keys.unseen ? 1 : (int)p.group,
                 keys.i0, keys.i1,       keys.band};
     }
 }
@@ -431,7 +431,7 @@ const char *launch(const Gradient &g, const GradientRows &rows, const Plan &plan
         const auto kernel = a.dtype == Dtype::float16 ? separate_backward_kernel<__half, Tile>
                                                       : separate_backward_kernel<__nv_bfloat16, Tile>;
         return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream, Tile::Bc,
-                                   Tile::owns_queries ? 0 : p.key_tiles);
+                                   Tile::owns_queries ? 0 : key_tiles_of(a, Tile::Bc));
     });
 }
 

@@ -21,10 +21,10 @@ struct GradientParameters : Parameters {
     GradientRows rows;  // lse and D
     float c;            // softmax_scale log2(e)
     Divisor Tc;         // tiles of keys of a head
-    int key_tiles;      // of all heads
     int starts_apart;   // a mask of all bits or none, for KeyTile::start
 };
 
+// Of all heads.
 inline int64_t key_tiles_of(const Attention &a, int Bc) { return a.B * a.Hkv * ((a.Nk + Bc - 1) / Bc); }
 
 // All but the tensor maps and what launch_kernel sets.
@@ -34,8 +34,7 @@ inline GradientParameters gradient_parameters(const Gradient &g, const GradientR
     };
     GradientParameters p{g.a};
     p.dq = tensor(g.dq, g.dq_stride), p.dk = tensor(g.dk, g.dk_stride), p.dv = tensor(g.dv, g.dv_stride);
-    p.rows = rows, p.c = g.a.softmax_scale * kLog2e;
-    p.Tc = (g.a.Nk + Bc - 1) / Bc, p.key_tiles = key_tiles_of(g.a, Bc);
+    p.rows = rows, p.c = g.a.softmax_scale * kLog2e, p.Tc = (g.a.Nk + Bc - 1) / Bc;
     return p;
 }
 

@@ -10,9 +10,9 @@ namespace minimal_attn::hopper {
 template <class Tile>
 struct KeyTile {
     int b, key_head, j0, h0, i0, i1;
-    int tiles;  // of queries, in all heads
-    int start;  // the query where the walk of each head begins
-    bool none;  // no query sees the keys: one tile is computed all the same, and masked
+    int tiles;    // of queries, in all heads
+    int start;    // the query where the walk of each head begins
+    bool unseen;  // no query sees the keys: one tile is computed all the same, and masked
     BandOf<int> band;
 
     __device__ KeyTile(const GradientParameters &p, int n) {
@@ -22,14 +22,17 @@ struct KeyTile {
         const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
         i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
         i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
-        none = i0 >= i1;
-        if (none) i0 = 0, i1 = 1;
+        unseen = i0 >= i1;
+        if (unseen) i0 = 0, i1 = 1;
         // Where all queries see the keys, each tile of keys begins at other queries: so blocks add to different dQi.
         start = i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
-        tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (none ? 1 : (int)p.group);
+        tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (unseen ? 1 : (int)p.group);
     }
-    // How many tiles with later keys the tile of queries from i on sees, too.
-    __device__ int rank(int i) const { return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc; }
+    // In order: how many tiles add to dQi of the queries from i on before this one. They are all that the same queries
+    // see of later keys.
+    __device__ int tiles_before(int i) const {
+        return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
+    }
     // Which queries see key j. Unlike queries_of_key it takes any j, and its bounds may lie outside 0 to Nq.
     __device__ Keys queries(int j) const {
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
