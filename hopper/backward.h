@@ -1,11 +1,11 @@
-// backward.h: the kernels of the backward pass for float16 and bfloat16. `rows` is filled by the launch.
+// backward.h: the kernels of the backward pass for float16 and bfloat16. The launch fills `rows`.
 #pragma once
 #include "portable/gradient_rows.h"
 
 namespace minimal_attn::hopper {
 
 // dK, dV and dQ by one kernel, for d up to 128. Blocks add to dQ, in the plan's workspace, in any order, or if
-// g.deterministic in the order of their work tiles.
+// g.deterministic in order: the last keys of a head first.
 Plan plan_fused(const Gradient &g, const Device &device);
 const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan &plan, void *workspace,
                          CUstream_st *stream);

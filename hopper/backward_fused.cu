@@ -15,7 +15,7 @@
 //                             +----------+-> dK += dS^T Qi       (wgmma, A = dS^T in registers)
 //                        dS <------------+   dS^T of 64 keys
 //                         +----------------> dQ^T = Kj^T dS^T    (wgmma), 64 x 64 of it
-//                        dQi <-----------+--------------------------------------------> TMA: a part of dQ in HBM
+//                        dQi <-----------+--------------------------------------------> TMA: 64 x 64 of dQ in HBM
 //
 //         warp 3            shared memory      warp 3
 //         +------------> buffer ------------> D = rowsum(dO o O) - dlse, lse in base 2: to HBM, for thread 0's loads
@@ -24,9 +24,19 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of dV and dK as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
+// A consumer's step, for one tile of queries. Each product runs beside what follows, until a line waits for it:
+//
+//     issue                          compute                    wait for    then
+//     S^T, dP^T (when it has a turn)                            S^T
+//                                    P^T                        dP^T
+//     dV                             dS^T; store it as dS
+//     dQ of the previous tile, dK                               dV          release dOi
+//                                                               dQ          stage dQi of the previous tile
+//                                                               dK          release Qi
+//
 // A part of dQ is 64 queries x 64 columns, in float32 in the workspace. It needs no memset: the first block that has
-// computed something for a part stores it, later blocks add: in any order, or for deterministic gradients in that of the
-// keys (tile_in_order).
+// computed something for a part stores it, later blocks add. They do so in any order, or, for deterministic gradients,
+// "in order": of the keys that see the part, the last ones come first (tile_in_order, KeyTile::tiles_before).
 //
 // Warp 3 does what is bound by memory, beside the products. A unit is 64 queries of one query head. First the warp
 // computes lse and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
@@ -65,12 +75,13 @@
 // | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
 // | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
-// | stored, in order  | a part of dQ | each adder: stored or added             | adders   | the tile's rank      |
+// | stored, in order  | a part of dQ | each adder: stored or added             | adders   | tiles_before         |
 // | added             | a key head   | each adder: ended a work tile           | warp 3   | all: dQ is complete  |
 //
 // No wait is circular, even if only some blocks run: these take all work tiles, and all units for lse and D. Thread 0
-// waits for lse and D, which wait for no other role. An adder waits only for a store that has begun, or in order for work
-// tiles that blocks took earlier. No role waits for dq.
+// waits for lse and D, which wait for no other role. An adder waits only for a store that has begun. In order it waits
+// for work tiles taken earlier. A block ends its tiles in the order in which it took them: so of all unfinished tiles
+// the one taken first never waits. No role waits for dq.
 #include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
@@ -117,7 +128,7 @@ struct FusedParameters : GradientParameters {
     const float *dQ_data;  // the same memory
     const float *lse, *dlse;
     bool fills_rows;                             // whether warp 3 computes lse and D
-    bool in_order;                               // blocks add to a part of dQ in the order of their work tiles
+    bool in_order;                               // each part of dQ is added in the order of tile_in_order
     int interleaved;                             // in order: key heads whose work tiles are interleaved
     Divisor units_of_head;                       // of a query head
     int units_of_group;                          // of all query heads of a key head
@@ -147,9 +158,9 @@ __device__ inline void wait_for(const int &counter, int count) {
 
 // ------------------------------------------------------------------------------ thread 0: work tiles and loads
 
-// The n-th work tile in order. Each head's last keys come first: under a causal mask they begin with the last queries.
-// Heads are interleaved, so that a tile begins later than the one of its head that adds before it. A tile waits only
-// for tiles with a smaller n, which other blocks have taken before: no deadlock.
+// The n-th work tile in order. Each head's last keys come first: under a causal mask only the last queries see them. So
+// they add first, and earlier keys rarely wait. Without a mask heads are interleaved, so that a tile begins later than
+// the one of its head that adds before it. A tile waits only for tiles of a smaller n: no deadlock.
 __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     const int first_head = n / (p.interleaved * p.Tc) * p.interleaved, rest = n - first_head * p.Tc;
     const int heads = min(p.interleaved, p.work_tiles / p.Tc - first_head);
@@ -189,8 +200,8 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
 // ------------------------------------------------------------------------------ adders of dQ
 
 // An adder stores or adds the parts of dQ that its consumer staged. In any order, the adder that sets a part's counter
-// from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on adders add. In order, the counter
-// is the number of tiles that have been stored or added, and an adder waits until it is its tile's rank.
+// from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on adders add. In order, the
+// counter is the number of tiles that have been stored or added, and an adder waits until it is tiles_before.
 template <class Tile>
 __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
@@ -253,9 +264,9 @@ __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
 
 // lse and D of unit n. Each lane has two rows.
 template <class T, class Tile>
-__device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer,
-                          const Unit &unit) {
+__device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kBox = 64 * 128;
+    const Unit unit(p, n);
     const int lane = threadIdx.x % 32;
     float sum[2] = {};
     for (int box = 0; box < Tile::Boxes; ++box) {
@@ -351,7 +362,7 @@ __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, SharedStorage
         n = broadcast_lane0(n);
         if (n >= p.units) break;
         next = take();
-        fill_rows<T>(p, shared, buffer, Unit(p, n));
+        fill_rows<T>(p, shared, buffer, n);
     }
     for (int n = blockIdx.x; n < p.units; n += gridDim.x) convert_dQ<T>(p, shared, buffer, n);
 }
@@ -516,8 +527,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<Tile<64, 128, 2, 2, 24>, Tile<128, 64, 3, 2, 40>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-// Whether warp 3 computes lse and D. Where queries see few keys, the products take less time than its work. A mask
-// is taken to hide half of them, as causal does.
+// Whether warp 3 computes lse and D, else gradient_rows.cu. Where queries see few keys, the products take less time
+// than warp 3's work. A mask is taken to hide half of the keys that the bounds leave, as causal does.
 bool fills_rows(const Attention &a) {
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
 }
@@ -530,8 +541,8 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
     return is_masked(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
-// The workspace behind lse and D: counters, then dQ. The counters are tile_counter, units_taken, `added` and `filled` for
-// each key head, `stored` for each part of dQ. Zeros may place them in memory of its own instead.
+// The workspace behind lse and D: counters, then dQ. The counters are tile_counter, units_taken, `added` and `filled`
+// for each key head, `stored` for each part of dQ. Zeros may place them in memory of its own instead.
 struct Workspace {
     int64_t key_heads, units, parts, counter_bytes;
     Workspace(const Attention &a, int D)

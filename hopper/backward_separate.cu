@@ -57,11 +57,11 @@
 namespace minimal_attn::hopper {
 namespace {
 
-enum class Part { dQ, dK_dV };
+enum class Kernel { dQ, dK_dV };
 
-template <Part part, int D_, int Stages1_, int Stages2_>
+template <Kernel kernel, int D_, int Stages1_, int Stages2_>
 struct Tile {
-    static constexpr bool owns_queries = part == Part::dQ;
+    static constexpr bool owns_queries = kernel == Kernel::dQ;
     static constexpr int D = D_, Stages1 = Stages1_, Stages2 = Stages2_, BlocksPerSM = 1;
     static constexpr int Owned = owns_queries ? 128 : 64, Walked = 64;  // rows of X, of Y
     static constexpr int Br = owns_queries ? Owned : Walked, Bc = owns_queries ? Walked : Owned;
@@ -397,23 +397,24 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the sizes of the tiles
 
-// Part, D, stages of Y1, of Y2. Registers of a consumer's thread in accumulators and operands: for dQ 80 + D / 2, at most
-// 208 of 232. Bytes of shared memory: 128 D (2 XTiles + Stages1 + Stages2); of dK and dV also 16 KB of P^T.
+// Kernel, D, stages of Y1, of Y2. Registers of a consumer's thread in accumulators and operands: for dQ 80 + D / 2, at
+// most 208 of 232. Bytes of shared memory: 128 D (2 XTiles + Stages1 + Stages2); of dK and dV also 16 KB of P^T.
 using Tiles = TileList<
     // Two stages of K and 80 keys were 8 to 15 % slower
-    Tile<Part::dQ, 192, 3, 2>,
+    Tile<Kernel::dQ, 192, 3, 2>,
     // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
-    Tile<Part::dQ, 256, 2, 1>,
+    Tile<Kernel::dQ, 256, 2, 1>,
     // 128 queries at d 192: 2 % faster, causal 6 % slower
-    Tile<Part::dK_dV, 192, 3, 3>, Tile<Part::dK_dV, 256, 2, 2>>;
+    Tile<Kernel::dK_dV, 192, 3, 3>, Tile<Kernel::dK_dV, 256, 2, 2>>;
 
 // Its place in Tiles
-int tile_of(const Attention &a, Part part) { return (a.d > 192) + 2 * (part == Part::dK_dV); }
+int tile_of(const Attention &a, Kernel kernel) { return (a.d > 192) + 2 * (kernel == Kernel::dK_dV); }
 
-Plan plan_of(const Gradient &g, const Device &device, Part part) {
-    return with_tile(tile_of(g.a, part), Tiles(), [&](auto tile) {
+Plan plan_of(const Gradient &g, const Device &device, Kernel kernel) {
+    return with_tile(tile_of(g.a, kernel), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, "half backward, two kernels", tile_of(g.a, part));
+        Plan plan =
+            make_plan<Tile, SharedStorage<Tile>>(g.a, device, "half backward, two kernels", tile_of(g.a, kernel));
         if (!Tile::owns_queries) plan.grid = key_tiles_of(g.a, Tile::Bc);
         plan.workspace = 0;
         return plan;
@@ -437,13 +438,13 @@ const char *launch(const Gradient &g, const GradientRows &rows, const Plan &plan
 
 }  // namespace
 
-Plan plan_separate(const Gradient &g, const Device &device) { return plan_of(g, device, Part::dK_dV); }
+Plan plan_separate(const Gradient &g, const Device &device) { return plan_of(g, device, Kernel::dK_dV); }
 
 const char *launch_separate(const Gradient &g, const GradientRows &rows, const Plan &plan, CUstream_st *stream) {
     const char *why = launch_gradient_rows(g, rows, stream);
     if (!why) why = launch(g, rows, plan, stream);
     // Right behind, since it runs beside the end of the first kernel.
-    return why ? why : launch(g, rows, plan_of(g, {plan.multiprocessors, 0}, Part::dQ), stream);
+    return why ? why : launch(g, rows, plan_of(g, {plan.multiprocessors, 0}, Kernel::dQ), stream);
 }
 
 }  // namespace minimal_attn::hopper

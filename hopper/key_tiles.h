@@ -68,7 +68,7 @@ __device__ void load_query_tile(const GradientParameters &p, int b, int h, int i
     pipeline.advance();
 }
 
-// Sets the blind rows of a tile of queries, those that see no key, to 0.
+// Sets the blind rows of a tile of queries to 0: those that see no key, so that nothing says what they hold.
 template <class Tile>
 __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, int i0, int Nq, int barrier) {
     const int end = empty(band.keys) ? 0 : band.keys.end - band.first;

@@ -5,7 +5,8 @@
 //
 // If tiles are few or all alike, their order is fixed: round after round, to and fro. So the block with the longest
 // tile of one round gets the shortest of the next. A fixed order needs no counter. Blocks always take work tiles from a
-// counter in the backward pass and with a float32 workspace (float32/forward.cu, produce).
+// counter with a float32 workspace (float32/forward.cu, produce) and in the backward pass, but for
+// backward_separate.cu's dK and dV, where each block has one.
 #pragma once
 #include <algorithm>
 
