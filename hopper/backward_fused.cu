@@ -305,7 +305,8 @@ __device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared,
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// dq = softmax_scale dQ of unit n. Where rows see no key, dQ may never have been stored: dq becomes 0.
+// dq = softmax_scale dQ of unit n. Queries from `begin` to `end` see a key. For the others dQ may never have been stored:
+// their dq becomes 0.
 template <class T, class Tile>
 __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row; rows of the warp
@@ -429,7 +430,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            zero_blind_rows<Tile>(tile, keys.band, i0, a.Nq, Tile::kZeroed + consumer);
+            zero_blind_rows<Tile>(tile, band, i0, a.Nq, Tile::kZeroed + consumer);
         };
         // A tile of queries with full_begin <= i0 <= full_end sees all keys of this warpgroup: it needs no mask.
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8

@@ -220,13 +220,12 @@ __device__ void consume_dQ(const GradientParameters &p, SharedStorage<Tile> &sha
     // Unless addresses are opaque, ptxas computes all descriptors once and spills them.
     const auto Y = [&](int stage) { return Descriptor{opaque(Kj.low)} + stage * Tile::TileBytes; };
     const auto issue_S = [&] {  // of the next tile of keys
-        const Descriptor X1 = {opaque(Qi.low)};
-        issue_ABt<T, D>(S, X1, Y(K.stage()));
+        issue_ABt<T, D>(S, {opaque(Qi.low)}, Y(K.stage()));
         K.advance();
     };
     const auto issue_dP = [&] {
-        const Descriptor X1 = {opaque(Qi.low)};
-        issue_ABt<T, D>(dP, X1 + Tile::XTiles * Tile::TileBytes, Y(Tile::Stages1 + V.stage()));
+        const Descriptor dOi = Descriptor{opaque(Qi.low)} + Tile::XTiles * Tile::TileBytes;
+        issue_ABt<T, D>(dP, dOi, Y(Tile::Stages1 + V.stage()));
     };
     const auto issue_dQ = [&] { issue_AB<T>(dQ, dS, Kj + K_of_dQ.stage() * Tile::TileBytes); };
     for (;; tile_queue.consumer_release()) {
