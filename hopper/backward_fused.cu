@@ -94,7 +94,7 @@ struct Tile {
     static constexpr int ProducerRegisters = ProducerRegisters_;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
-    static constexpr bool TakesTurns = true;                       // PingPong
+    static constexpr bool TakesTurns = true;                      // for PingPong
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
     // Each consumer computes one part of dQi, the box of these queries and columns.
@@ -305,8 +305,8 @@ __device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared,
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// dq = softmax_scale dQ of unit n. Queries from `begin` to `end` see a key. For the others dQ may never have been stored:
-// their dq becomes 0.
+// dq = softmax_scale dQ of unit n. Queries from `begin` to `end` see a key. For the others dQ may never have been
+// stored: their dq becomes 0.
 template <class T, class Tile>
 __device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row; rows of the warp

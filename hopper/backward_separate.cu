@@ -45,7 +45,7 @@
 // | X empty (a tile of X)   | its consumer              | thread 32                     | X1 and X2 are read        |
 // | Y1 full, Y2 full        | thread 0 or 64; TMA       | consumers                     | Y1 or Y2 has arrived      |
 // | Y1 empty, Y2 empty      | consumers                 | thread 0 or 64                | all products have read it |
-// | P full, P empty (dK)    | consumer 0; consumer 1    | consumer 1; consumer 0        | P^T is stored; is read    |
+// | P full, P empty (dK_dV) | consumer 0; consumer 1    | consumer 1; consumer 0        | P^T is stored; is read    |
 // | named kTurn + index     | the consumer before it    | that consumer                 | it may issue products     |
 // | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Y are 0    |
 //
@@ -57,7 +57,7 @@
 namespace minimal_attn::hopper {
 namespace {
 
-enum class Kernel { dQ, dK_dV };
+enum class Kernel { dQ, dK_dV };  // of this file
 
 template <Kernel kernel, int D_, int Stages1_, int Stages2_>
 struct Tile {
