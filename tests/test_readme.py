@@ -16,10 +16,10 @@ def test_recipes(capsys):
     [code] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     names = {}
     exec(compile(code, "README.md", "exec"), names)
-    q, k, v, o, x = (names[name] for name in ("q", "k", "v", "o", "x"))
+    q, k, v, x, y = (names[name] for name in ("q", "k", "v", "x", "y"))
     heads = x.transpose(1, 2)
     expected = minimal_attn.forward(heads, heads, heads, window_size=(63, 0)).transpose(1, 2)
-    assert torch.equal(o, expected)
+    assert torch.equal(y, expected)
     # The keys that came in two chunks are all of them.
     state = minimal_attn.forward(q, k[:, :, :50], v[:, :, :50], causal=True, offset=0, return_state=True)
     chunked = minimal_attn.forward(q, k[:, :, 50:], v[:, :, 50:], causal=True, offset=-50, state=state)[0]
