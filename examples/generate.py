@@ -3,6 +3,8 @@
 The model is small and random, so nothing is downloaded. Needs transformers:
 
     python examples/generate.py [--static]    with a cache of fixed size (on a GPU its steps are compiled)
+
+With minimal_attn installed; after `make build` alone: PYTHONPATH=. build/python examples/generate.py
 """
 
 import argparse

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/ring.py                       # gloo on CPUs
     torchrun --nproc-per-node 4 examples/ring.py --length 100000       # NCCL, where each process has a GPU
 
-With minimal_attn installed; in this repository, where it is only built, put PYTHONPATH=. before the command.
+With minimal_attn installed; after `make build` alone, put PYTHONPATH=. before the command.
 Each rank holds its part of the queries, keys and values. Rank 0 gathers the parts of the result and compares
 some rows with float64.
 """

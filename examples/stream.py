@@ -3,6 +3,8 @@
 While a chunk is computed, the next one is copied from pinned memory. Without a GPU nothing is copied.
 
     python examples/stream.py [--gigabytes 1] [--chunk 16384]
+
+With minimal_attn installed; after `make build` alone: PYTHONPATH=. build/python examples/stream.py
 """
 
 import argparse

@@ -4,9 +4,11 @@
     python examples/train.py --compile --plot train.svg   on a GPU: bfloat16; by torch.compile
     python examples/train.py --attention flash cudnn efficient minimal_attn --context 4096 --batch 4
 
+With minimal_attn installed; after `make build` alone: PYTHONPATH=. build/python examples/train.py
+
 The text is Python's standard library as it is installed. The runs take turns, ten steps at a time, so that
-their times compare. The losses are equal but for rounding. Training amplifies rounding, whatever computes
-the attention, so a bound holds for the first 100 steps alone.
+their times compare. The losses are equal but for rounding. Training amplifies rounding with every
+attention, so the bound is checked only for the first 100 steps.
 """
 
 import argparse

@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "window_size_left": "use window_size=(left, right)",
     "window_size_right": "use window_size=(left, right)",
     "window": "use window_size=(left, right)",
-    "attention_chunk": "there are no chunks of keys yet; window_size is the nearest",
+    "attention_chunk": "there are no chunked masks yet; window_size is the nearest",
     "s_aux": "use sinks",
     "learnable_sink": "use sinks",
     "sink": "use sinks",
@@ -44,8 +44,8 @@ _ELSEWHERE = {
     "alibi_slopes": "there is no ALiBi yet",
     "page_table": "use block_table",
     "block_tables": "use block_table",
-    "num_splits": "there is no split of the keys to choose",
-    "deterministic": "torch.use_deterministic_algorithms asks for the same bits on every run",
+    "num_splits": "leave it out: the keys are split as the number of rows and keys asks for",
+    "deterministic": "use torch.use_deterministic_algorithms(True)",
 }
 
 

@@ -52,8 +52,8 @@ def scaled_dot_product_attention(
             broadcast with query's.
         attn_mask: passed on to PyTorch.
         dropout_p: passed on to PyTorch unless it is 0.
-        is_causal: query i sees the keys j <= i: the first query and the first key are aligned, other than by
-            minimal_attn.forward's causal=True.
+        is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
+            minimal_attn.forward's causal=True aligns the last ones.
         scale: of the scores. None: 1 / sqrt(E).
         enable_gqa: query may have a multiple of key's and value's heads (dimension -3).
 
@@ -63,10 +63,10 @@ def scaled_dot_product_attention(
     Raises:
         What PyTorch's function raises, since arguments that don't fit go there.
 
-    Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). A call that needs
-    gradients which PyTorch computes faster is passed on; under activate() PyTorch's function comes back to
-    these kernels. So is one with dual tensors (torch.func.jvp), which PyTorch serves under
-    sdpa_kernel(SDPBackend.MATH) alone.
+    Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). Two kinds of calls
+    go to PyTorch although the kernels could compute o. One is calls whose gradients PyTorch computes faster:
+    under activate() they get o from these kernels. The other is calls with dual tensors (torch.func.jvp),
+    which PyTorch serves only under sdpa_kernel(SDPBackend.MATH).
     """
     served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(served, str):
