@@ -1,6 +1,7 @@
 """dq, dk and dv of minimal_attn.backward and of autograd, against float64 autograd and PyTorch's own."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -360,6 +361,38 @@ def test_the_same_bits_of_many_tiles(cuda_backend, d, options):
         with torch.cuda.stream(other):
             noise @ noise
         assert all(map(torch.equal, grads(cuda_backend, do, q, k, v, **options), expected))
+
+
+HOLD = """extern "C" __global__ void hold(volatile int *released, int seconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do asm volatile("mov.u64 %0, %globaltimer; nanosleep.u32 1000;" : "=l"(now));
+    while (!*released && now - begin < seconds * 1000000000ull);
+}"""
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(0, 400))], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_one_multiprocessor(cuda_backend, d, options):
+    """Another kernel holds the rest: a block must not wait for one that can't begin."""
+    if not hasattr(torch.cuda, "_compile_kernel"):
+        pytest.skip("torch has no NVRTC")
+    gpu, hold = torch.cuda.get_device_properties(0), torch.cuda._compile_kernel(HOLD, "hold")
+    most = gpu.shared_memory_per_block_optin
+    hold.set_shared_memory_config(most)
+    q, k, v = cuda_backend.qkv(B=1, Hq=4, Hkv=2, Nq=500, Nk=700, d=d, dtype=torch.bfloat16)
+    do, other = torch.randn_like(q), torch.cuda.Stream()
+    released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    expected = grads(cuda_backend, do, q, k, v, **options)
+    torch.cuda.synchronize()
+    hold((gpu.multi_processor_count - 1, 1, 1), (32, 1, 1), [released, 5], most, other)
+    time.sleep(0.01)
+    found = grads(cuda_backend, do, q, k, v, **options)
+    torch.cuda.current_stream().synchronize()
+    is_held = not other.query()
+    released[0] = 1
+    other.synchronize()
+    assert is_held and all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("name", minimal_attn._C.cpu_instructions())
