@@ -68,7 +68,7 @@ def backward(
         causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset: those of the forward call with these
             keys. Sinks are in l and m.
         backend: "auto", or a name as in forward. Where that backend has no kernel for gradients of q's dtype
-            and d, the next slower one of its device computes them.
+            and shape, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
         deterministic: the same bits on every run, as under torch.use_deterministic_algorithms.
 
