@@ -94,7 +94,7 @@ struct Tile {
     static constexpr int ProducerRegisters = ProducerRegisters_;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
-    static constexpr bool TakesTurns = true;                      // for PingPong
+    static constexpr bool TakesTurns = true;                       // for PingPong
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(kGradientRows % Br == 0);
     // Each consumer computes one part of dQi, the box of these queries and columns.
@@ -447,7 +447,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             dS_read.consumer_release();
             dQ_staged.producer_acquire();
             stage_dQ(shared.dQi[consumer], dQ, thread);
-            dQ_staged.producer_commit();
+            producer_commit(dQ_staged);
         };
 
         KV.consumer_wait();
@@ -476,7 +476,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
-            dS_written.producer_commit();
+            producer_commit(dS_written);
             // For the first tile, too, where nothing reads dQ: under an if, ptxas would wait for the product at once
             // (C7517, docs/ptxas.md).
             issue_dQ_of_previous_tile(dQ, !is_first);

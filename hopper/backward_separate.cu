@@ -337,7 +337,7 @@ __device__ void consume_dK_dV(const GradientParameters &p, SharedStorage<Tile> &
             P_ready.producer_acquire();
 #pragma unroll
             for (int x = 0; x < Walked / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&S[x];
-            P_ready.producer_commit();
+            producer_commit(P_ready);
         } else {
             P_ready.consumer_wait();
             float P[Walked / 2];

@@ -38,6 +38,14 @@ inline GradientParameters gradient_parameters(const Gradient &g, const GradientR
     return p;
 }
 
+// All lanes of a warp call it when they have written the stage.
+template <int Stages>
+__device__ void producer_commit(Pipeline<Stages> &pipeline) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(pipeline.full());
+    pipeline.advance();
+}
+
 // Stores factor times an accumulator to rows i and i + 8 of head h, if they are below `rows`. A row becomes 0 where
 // counts(i) is false: a query that sees no key, or a key that no query sees.
 template <class T, int Count, class Counts>
