@@ -49,7 +49,7 @@
 // | rows                | 3               | 24 or 40           | computes lse and D of units, then converts dQ   |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
-// Registers are those at d 64 or d 128.
+// Registers are those at d 64 or d 128. With 24 the warps up to 3 spill (80 bytes), the consumers don't.
 //
 // | barrier                 | arrives                      | waits             | then                          |
 // |-------------------------|------------------------------|-------------------|-------------------------------|
@@ -220,7 +220,6 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             const unsigned row = (keys.b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of dQ are 1 TB
             // The two consumers' parts are neighbours, at d 64 in rows, at d 128 in columns, and so are their counters.
             int &counter = p.stored[row / 64 * Tile::Boxes + consumer];
-            // tiles_before is called twice, since adders have 24 registers.
             int state = p.in_order ? load_acquire(counter) : set_if_0_acquire(counter, 1);
             const bool is_first = p.in_order ? keys.tiles_before(i0) == 0 : state == 0;
             while (p.in_order ? state < keys.tiles_before(i0) : state == 1) state = load_acquire(counter);
