@@ -159,8 +159,8 @@ __device__ inline void wait_for(const int &counter, int count) {
 // ------------------------------------------------------------------------------ thread 0: work tiles and loads
 
 // The n-th work tile in order. Each head's last keys come first: under a causal mask only the last queries see them. So
-// they add first, and earlier keys rarely wait. Without a mask heads are interleaved, so that a tile begins later than
-// the one of its head that adds before it. A tile waits only for tiles of a smaller n: no deadlock.
+// they add first, and earlier keys rarely wait. Without causal or a window heads are interleaved, so that a tile begins
+// later than the one of its head that adds before it. A tile waits only for tiles of a smaller n: no deadlock.
 __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     const int first_head = n / (p.interleaved * p.Tc) * p.interleaved, rest = n - first_head * p.Tc;
     const int heads = min(p.interleaved, p.work_tiles / p.Tc - first_head);
