@@ -129,7 +129,7 @@ struct FusedParameters : GradientParameters {
     const float *lse, *dlse;
     bool fills_rows;                             // whether warp 3 computes lse and D
     bool in_order;                               // each part of dQ is added in the order of tile_in_order
-    int interleaved;                             // in order: key heads whose work tiles are interleaved
+    int interleaved;                             // tile_in_order alternates between so many key heads
     Divisor units_of_head;                       // of a query head
     int units_of_group;                          // of all query heads of a key head
     int units;                                   // of all heads

@@ -3,10 +3,11 @@
 // A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out,
 // head after head. The last heads are interleaved, longest tiles first.
 //
-// If tiles are few or all alike, their order is fixed: round after round, to and fro. So the block with the longest
-// tile of one round gets the shortest of the next. A fixed order needs no counter. Blocks always take work tiles from a
-// counter with a float32 workspace (float32/forward.cu, produce) and in the backward pass, but for
-// backward_separate.cu's dK and dV, where each block has one.
+// If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
+// block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
+//
+// With a float32 workspace (float32/forward.cu, produce) and in the backward pass, blocks always take work tiles from a
+// counter. One kernel needs none: in that of dK and dV in backward_separate.cu each block has one work tile.
 #pragma once
 #include <algorithm>
 

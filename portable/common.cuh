@@ -224,8 +224,9 @@ __device__ void store_o(const Attention &a, const Block<T> &block, int i, int x,
 
 // ------------------------------------------------------------------------------ step 1, plan and launch, on the host
 
-// A call whose keys are more than two sums of TilesOfSum tiles has sums in the workspace (flush_sums), at most so many
-// floats: 512 MB. That is thousands of blocks, which keep a GPU busy; the next ones take another launch.
+// The most floats of partial sums in the workspace: 512 MB, enough for the thousands of blocks that keep a GPU busy. A
+// call with more blocks takes several launches. Blocks keep such sums (flush_sums) if a call has
+// more than 2 TilesOfSum tiles of keys.
 constexpr int64_t kMostSums = 1 << 27;
 
 // Takes the first tile of the list that fits the shared memory of a block, unless half of its rows or more would be
