@@ -46,6 +46,17 @@ __device__ T broadcast_lane0(T x) {
     return __shfl_sync(~0u, x, 0);
 }
 
+// Hides x's value from the compiler, which otherwise computes what depends on x ahead of all loops: then it
+// takes registers, or is spilled.
+template <class T>
+__device__ T opaque(T x) {
+    if constexpr (sizeof(T) == 8)
+        asm volatile("" : "+l"(x));
+    else
+        asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Over the Lanes neighbours in a warp that share a row.
 template <int Lanes>
 __device__ float row_max(float x) {

@@ -257,9 +257,9 @@ class Build(build_ext):
 OPTIMIZE = {"main.cpp": "-O2"}
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
-LONGEST = ["main.cpp", "hopper/float32/forward.cu", "hopper/half.cu", "portable/tf32.cu"]
-LONGEST += ["portable/half_backward.cu", "portable/half.cu", "hopper/backward_separate.cu"]
-LONGEST += ["hopper/backward_fused.cu", "cpu/backward.cpp", "cpu/forward.cpp"]
+LONGEST = ["main.cpp", "hopper/float32/forward.cu", "hopper/half.cu", "portable/tf32.cu", "portable/half.cu"]
+LONGEST += ["portable/decode.cu", "hopper/backward_separate.cu", "portable/half_backward.cu"]
+LONGEST += ["portable/tf32_backward.cu", "hopper/backward_fused.cu", "cpu/forward.cpp", "cpu/backward.cpp"]
 
 
 def longest_first(source):

@@ -239,9 +239,8 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes);
     }
     // These numbers are computed anew: kept, they would take registers from the loop.
-    unsigned thread = threadIdx.x;
-    asm volatile("" : "+l"(index), "+r"(thread));
-    const Block<T> same_block = block_of<T>(a, index, Br);
+    const unsigned thread = opaque(threadIdx.x);
+    const Block<T> same_block = block_of<T>(a, opaque(index), Br);
     const int first_row = thread / 32 * Tile::WarpRows;
     pad_lse(a, same_block.b, same_block.h, same_block.i0 + same_block.rows, thread);
     if (aligned && a.o_dtype != Dtype::float32)

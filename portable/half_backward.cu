@@ -173,8 +173,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         if (Tile::Stages == 2 && next_n < walked_heads) load_walked(next_n, next, stage ^ 1);
         const unsigned bytes = stage * Tile::StageBytes;
         // What the warp's rows see is computed anew for each tile: kept, it would take registers.
-        int row = row_warp;
-        asm volatile("" : "+r"(row));
+        const int row = opaque(row_warp);
         const Interval seen_by_any = view.of_any(row, row + WarpRows), seen_by_all = view.of_all(row, row + WarpRows);
         const bool warp_sees = column0 < seen_by_any.end && column0 + Walk > seen_by_any.begin;
 #pragma unroll 1

@@ -98,9 +98,8 @@ template <int Rows, int D, int Threads, class T>
 __device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned, int first = 0) {
     constexpr int Chunk = 16 / sizeof(T), Chunks = D / Chunk, RowsAtOnce = Threads / Chunks;
     static_assert(Rows % RowsAtOnce == 0 && (RowsAtOnce & (RowsAtOnce - 1)) == 0);
-    unsigned thread = threadIdx.x;
     // What follows is computed for each tile: kept, it would take the registers into which d 128 loads operands ahead.
-    if (D == 128) asm volatile("" : "+r"(thread));
+    const unsigned thread = D == 128 ? opaque(threadIdx.x) : threadIdx.x;
     const int row0 = thread / Chunks, chunk = thread % Chunks;
     const unsigned to = lane_address<D>(tile, row0, chunk);
     const T *const from = source + row0 * stride + Chunk * chunk;

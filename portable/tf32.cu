@@ -98,43 +98,38 @@ __device__ bool all_finite(const Rows<Tile> &rows) {
     return zero == 0.f;
 }
 
-// 12. - 13. O = Oi / li, l and m to HBM. A group of accumulators has `Columns` neighbouring columns of a row. Rows that
-// aren't aligned or join a state go through Qi's tile, so that one loop stores them: unrolled, it takes a fifth of the
-// compile time.
+// 12. - 13. O = Oi / li, l and m to HBM. A group of accumulators has `Columns` neighbouring columns of a row. A thread
+// stages its part of Oi in Qi's place, so that one loop stores it. Unrolled, it takes a quarter of the compile time.
 template <class Tile>
 __device__ void store_rows(const Attention &a, const Block<float> &block, const Rows<Tile> &rows, float *Q_tile,
                            int warp_row, bool aligned) {
-    constexpr int XAtOnce = Tile::XAtOnce, Columns = 2 * XAtOnce;
-    const bool is_usual = aligned && !a.o_in;
-    const int lane = threadIdx.x % 32;
-    float4 *const staged = (float4 *)(Q_tile + warp_row * Tile::D) + lane;
+    constexpr int R = Rows<Tile>::R, XAtOnce = Tile::XAtOnce, Columns = 2 * XAtOnce;
+    const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / 4;
+    float4 *const staged = (float4 *)Q_tile + threadIdx.x;
+    RowEnd end[R];
 #pragma unroll
-    for (int r = 0; r < Rows<Tile>::R; ++r) {
-        const int i = block.i0 + warp_row + lane / 4 + 8 * r;
-        const float li = row_sum<4>(rows.li[r]);
-        const float mi = scaled_max(a, rows.mi[r]);
-        if (i >= a.Nq) continue;
-        const RowEnd end = end_row(a, block, i, li, mi);
-        if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
+    for (int r = 0; r < R; ++r) {
 #pragma unroll
         for (int x = 0; x < Tile::X; x += XAtOnce) {
             float o[Columns];
 #pragma unroll
             for (int y = 0; y < Columns; ++y) o[y] = rows.Oi[r / 2][x + y % XAtOnce][r % 2 * 2 + y / XAtOnce];
 #pragma unroll
-            for (int y = 0; y < Columns; y += 4) {
-                if (is_usual)
-                    store_o<4>(a, block, i, 8 * x + lane % 4 * Columns + y, end, &o[y], true);
-                else
-                    staged[8 * (2 * x + y)] = {o[y], o[y + 1], o[y + 2], o[y + 3]};
-            }
+            for (int y = 0; y < Columns; y += 4)
+                staged[((2 * x + y) / 4 * R + r) * Tile::Threads] = {o[y], o[y + 1], o[y + 2], o[y + 3]};
         }
-        if (is_usual) continue;
-#pragma unroll 1
-        for (int x = 0; x < 2 * Tile::X; x += 4)
-            store_o<4>(a, block, i, x / Columns * 4 * Columns + lane % 4 * Columns + x % Columns, end, &staged[8 * x].x,
-                       aligned);
+        const float li = row_sum<4>(rows.li[r]);
+        if (i + 8 * r >= a.Nq) continue;
+        end[r] = end_row(a, block, i + 8 * r, li, scaled_max(a, rows.mi[r]));
+        if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i + 8 * r, end[r].l, end[r].m);
     }
+#pragma unroll 1
+    for (int x = 0; x < 2 * Tile::X; x += 4)
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+            if (i + 8 * r < a.Nq)
+                store_o<4>(a, block, i + 8 * r, x / Columns * 4 * Columns + lane % 4 * Columns + x % Columns, end[r],
+                           &staged[(x / 4 * R + r) * Tile::Threads].x, aligned);
 }
 
 // The block's threads, as the fallback sees them. Its `sums` point to this block's place in the workspace: block 0.

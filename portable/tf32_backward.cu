@@ -51,13 +51,6 @@ struct BackwardTile {
 constexpr int kQueriesOfSum = 32;        // queries or keys whose products are one sum on tensor cores
 constexpr int kTilesOfRegisterSum = 64;  // tiles of queries after which dKj and dVj are added to HBM
 
-// The thread's number in the block. What follows from it is computed anew, and not kept in registers: these are scarce.
-__device__ unsigned thread_anew() {
-    unsigned thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    return thread;
-}
-
 // The 2 XAtOnce neighbouring numbers of a row that a group of accumulators of multiply_columns has.
 template <int XAtOnce>
 __device__ void row_of_group(float (&row)[2 * XAtOnce], const float (*group)[4], int r, float scale) {
@@ -71,7 +64,7 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
                                void *tensor, const Strides &stride, int row0, int column0, float scale, bool adds,
                                bool aligned) {
     constexpr int XAtOnce = Tile::XAtOnce;
-    const int lane = thread_anew() % 32;
+    const int lane = opaque(threadIdx.x) % 32;
     float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
 #pragma unroll
     for (int r = 0; r < 2 * Tile::M; ++r) {
@@ -102,7 +95,7 @@ template <class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                              const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
                              int warp_key, bool masked) {
-    const int lane = thread_anew() % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
+    const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
     unsigned to[2];
 #pragma unroll
     for (int y = 0; y < 2; ++y)
@@ -136,7 +129,7 @@ template <class Tile>
 __device__ void add_product(float (&sum)[Tile::M][Tile::X][4], const float (&A)[Tile::M][Tile::N][4], const float *tile,
                             int column0, int d) {
     constexpr int D = Tile::D, XAtOnce = Tile::XAtOnce, K = std::min(kQueriesOfSum / 8, Tile::N);
-    const int lane = thread_anew() % 32;
+    const int lane = opaque(threadIdx.x) % 32;
     const unsigned B[2] = {lane_address_columns<D, XAtOnce>(tile, lane, 0, column0),
                            lane_address_columns<D, XAtOnce>(tile, lane, 1, column0)};
 #pragma unroll
@@ -162,7 +155,7 @@ __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_
                        int rows, int warp, bool aligned, const int *added, int turn) {
     constexpr int D = Tile::D, Bc = Tile::Bc, MQ = Tile::MQ, XAtOnce = Tile::XQAtOnce,
                   Groups = std::min(Tile::Groups, Tile::XQ / XAtOnce), K = kQueriesOfSum / 8;
-    const int lane = thread_anew() % 32, row0 = warp % Tile::QueryWarps * Tile::WarpQueries;
+    const int lane = opaque(threadIdx.x) % 32, row0 = warp % Tile::QueryWarps * Tile::WarpQueries;
     const int column0 = warp / Tile::QueryWarps * Tile::WarpColumnsOfdQ;
     const unsigned dS = lane_address<Bc>(dS_tile, row0 + lane % 16, lane / 16);
     const unsigned Kj[2] = {lane_address_columns<D, XAtOnce>(K_tile, lane, 0, column0),
@@ -266,7 +259,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         float S[M][N][4] = {}, dP[M][N][4] = {};
         if (is_seen) {
             // A is rows of Kj or Vj, B rows of Qi or dOi
-            const int lane = thread_anew() % 32, A_row = warp_key + lane % 16, B_row = lane / 16 * 8 + lane % 8;
+            const int lane = opaque(threadIdx.x) % 32, A_row = warp_key + lane % 16, B_row = lane / 16 * 8 + lane % 8;
             multiply_rows<D>(S, lane_address<D>(K_tile, A_row, lane / 16), lane_address<D>(Q_tile, B_row, lane / 8 % 2),
                              a.d);
             multiply_rows<D>(dP, lane_address<D>(V_tile, A_row, lane / 16),
