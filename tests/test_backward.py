@@ -262,10 +262,7 @@ MILD = ["ordinary", "V with a mean", "tiny dO", "rows of dO"]
 def test_as_exact_as_sdpa(backend, dtype, name, d):
     """The whole; of mild inputs without a mask the worst row and the worst channel, too."""
     do, q, k, v = hard_inputs(backend, name, dtype, d)
-    scores = (q.double() @ k.double().mT) / d**0.5
-    # P has the rounding of a score, which PyTorch may sum in more chains, and of lse in base 2, one a row.
-    lse = scores.logsumexp(-1) / torch.tensor(2.0).log()
-    P_bound = torch.finfo(torch.float32).eps * (scores.abs().max() + lse.abs().max() / 4).item()
+    largest_score = (q.double() @ k.double().mT).abs().max().item() / d**0.5
     for options in {}, {"causal": True, "offset": 0}:
         exact = gradients(do, q, k, v, **options)
         peers = sdpa_gradients(do, q, k, v, **options)
@@ -278,8 +275,8 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
                 # Small samples vary: the worst row most, and the few large rows of dO.
                 factor = 2.5 if dim else 1.2 if name in MILD and name != "rows of dO" else 1.6
                 bound *= factor
-                if name in HARD:
-                    bound = max(bound, P_bound)
+                if name in HARD:  # P has the rounding of a score, which PyTorch may sum in more chains
+                    bound = max(bound, torch.finfo(torch.float32).eps * largest_score)
                 assert error <= bound, f"{form} d{which}, dim {dim}: {error:.1e}, SDPA {bound / factor:.1e}"
 
 
@@ -388,7 +385,7 @@ def test_one_multiprocessor(cuda_backend, d, options):
     released = torch.zeros(1, dtype=torch.int32).pin_memory()
     expected = grads(cuda_backend, do, q, k, v, **options)
     torch.cuda.synchronize()
-    # 30 s: as on a T4, by PTX, one multiprocessor needs more than 5 for d 256
+    # 30 s: a build of PTX for 7.5 needed more than 5 at d 256
     hold((gpu.multi_processor_count - 1, 1, 1), (32, 1, 1), [released, 30], most, other)
     time.sleep(0.01)
     found = grads(cuda_backend, do, q, k, v, **options)
