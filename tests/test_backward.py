@@ -381,8 +381,12 @@ def test_one_multiprocessor(cuda_backend, d, options):
     most = gpu.shared_memory_per_block_optin
     hold.set_shared_memory_config(most)
     q, k, v = cuda_backend.qkv(B=1, Hq=4, Hkv=2, Nq=500, Nk=700, d=d, dtype=torch.bfloat16)
-    do, other = torch.randn_like(q), torch.cuda.Stream()
-    released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    do, other, releasing = torch.randn_like(q), torch.cuda.Stream(), torch.cuda.Stream()
+    # On the GPU, since a flag in the host's memory slows everything down while so many blocks read it.
+    released, one = (
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+        torch.ones(1, dtype=torch.int32).pin_memory(),
+    )
     expected = grads(cuda_backend, do, q, k, v, **options)
     torch.cuda.synchronize()
     # 30 s: a build of PTX for 7.5 needed more than 5 at d 256
@@ -391,7 +395,8 @@ def test_one_multiprocessor(cuda_backend, d, options):
     found = grads(cuda_backend, do, q, k, v, **options)
     torch.cuda.current_stream().synchronize()
     is_held = not other.query()
-    released[0] = 1
+    with torch.cuda.stream(releasing):
+        released.copy_(one, non_blocking=True)
     other.synchronize()
     assert is_held and all(map(torch.equal, found, expected))
 
