@@ -78,6 +78,13 @@ __device__ inline void add_release(int &counter, int x) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(&counter), "r"(x) : "memory");
 }
 
+// Returns what the counter was.
+__device__ inline int add_acquire_release(int &counter, int x) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(&counter), "r"(x) : "memory");
+    return before;
+}
+
 // Sets the counter to x if it is 0. Returns what it was.
 __device__ inline int set_if_0_acquire(int &counter, int x) {
     int before;

@@ -88,10 +88,10 @@ struct Gradient {
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 };
 
-// Whether anything but the number of keys bounds what a query sees.
-inline bool is_masked(const Attention &a) {
-    return a.first > -kNoBound || a.last < kNoBound || a.seqlens_k || a.leftpad_k;
-}
+// Whether causal or a window bounds what a query sees.
+inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
+// Whether anything but the number of keys does.
+inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k; }
 
 // Keys, queries or tiles of them: begin <= x < end.
 struct Interval {

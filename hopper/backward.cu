@@ -4,7 +4,7 @@
 //     backward_separate.cu    d above 128: dK and dV in one kernel, then dQ in another
 //
 // portable/gradient_rows.cu computes lse and D of the rows before, unless the fused kernel does. The workspace has lse
-// and D, float32, rows padded (gradient_rows.h). Behind them the fused kernel has counters and dQ (its Workspace).
+// and D, float32, rows padded (gradient_rows.h). Behind them the fused kernel has more (its Workspace).
 #include "hopper/backward.h"
 
 namespace minimal_attn::hopper {

@@ -5,7 +5,8 @@
 //
 // A block computes one work tile after another: Bc keys of one key head, 64 for each consumer warpgroup. It walks the
 // tiles of Br queries that see one of the keys, in all query heads of the key head. So no other block adds to this dK
-// and dV.
+// and dV. Where multiprocessors would be idle, a work tile is a slice of that: it walks some of these queries
+// (key_slices.h). A consumer warp has 16 keys. Of these the warp that ends last sums dK and dV of all slices.
 //
 //         thread 0          shared memory      each consumer warpgroup, in registers           threads 32, 64
 //         +-- once ----> Kj, Vj ---------+
@@ -49,7 +50,7 @@
 // | rows                | 3               | 24 or 40           | computes lse and D of units, then converts dQ   |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
-// Registers are those at d 64 or d 128. With 24 the warps up to 3 spill (80 bytes), the consumers don't.
+// Registers are those at d 64 or d 128. At d 64 the kernel spills 88 bytes, outside the consumers' loop.
 //
 // | barrier                 | arrives                      | waits             | then                          |
 // |-------------------------|------------------------------|-------------------|-------------------------------|
@@ -76,114 +77,57 @@
 // | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
 // | stored, in order  | a part of dQ | each adder: stored or added             | adders   | tiles_before         |
-// | added             | a key head   | each adder: ended a work tile           | warp 3   | all: dQ is complete  |
+// | added             | a key head   | each adder: ended a slice, or a whole   | warp 3   | all: dQ is complete  |
+// |                   |              | tile, which counts like all its slices  |          |                      |
+// | steps_stored      | 16 keys of a | consumer warp: stored dK and dV of so   | no role  |                      |
+// |                   | split tile   | many steps                              |          |                      |
 //
 // No wait is circular, even if only some blocks run: these take all work tiles, and all units for lse and D. Thread 0
 // waits for lse and D, which wait for no other role. An adder waits only for a store that has begun. In order it waits
 // for work tiles taken earlier. A block ends its tiles in the order in which it took them: so of all unfinished tiles
-// the one taken first never waits. No role waits for dq.
-#include "hopper/key_tiles.h"
+// the one taken first never waits. No role waits for dq, or to sum slices.
+#include "hopper/backward_fused.h"
+
+#include "hopper/backward_rows.h"
+#include "hopper/key_slices.h"
 
 namespace minimal_attn::hopper {
 namespace {
 
-template <int D_, int Br_, int QStages_, int dOStages_, int ProducerRegisters_>
-struct Tile {
-    static constexpr int D = D_, Br = Br_, Bc = 128, QStages = QStages_, dOStages = dOStages_, dSStages = 2;
-    static constexpr int Consumers = Bc / 64, Threads = 128 * (1 + Consumers), BlocksPerSM = 1;
-    static constexpr int ProducerRegisters = ProducerRegisters_;
-    static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
-    static constexpr int QueryBoxes = Br / 64;
-    static constexpr bool TakesTurns = true;                       // for PingPong
-    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
-    static_assert(kGradientRows % Br == 0);
-    // Each consumer computes one part of dQi, the box of these queries and columns.
-    static_assert(Boxes * QueryBoxes == Consumers);
-    __device__ static int query_box(int consumer) { return consumer % QueryBoxes; }
-    __device__ static int column_box(int consumer) { return consumer / QueryBoxes; }
-};
-
-constexpr int kBufferBytes = 2 * 64 * 128;  // of warp 3: 64 x 64 of O and of dO, or 16 KB of dQ
-
-// KB, all stages | d 64 | d 128
-// Kj, Vj         | 32   | 64
-// Qi, dOi        | 64   | 80
-// dS, dQi        | 96   | 64
-// buffer         | 16   | 16
-template <class Tile>
-struct SharedStorage {
-    alignas(1024) unsigned char Kj[Tile::Consumers][Tile::KBytes], Vj[Tile::Consumers][Tile::KBytes];
-    unsigned char Qi[Tile::QStages][Tile::QBytes], dOi[Tile::dOStages][Tile::QBytes];
-    unsigned char dS[Tile::dSStages][Tile::QueryBoxes][Tile::Bc * 128];  // a row for each key, boxes of 64 queries
-    unsigned char dQi[Tile::Consumers][2][64 * 128];                     // a row for each query, boxes of 32 columns
-    unsigned char buffer[kBufferBytes];                                  // of warp 3
-    float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
-    int work[kQueueStages];  // numbers of work tiles
-    StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
-    StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];
-};
-
-struct FusedParameters : GradientParameters {
-    TensorMap dQ;          // float32, the rows of a head padded
-    const float *dQ_data;  // the same memory
-    const float *lse, *dlse;
-    bool fills_rows;                             // whether warp 3 computes lse and D
-    bool in_order;                               // each part of dQ is added in the order of tile_in_order
-    int interleaved;                             // tile_in_order alternates between so many key heads
-    Divisor units_of_head;                       // of a query head
-    int units_of_group;                          // of all query heads of a key head
-    int units;                                   // of all heads
-    int *units_taken, *added, *filled, *stored;  // counters
-};
-
-// use(n) for each work tile of this block.
-template <class Tile, class Use>
-__device__ void for_each_work_tile(const FusedParameters &p, SharedStorage<Tile> &shared, const Use &use) {
-    Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    for (;; tile_queue.consumer_release()) {
-        tile_queue.consumer_wait();
-        const int n = shared.work[tile_queue.stage()];
-        if (n >= p.work_tiles) return;
-        use(n);
-    }
-}
-
-// Waits until a counter is large enough. Each acquiring load empties the L1 cache, so only the last one acquires. What
-// TMA loads next is ordered behind it, too.
-__device__ inline void wait_for(const int &counter, int count) {
-    while (*(const volatile int *)&counter < count) __nanosleep(100);
-    load_acquire(counter);
-    fence_async_global();
-}
-
 // ------------------------------------------------------------------------------ thread 0: work tiles and loads
 
-// The n-th work tile in order. Each head's last keys come first: under a causal mask only the last queries see them. So
-// they add first, and earlier keys rarely wait. Without causal or a window heads are interleaved, so that a tile begins
-// later than the one of its head that adds before it. A tile waits only for tiles of a smaller n: no deadlock.
+// The n-th tile of keys in order. Each head's last keys come first, since only the last queries see them under a causal
+// mask. So they add first, and earlier keys rarely wait. Without causal or a window heads are interleaved, so that a tile
+// begins later than the one of its head that adds before it. A tile waits only for tiles of a smaller n: no deadlock.
 __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     const int first_head = n / (p.interleaved * p.Tc) * p.interleaved, rest = n - first_head * p.Tc;
-    const int heads = min(p.interleaved, p.work_tiles / p.Tc - first_head);
+    const int heads = min(p.interleaved, int(p.a.B) * p.Hkv - first_head);
     return (first_head + rest % heads) * p.Tc + p.Tc - 1 - rest / heads;
+}
+
+// The n-th work tile: first whole tiles of keys, then the slices of the others.
+__device__ inline KeyWork work_tile(const FusedParameters &p, int n) {
+    if (n >= p.work_tiles) return {kNoTile, kWhole};
+    const int slice = n - p.whole_tiles, tile = slice < 0 ? n : p.whole_tiles + (slice >> p.log_slices);
+    return {p.in_order ? tile_in_order(p, tile) : tile, slice < 0 ? kWhole : slice};
 }
 
 // Thread 0 takes a work tile after it has issued the last load of the one before.
 template <class Tile>
-__device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> &shared) {
+__device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &shared) {
     Pipeline tile_queue{shared.tile_queue};
     Pipeline KV{shared.KV};
     Pipeline Q{shared.Q};
     Pipeline dO{shared.dO};
     for (;; tile_queue.advance()) {
-        int n = atomicAdd(p.tile_counter, 1);
-        if (p.in_order && n < p.work_tiles) n = tile_in_order(p, n);
+        const KeyWork work = work_tile(p, atomicAdd(p.tile_counter, 1));
         tile_queue.producer_acquire();
-        shared.work[tile_queue.stage()] = n;
+        shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
-        if (n >= p.work_tiles) return;
-        const KeyTile<Tile> keys(p, n);
-        if (p.fills_rows) wait_for(p.filled[n / p.Tc], p.units_of_group);
-        keys.for_each_query_tile([&](int h, int i0, bool is_first) {
+        if (work.tile == kNoTile) return;
+        const KeySlice<Tile> keys(p, work);
+        if (p.fills_rows) wait_for(p.filled[work.tile / p.Tc], p.units_of_group);
+        keys.for_each_step([&](int h, int i0, bool is_first) {
             load_query_tile<Tile>(p, keys.b, h, i0, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
             load_query_tile<Tile>(p, keys.b, h, i0, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
             if (!is_first) return;
@@ -203,13 +147,13 @@ __device__ void schedule_and_load(const FusedParameters &p, SharedStorage<Tile> 
 // from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on adders add. In order, the
 // counter is the number of tiles that have been stored or added, and an adder waits until it is tiles_before.
 template <class Tile>
-__device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, int consumer) {
+__device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
-    // Counts, when all that this thread has sent is in global memory.
-    const auto publish = [](int &counter) { tma_store_wait(), fence_async_global(), add_release(counter, 1); };
-    for_each_work_tile(p, shared, [&](int n) {
-        const KeyTile<Tile> keys(p, n);
-        keys.for_each_query_tile([&](int h, int i0, bool) {
+    // Adds n to the counter when all that this thread has sent is in global memory.
+    const auto publish = [](int &counter, int n) { tma_store_wait(), fence_async_global(), add_release(counter, n); };
+    for_each_key_work(shared, [&](const KeyWork &work) {
+        const KeySlice<Tile> keys(p, work);
+        keys.for_each_step([&](int h, int i0, bool) {
             dQ.consumer_wait();
             if (keys.unseen) return dQ.consumer_release();
             const auto send = [&](const auto &store_or_add) {
@@ -231,140 +175,10 @@ __device__ void add_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, in
             tma_store_wait_read();
             dQ.consumer_release();
             if (!is_first && !p.in_order) return;
-            publish(counter);
+            publish(counter, 1);
         });
-        publish(p.added[n / p.Tc]);
+        publish(p.added[work.tile / p.Tc], work.slice == kWhole ? 1 << p.log_slices : 1);
     });
-}
-
-// ------------------------------------------------------------------------------ warp 3: lse, D and dq
-
-// Where unit n is.
-struct Unit {
-    int b, h, i0, key_head;
-    __device__ Unit(const FusedParameters &p, int n) {
-        const int head = n / p.units_of_head;
-        b = head / p.Hq, h = head % p.Hq, i0 = n % p.units_of_head * 64, key_head = head / p.group;
-    }
-};
-
-// Lane 0 loads into the buffer by load(), when all lanes have read what it had before. All lanes wait for the data.
-template <class Load>
-__device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        arrive_expect_tx(buffer.full(), kBufferBytes);
-        load();
-    }
-    __syncwarp();
-    buffer.consumer_wait();
-    buffer.advance();
-}
-
-// lse and D of unit n. Each lane has two rows.
-template <class T, class Tile>
-__device__ void fill_rows(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
-    constexpr int kBox = 64 * 128;
-    const Unit unit(p, n);
-    const int lane = threadIdx.x % 32;
-    float sum[2] = {};
-    for (int box = 0; box < Tile::Boxes; ++box) {
-        load_buffer(buffer, [&] {
-            for (int n = 0; n < 2; ++n) {
-                const TensorMap &tensor = n == 0 ? p.O : p.dO;
-                tma_load(shared.buffer + n * kBox, tensor.map, 64 * box, unit.i0, unit.h * tensor.head,
-                         unit.b * tensor.batch, buffer.full());
-            }
-        });
-#pragma unroll 1
-        for (int x = 0; x < 16; ++x) {  // 8 bytes each, without bank conflicts. O and dO have the same swizzle
-            const unsigned char *const from = shared.buffer + lane * 128 + (x ^ lane % 16) * 8;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const uint2 O = *(const uint2 *)(from + r * 32 * 128),
-                            dO = *(const uint2 *)(from + r * 32 * 128 + kBox);
-#pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    sum[r] = fmaf((float)((const T *)&O)[n], (float)((const T *)&dO)[n], sum[r]);
-            }
-        }
-    }
-    const BandOf<int> band = band_of_batch(p, unit.b);
-    const unsigned head = unit.b * p.Hq + unit.h;  // 2^32 rows of dQ are 1 TB
-#pragma unroll
-    for (int r = 0; r < 64; r += 32) {
-        const int i = unit.i0 + lane + r;
-        const unsigned padded = head * (unsigned)p.rows.head_stride + i, dense = head * p.a.Nq + i;
-        const bool sees_key = i < p.a.Nq && !empty(keys_of_row(band, i));
-        const float D = sum[r / 32];
-        p.rows.lse[padded] = sees_key ? p.lse[dense] * kLog2e : INFINITY;
-        p.rows.D[padded] = !sees_key ? 0.f : p.dlse ? D - p.dlse[dense] : D;
-    }
-    __syncwarp();
-    if (lane == 0) add_release(p.filled[unit.key_head], 1);
-}
-
-// dq = softmax_scale dQ of unit n. Queries from `begin` to `end` see a key. For the others dQ may never have been
-// stored: their dq becomes 0.
-template <class T, class Tile>
-__device__ void convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
-    constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row; rows of the warp
-    const Unit unit(p, n);
-    const int lane = threadIdx.x % 32, column = lane % kLanes * 4;
-    const BandOf<int> band = band_of_batch(p, unit.b);
-    const int begin = band.keys.begin - band.last, end = empty(band.keys) ? begin : band.keys.end - band.first;
-    const bool is_usual = p.dq.dtype != Dtype::float32 && p.dq.aligned && begin <= unit.i0 && unit.i0 + 64 <= end;
-    const float scale = p.a.softmax_scale;
-    const int64_t step = kRows * p.dq.stride.row;
-    int rows = p.a.Nq - unit.i0 - lane / kLanes;  // of the head, from this lane's next row on
-    int64_t to =
-        unit.b * p.dq.stride.batch + unit.h * p.dq.stride.head + (unit.i0 + lane / kLanes) * p.dq.stride.row + column;
-    for (int piece = 0; piece < Tile::Boxes; ++piece) {  // of the unit, as large as the buffer
-        load_buffer(buffer, [&] {
-            if (piece == 0) wait_for(p.added[unit.key_head], p.Tc * Tile::Consumers);
-            const float *const from = p.dQ_data + int64_t(n) * 64 * Tile::D + piece * (kBufferBytes / 4);
-            bulk_load(shared.buffer, from, kBufferBytes, buffer.full());
-        });
-        const float4 *const x = (const float4 *)shared.buffer + lane;
-        if (is_usual) {  // no branch in the loop, and as many rows at a time as the registers hold
-            T *dq = (T *)p.dq.data + to;
-            const int rows_of_lane = column < p.a.d ? rows : 0;
-#pragma unroll(Tile::ProducerRegisters / 10)
-            for (int y = 0; y < kBufferBytes / 512; ++y, dq += step) {
-                const float4 four = x[32 * y];
-                const uint2 packed = {pack<T>(scale * four.x, scale * four.y), pack<T>(scale * four.z, scale * four.w)};
-                if (kRows * y < rows_of_lane) *(uint2 *)dq = packed;
-            }
-        } else {
-#pragma unroll 1
-            for (int y = 0; y < kBufferBytes / 512; ++y) {
-                const int i = p.a.Nq - rows + kRows * y, columns = kRows * y < rows ? p.a.d - column : 0;
-                float4 four = begin <= i && i < end ? x[32 * y] : float4{};
-                four = {scale * four.x, scale * four.y, scale * four.z, scale * four.w};
-                if (p.dq.dtype == Dtype::float32)
-                    store_row<4>((float *)p.dq.data + to + y * step, columns, p.dq.aligned, [&](int) { return four; });
-                else
-                    store_row<4>((T *)p.dq.data + to + y * step, columns, p.dq.aligned,
-                                 [&](int) { return uint2{pack<T>(four.x, four.y), pack<T>(four.z, four.w)}; });
-            }
-        }
-        to += kBufferBytes / 512 * step, rows -= kBufferBytes / 512 * kRows;
-    }
-}
-
-// lse and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
-// wait for one that another kernel keeps from starting.
-template <class T, class Tile>
-__device__ void fill_rows_and_convert_dQ(const FusedParameters &p, SharedStorage<Tile> &shared) {
-    Pipeline buffer{shared.buffer_ready};
-    const auto take = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(p.units_taken, 1) : 0; };
-    for (int n = p.fills_rows ? take() : p.units, next;; n = next) {
-        n = broadcast_lane0(n);
-        if (n >= p.units) break;
-        next = take();
-        fill_rows<T>(p, shared, buffer, n);
-    }
-    for (int n = blockIdx.x; n < p.units; n += gridDim.x) convert_dQ<T>(p, shared, buffer, n);
 }
 
 // ------------------------------------------------------------------------------ consumer warpgroups
@@ -406,8 +220,52 @@ __device__ inline void stage_dQ(unsigned char (&boxes)[2][64 * 128], const float
     fence_async();
 }
 
+// Stores this warp's dK and dV of a slice, and counts the steps. The warp that completes the count sums all slices in
+// their order: so the bits don't depend on which warp that is. Returns whether this warp did.
+template <class Tile>
+__device__ bool sum_slices(const FusedParameters &p, const KeySlice<Tile> &keys, int slice, float (&dK)[Tile::D / 2],
+                           float (&dV)[Tile::D / 2]) {
+    constexpr int kWarps = 4 * Tile::Consumers, kSlice = Tile::D / 4 * 32;  // a warp's dK and dV, in float4
+    // Opaque: else ptxas keeps it in a register during the loop over queries, which was 5 % slower at d 128.
+    const int thread = opaque(threadIdx.x), lane = thread % 32;
+    const int warp = (slice >> p.log_slices) * kWarps + thread / 32 - 4;
+    const float4 *from = p.slices + ((int64_t)warp << p.log_slices) * kSlice + lane;
+    float4 *const to = (float4 *)from + keys.index * kSlice;
+#pragma unroll
+    for (int x = 0; x < Tile::D / 8; ++x) {
+        __stcg(to + 32 * x, *(const float4 *)&dK[4 * x]);
+        __stcg(to + 32 * (x + Tile::D / 8), *(const float4 *)&dV[4 * x]);
+    }
+    __syncwarp();
+    const int before = lane == 0 ? add_acquire_release(p.steps_stored[warp], keys.steps) : 0;
+    __syncwarp();  // lane 0 has acquired for all lanes
+    if (broadcast_lane0(before) + keys.steps < keys.all_steps) return false;
+#pragma unroll
+    for (int x = 0; x < Tile::D / 2; ++x) dK[x] = dV[x] = 0.f;
+    for (int step = 0; step < keys.all_steps; step += keys.steps_of_slice, from += kSlice)
+#pragma unroll
+        for (int x = 0; x < Tile::D / 4; ++x) {
+            const float4 four = __ldcg(from + 32 * x);
+            float *const sum = x < Tile::D / 8 ? &dK[4 * x] : &dV[4 * x - Tile::D / 2];
+            sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+        }
+    return true;
+}
+
+// Describes the slice again, since the loop over queries has no registers for that.
 template <class T, class Tile>
-__device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
+__device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float (&dK)[Tile::D / 2],
+                            float (&dV)[Tile::D / 2]) {
+    const KeySlice<Tile> keys(p, work);
+    if (keys.steps < keys.all_steps && !sum_slices(p, keys, work.slice, dK, dV)) return;
+    const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
+    const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
+    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d, 1.f, dV, is_seen);
+    store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
+}
+
+template <class T, class Tile>
+__device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
     const int consumer = consumer_index(), thread = threadIdx.x % 128;
@@ -418,8 +276,10 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
     Pipeline<Tile::dOStages> dO{shared.dO};
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};  // of this tile; of the previous
 
-    for_each_work_tile(p, shared, [&](int n) {
-        const KeyTile<Tile> keys(p, broadcast_lane0(n));
+    for_each_key_work(shared, [&](const KeyWork &published) {
+        const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
+        const KeySlice<Tile> keys(p, work);
+        if (keys.steps < 1) return;
         float dK[D / 2], dV[D / 2];
         const BandOf<int> &band = keys.band;
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
@@ -453,7 +313,7 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
         zero_hidden(shared.Kj), zero_hidden(shared.Vj);
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) dK[x] = dV[x] = 0.f;
-        keys.for_each_query_tile([&](int, int i0, bool is_first) {
+        keys.for_each_step([&](int, int i0, bool is_first) {
             float S[Br / 2], dP[Br / 2], dQ[32];  // inside the loop: ptxas keeps none for the next tile
             uint32_t P[Br / 4], dS[Br / 4];
             Q.consumer_wait();
@@ -493,16 +353,14 @@ __device__ void consume(const FusedParameters &p, SharedStorage<Tile> &shared) {
         wgmma_wait<0>(dQ);
         store_dQ(dQ);
         KV.consumer_release();
-        const auto is_seen = [&](int key) { return keys.is_seen(key, a.Nq); };
-        store_gradient<T>(p.dv, keys.b, keys.key_head, j, a.Nk, a.d, 1.f, dV, is_seen);
-        store_gradient<T>(p.dk, keys.b, keys.key_head, j, a.Nk, a.d, a.softmax_scale, dK, is_seen);
+        store_dK_dV<T, Tile>(p, work, dK, dV);
     });
 }
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
-    auto &shared = shared_storage<SharedStorage<Tile>>();
+    auto &shared = shared_storage<FusedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + Tile::Consumers);
@@ -524,7 +382,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // ------------------------------------------------------------------------------ the launch
 
 // D, Br, stages of Q, of dO, registers of the producer warpgroup
-using Tiles = TileList<Tile<64, 128, 2, 2, 24>, Tile<128, 64, 3, 2, 40>>;
+using Tiles = TileList<FusedTile<64, 128, 2, 2, 24>, FusedTile<128, 64, 3, 2, 40>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
 // Whether warp 3 computes lse and D, else gradient_rows.cu. Where queries see few keys, the products take less time
@@ -533,24 +391,34 @@ bool fills_rows(const Attention &a) {
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
 }
 
-// In order, without causal or a window: so many key heads that a tile of keys begins about one step after the one before
-// it in its head. That was worth 6 to 24 %. Under a causal mask tiles arrive one after the other anyway: up to 7 % slower.
+// In order, without causal or a window: so many key heads that a whole tile of keys begins about one step after the one
+// before it in its head. That was worth 6 to 24 %. Under a causal mask tiles arrive one after the other anyway, and it
+// was up to 7 % slower.
 template <class Tile>
 int interleaved_heads(const Attention &a, int multiprocessors) {
     const int64_t steps = (a.Nq + Tile::Br - 1) / Tile::Br * (a.Hq / a.Hkv);
-    const bool is_banded = a.first > -kNoBound || a.last < kNoBound;
-    return is_banded ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
+    return is_banded(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
-// The workspace behind lse and D: counters, then dQ. The counters are tile_counter, units_taken, `added` and `filled`
-// for each key head, `stored` for each part of dQ. Zeros may place them in memory of its own instead.
+// The workspace behind lse and D: counters, dQ, then dK and dV of slices. The counters are tile_counter, units_taken,
+// `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a split tile.
+// Zeros may place them in memory of its own instead.
+template <class Tile>
 struct Workspace {
-    int64_t key_heads, units, parts, counter_bytes;
-    Workspace(const Attention &a, int D)
-        : key_heads(a.B * a.Hkv),
-          units(a.B * a.Hq * padded_rows(a) / 64),
-          parts(units * D / 64),
-          counter_bytes((2 + 2 * key_heads + parts + 63) / 64 * 256) {}
+    Split split;
+    int64_t whole_tiles, slices, key_heads, units, parts, split_warps, counter_bytes, slices_begin, bytes;
+    Workspace(const Gradient &g, int multiprocessors)
+        : split(best_split<Tile>(g, multiprocessors)),
+          whole_tiles(key_tiles_of(g.a, Tile::Bc) - split.tiles),
+          slices(split.tiles << split.log_slices),
+          key_heads(g.a.B * g.a.Hkv),
+          units(g.a.B * g.a.Hq * padded_rows(g.a) / 64),
+          parts(units * Tile::D / 64),
+          split_warps(split.tiles * 4 * Tile::Consumers),
+          counter_bytes((2 + 2 * key_heads + parts + split_warps + 63) / 64 * 256),
+          slices_begin(counter_bytes + parts * (64 * 64 * 4)),
+          bytes(slices_begin + slices * (2 * Tile::Bc * Tile::D * 4)) {}
+    int64_t work_tiles() const { return whole_tiles + slices; }
 };
 
 }  // namespace
@@ -558,12 +426,15 @@ struct Workspace {
 Plan plan_fused(const Gradient &g, const Device &device) {
     return with_tile(tile_of(g.a), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
-        const Workspace workspace(g.a, Tile::D);
-        Plan plan = make_plan<Tile, SharedStorage<Tile>>(
-            g.a, device, g.deterministic ? "half backward, fused, in order" : "half backward, fused", tile_of(g.a));
+        const Workspace<Tile> workspace(g, device.multiprocessors);
+        constexpr const char *kNames[2][2] = {
+            {"half backward, fused", "half backward, fused, keys split"},
+            {"half backward, fused, in order", "half backward, fused, in order, keys split"}};
+        const char *const name = kNames[g.deterministic][workspace.split.tiles > 0];
+        Plan plan = make_plan<Tile, FusedStorage<Tile>>(g.a, device, name, tile_of(g.a));
         // Blocks without a work tile fill rows and convert dQ.
-        plan.grid = std::min<int64_t>(key_tiles_of(g.a, Tile::Bc) + workspace.parts, device.multiprocessors);
-        plan.workspace = workspace.counter_bytes + workspace.parts * (64 * 64 * 4);
+        plan.grid = std::min<int64_t>(workspace.work_tiles() + workspace.parts, device.multiprocessors);
+        plan.workspace = workspace.bytes;
         return plan;
     });
 }
@@ -582,10 +453,13 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.in_order = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
-        const Workspace workspace(a, Tile::D);
+        const Workspace<Tile> workspace(g, plan.multiprocessors);
         const Zeros counters(memory, workspace.counter_bytes, stream);
         p.units_taken = (int *)counters.memory + 1, p.added = p.units_taken + 1;
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
+        p.steps_stored = p.stored + workspace.parts;
+        p.slices = (float4 *)((char *)memory + workspace.slices_begin);
+        p.whole_tiles = workspace.whole_tiles, p.log_slices = workspace.split.log_slices;
         p.units = workspace.units, p.units_of_head = rows.head_stride / 64;
         p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
         p.dQ_data = (float *)((char *)memory + workspace.counter_bytes);
@@ -595,7 +469,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
-        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, key_tiles_of(a, Tile::Bc));
+        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, workspace.work_tiles());
     });
 }
 

@@ -21,7 +21,6 @@ struct GradientParameters : Parameters {
     GradientRows rows;  // lse and D
     float c;            // softmax_scale log2(e)
     Divisor Tc;         // tiles of keys of a head
-    int starts_apart;   // a mask of all bits or none, for KeyTile::start
 };
 
 // Of all heads.

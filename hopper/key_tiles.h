@@ -10,8 +10,6 @@ namespace minimal_attn::hopper {
 template <class Tile>
 struct KeyTile {
     int b, key_head, j0, h0, i0, i1;
-    int tiles;    // of queries, in all heads
-    int start;    // the query where the walk of each head begins
     bool unseen;  // no query sees the keys: one tile is computed all the same, and masked
     BandOf<int> band;
 
@@ -24,14 +22,6 @@ struct KeyTile {
         i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
         unseen = i0 >= i1;
         if (unseen) i0 = 0, i1 = 1;
-        // Where all queries see the keys, each tile of keys begins at other queries: so blocks add to different dQi.
-        start = i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
-        tiles = (i1 - i0 + Tile::Br - 1) / Tile::Br * (unseen ? 1 : (int)p.group);
-    }
-    // In order: how many tiles add to dQi of the queries from i on before this one. They are all that the same queries
-    // see of later keys.
-    __device__ int tiles_before(int i) const {
-        return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
     }
     // Which queries see key j. Unlike queries_of_key it takes any j, and its bounds may lie outside 0 to Nq.
     __device__ Keys queries(int j) const {
@@ -39,17 +29,6 @@ struct KeyTile {
         return {j - band.last, j - band.first + 1};
     }
     __device__ bool is_seen(int j, int Nq) const { return max(queries(j).begin, 0) < min(queries(j).end, Nq); }
-    // use(h, i0, is_first) for each tile of queries. One loop: two would take more registers.
-    template <class Use>
-    __device__ void for_each_query_tile(const Use &use) const {
-        int h = h0, i = start;
-        for (int n = 0; n < tiles; ++n) {
-            use(h, i, n == 0);
-            i += Tile::Br;
-            if (i >= i1) i = i0;
-            if (i == start) ++h;
-        }
-    }
 };
 
 // Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.

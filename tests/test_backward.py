@@ -124,7 +124,12 @@ def in_any_order():
     torch.use_deterministic_algorithms(True)
 
 
+def multiprocessors():
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
 FUSED, IN_ORDER, TWO = "half backward, fused", "half backward, fused, in order", "half backward, two kernels"
+SPLIT = ", keys split"  # added to the name where tiles of keys are split
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -137,8 +142,46 @@ def test_options_of_the_fused_kernel(cuda_backend, in_any_order, name, d, Nk, ke
         pytest.skip("a kernel of hopper")
     torch.use_deterministic_algorithms(kernel == IN_ORDER)
     q, k, v = cuda_backend.qkv(Nk=Nk, d=d, dtype=cuda_backend.random.choice([torch.float16, torch.bfloat16]))
-    assert cuda_backend.explain(q, k, v, backward=True).kernel == kernel
+    assert cuda_backend.explain(q, k, v, backward=True).kernel.removesuffix(SPLIT) == kernel
     check(cuda_backend, torch.randn_like(q), q, k, v, **OPTIONS[name](cuda_backend))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("d", [50, 128])
+@pytest.mark.parametrize("Hq, Hkv", [(4, 1), (4, 4)])
+@pytest.mark.parametrize("kernel", [FUSED, IN_ORDER])
+def test_split_keys(cuda_backend, in_any_order, name, d, Hq, Hkv, kernel):
+    """Few tiles of keys for the multiprocessors. Slices may begin within a head, have few steps, or none."""
+    if cuda_backend.name != "hopper":
+        pytest.skip("a kernel of hopper")
+    torch.use_deterministic_algorithms(kernel == IN_ORDER)
+    dtype = cuda_backend.random.choice([torch.float16, torch.bfloat16])
+    q, k, v = cuda_backend.qkv(
+        Hq=Hq, Hkv=Hkv, Nq=1300, Nk=cuda_backend.random.choice([90, 300]), d=d, dtype=dtype
+    )
+    options = OPTIONS[name](cuda_backend)
+    if name == "dlse":
+        options = dict(dlse=cuda_backend.randn(*q.shape[:3]))
+    is_split = Hq > Hkv or kernel == FUSED  # in order, a slice has whole query heads
+    band = {x: y for x, y in options.items() if x in ("causal", "window_size", "offset")}
+    found = cuda_backend.explain(q, k, v, backward=True, **band).kernel
+    if Hq > Hkv or "window_size" not in options:  # else a window leaves too few steps to say
+        assert found == kernel + SPLIT * is_split or multiprocessors() != 132
+    check(cuda_backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kernel", [FUSED, IN_ORDER])
+def test_whole_and_split_keys(cuda_backend, in_any_order, d, kernel, causal):
+    """Eight tiles of keys more than multiprocessors: the last ones are split, the first ones aren't."""
+    if cuda_backend.name != "hopper":
+        pytest.skip("a kernel of hopper")
+    torch.use_deterministic_algorithms(kernel == IN_ORDER)
+    Nk = 64 * (multiprocessors() + 8) - 30
+    q, k, v = cuda_backend.qkv(B=1, Hq=8, Hkv=2, Nq=2500, Nk=Nk, d=d, dtype=torch.bfloat16)
+    assert cuda_backend.explain(q, k, v, backward=True, causal=causal).kernel == kernel + SPLIT
+    check(cuda_backend, torch.randn_like(q), q, k, v, causal=causal)
 
 
 # d, whether deterministic algorithms are asked for -> kernel, (Br, Bc, d) of the tile that gives dK and dV
@@ -167,7 +210,7 @@ def test_every_tile_of_hopper(cuda_backend, in_any_order, band, d, deterministic
     for dtype in torch.float16, torch.bfloat16:
         q, k, v = cuda_backend.qkv(B=1, Nq=410, Nk=450, d=d, dtype=dtype)
         found = cuda_backend.explain(q, k, v, backward=True, **band)
-        assert (found.kernel, (found.Br, found.Bc, found.d)) == (kernel, tile)
+        assert (found.kernel.removesuffix(SPLIT), (found.Br, found.Bc, found.d)) == (kernel, tile)
         check(cuda_backend, torch.randn_like(q), q, k, v, **band)
 
 
@@ -349,18 +392,25 @@ def test_the_same_bits(backend, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(300, 100))], ids=str)
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_the_same_bits_of_many_tiles(cuda_backend, d, options):
-    """More tiles than multiprocessors, some of which another stream takes: blocks wait for each other."""
+@pytest.mark.parametrize("d, Hkv", [(64, 12), (64, 3), (128, 12), (128, 3), (256, 12)])
+def test_the_same_bits_of_many_tiles(cuda_backend, d, Hkv, options):
+    """More tiles or slices than multiprocessors, some of which another stream takes: blocks must wait."""
     if cuda_backend.name == "paper":
         pytest.skip("a block of paper adds all of a dq")
-    q, k, v = cuda_backend.qkv(B=2, Hq=12, Hkv=12, Nq=1100, Nk=1500, d=d, dtype=torch.bfloat16)
+    q, k, v = cuda_backend.qkv(B=2, Hq=12, Hkv=Hkv, Nq=1100, Nk=1500, d=d, dtype=torch.bfloat16)
+    found = cuda_backend.explain(q, k, v, backward=True, **options)
+    if cuda_backend.name == "hopper" and "window_size" not in options and multiprocessors() == 132:
+        assert found.kernel == (TWO if d > 128 else IN_ORDER + SPLIT * (Hkv < 12))
     do, noise, other = torch.randn_like(q), torch.randn(2048, 2048, device=q.device), torch.cuda.Stream()
-    expected = grads(cuda_backend, do, q, k, v, **options)
-    for _ in range(20):
-        with torch.cuda.stream(other):
-            noise @ noise
-        assert all(map(torch.equal, grads(cuda_backend, do, q, k, v, **options), expected))
+    for form in forms(cuda_backend, q.dtype):
+        promised = slice(1 if form == "in any order" else 0, 3)  # dq may have other bits then
+        expected = grads(cuda_backend, do, q, k, v, **options)[promised]
+        for _ in range(20):
+            with torch.cuda.stream(other):
+                noise @ noise
+            # NaN in the memory of the next workspace, so that nothing is read before it is stored
+            torch.full((found.workspace // 4 + 1,), torch.nan, device=q.device)
+            assert all(map(torch.equal, grads(cuda_backend, do, q, k, v, **options)[promised], expected))
 
 
 HOLD = """extern "C" __global__ void hold(volatile int *released, int seconds) {

@@ -156,3 +156,22 @@ def test_backward(backend, dtype, d, Nq, Nk):
         actual = minimal_attn.backward(q, q, k, v, o, lse, None, backend=backend.name, **options)
         for x, y in zip(actual[wanted], exact[wanted], strict=True):
             assert relative_error(x.double().cpu(), y) < bound
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("Hq, Hkv", [(8, 1), (2, 2)])
+def test_backward_with_split_keys(backend, dtype, d, Hq, Hkv):
+    """By hopper: few tiles of keys, so blocks take slices of them."""
+    if backend.name != "hopper" or dtype == torch.float32:
+        pytest.skip("a kernel of hopper")
+    q, k, v = backend.qkv(B=1, Hq=Hq, Hkv=Hkv, Nq=70 if Hq == 8 else 500, Nk=130, d=d, dtype=dtype)
+    o, lse = backend.forward(q, k, v, return_lse=True)
+    exact = gradients(*(t.cpu() for t in (q, q, k, v)))
+    for is_deterministic in [True, False]:
+        torch.use_deterministic_algorithms(is_deterministic)
+        if torch.cuda.get_device_properties(0).multi_processor_count >= 60:
+            is_split = backend.explain(q, k, v, backward=True).kernel.endswith("keys split")
+            assert is_split == (Hq > Hkv or not is_deterministic)
+        actual = minimal_attn.backward(q, q, k, v, o, lse, None, backend="hopper")
+        for x, y in zip(actual, exact, strict=True):
+            assert relative_error(x.double().cpu(), y) < 2e-2
