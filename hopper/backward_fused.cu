@@ -5,8 +5,8 @@
 //
 // A block computes one work tile after another: Bc keys of one key head, 64 for each consumer warpgroup. It walks the
 // tiles of Br queries that see one of the keys, in all query heads of the key head. So no other block adds to this dK
-// and dV. Where multiprocessors would be idle, a work tile is a slice of that: it walks some of these queries
-// (key_slices.h). A consumer warp has 16 keys. Of these the warp that ends last sums dK and dV of all slices.
+// and dV. Where multiprocessors would be idle, a work tile is a slice of a tile of keys: it walks some of these queries
+// (key_slices.h). A consumer warp has 16 keys of each slice. The warp that ends last for its 16 keys sums the slices.
 //
 //         thread 0          shared memory      each consumer warpgroup, in registers           threads 32, 64
 //         +-- once ----> Kj, Vj ---------+
@@ -37,7 +37,7 @@
 //
 // A part of dQ is 64 queries x 64 columns, in float32 in the workspace. It needs no memset: the first block that has
 // computed something for a part stores it, later blocks add. They do so in any order, or, for deterministic gradients,
-// "in order": of the keys that see the part, the last ones come first (tile_in_order, KeyTile::tiles_before).
+// "in order": of the keys that the part's queries see, the last come first (tile_in_order, KeySlice::tiles_before).
 //
 // Warp 3 does what is bound by memory, beside the products. A unit is 64 queries of one query head. First the warp
 // computes lse and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
@@ -77,8 +77,8 @@
 // | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
 // | stored, in order  | a part of dQ | each adder: stored or added             | adders   | tiles_before         |
-// | added             | a key head   | each adder: ended a slice, or a whole   | warp 3   | all: dQ is complete  |
-// |                   |              | tile, which counts like all its slices  |          |                      |
+// | added             | a key head   | each adder: 1 for a slice, or for a     | warp 3   | all: dQ is complete  |
+// |                   |              | whole tile 2^log_slices                 |          |                      |
 // | steps_stored      | 16 keys of a | consumer warp: stored dK and dV of so   | no role  |                      |
 // |                   | split tile   | many steps                              |          |                      |
 //
@@ -96,8 +96,8 @@ namespace {
 
 // ------------------------------------------------------------------------------ thread 0: work tiles and loads
 
-// The n-th tile of keys in order. Each head's last keys come first, since only the last queries see them under a causal
-// mask. So they add first, and earlier keys rarely wait. Without causal or a window heads are interleaved, so that a tile
+// The n-th tile of keys in order. Each head's last keys come first: under a causal mask only the last queries see
+// them. So they add first, and earlier keys rarely wait. Without causal or a window heads are interleaved: a tile
 // begins later than the one of its head that adds before it. A tile waits only for tiles of a smaller n: no deadlock.
 __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     const int first_head = n / (p.interleaved * p.Tc) * p.interleaved, rest = n - first_head * p.Tc;

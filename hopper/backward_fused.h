@@ -64,8 +64,8 @@ struct FusedParameters : GradientParameters {
     int *units_taken, *added, *filled, *stored, *steps_stored;  // counters
 };
 
-// A slice of a tile of keys, or all of it, and how it walks the queries. A step is one tile of queries of one head. Each
-// slice has the next steps_of_slice steps of its tile, the last slices fewer or none.
+// A slice of a tile of keys, or all of it, and how it walks the queries. A step is one tile of queries of one head.
+// Each slice has the next steps_of_slice steps of its tile, the last slices fewer or none.
 template <class Tile>
 struct KeySlice : KeyTile<Tile> {
     using KeyTile<Tile>::i0, KeyTile<Tile>::i1, KeyTile<Tile>::j0, KeyTile<Tile>::band;

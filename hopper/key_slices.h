@@ -13,14 +13,14 @@ struct Split {
     int log_slices;
 };
 
-// Costs are in steps of a multiprocessor, measured on an H100 (docs/backward.md). More slices a multiprocessor than
-// kMostLoad would take more memory. A tile has at most 2^kMostLogSlices.
+// Costs of a split on an H100, in steps of a multiprocessor: one to join, and at d 128 one to store each slice that a
+// multiprocessor takes. kMostLoad is the most slices a multiprocessor, which bounds the workspace. A tile has at most
+// 2^kMostLogSlices slices.
 constexpr double kCostToJoin = 2, kCostToStoreD128 = 3, kMostLoad = 4;
 constexpr int kMostLogSlices = 4;
 
-// The split with the shortest estimated time. Of equally long tiles those after the last full round may be split. With
-// causal a tile is half as long on average as the longest one, and the last round may be. In order, a slice has whole
-// query heads: else it would wait for slices of later keys that end at its queries.
+// The split with the shortest estimated time. In order, a slice has whole query heads: else it would wait for slices of
+// later keys that end at its queries.
 template <class Tile>
 Split best_split(const Gradient &g, int multiprocessors) {
     const Attention &a = g.a;
@@ -28,6 +28,8 @@ Split best_split(const Gradient &g, int multiprocessors) {
     const int64_t queries = std::min<int64_t>(a.Nq, a.last - a.first + Tile::Bc + Tile::Br);  // a tile's, at most
     const double longest = (queries + Tile::Br - 1) / Tile::Br * group;
     const bool is_equal = !is_banded(a) || queries < a.Nq;
+    // Of equally long tiles those after the last full round may be split. Under causal, or a window wider than the
+    // queries, a tile is half as long on average as the longest one: there the whole last round may be split.
     Split split{tiles <= multiprocessors ? tiles : is_equal ? tiles % multiprocessors : multiprocessors, 0};
     double shortest = INFINITY;
     for (int n = 0; n <= kMostLogSlices && split.tiles > 0; ++n) {

@@ -48,7 +48,8 @@ struct BackwardTile {
     static_assert(Br % 16 == 0 && Bc % 32 == 0 && X % XAtOnce == 0 && XQ % XQAtOnce == 0);
 };
 
-// Tensor cores truncate sums: dP, dV, dK and dQ would be 0.7 to 1.1 times 2^-23 too small on average.
+// Tensor cores truncate sums: on an H100 dP, dV, dK and dQ would be 0.7 to 1.1 times 2^-23 too small on average. Other
+// GPUs take the same factor.
 constexpr float kUndoTruncation = 1 + 0x1p-23f;
 constexpr int kQueriesOfSum = 32;        // queries or keys whose products are one sum on tensor cores
 constexpr int kTilesOfRegisterSum = 64;  // tiles of queries after which dKj and dVj are added to HBM
