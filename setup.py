@@ -258,7 +258,7 @@ OPTIMIZE = {"main.cpp": "-O2"}
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
 LONGEST = ["main.cpp", "hopper/float32/forward.cu", "hopper/half.cu", "portable/tf32.cu", "portable/half.cu"]
-LONGEST += ["portable/decode.cu", "hopper/backward_separate.cu", "portable/half_backward.cu"]
+LONGEST += ["portable/decode.cu", "hopper/backward_dq.cu", "hopper/backward_dk_dv.cu", "portable/half_backward.cu"]
 LONGEST += ["portable/tf32_backward.cu", "hopper/backward_fused.cu", "cpu/forward.cpp", "cpu/backward.cpp"]
 
 

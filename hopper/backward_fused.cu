@@ -5,8 +5,7 @@
 //
 // A block computes one work tile after another: Bc keys of one key head, 64 for each consumer warpgroup. It walks the
 // tiles of Br queries that see one of the keys, in all query heads of the key head. So no other block adds to this dK
-// and dV. Where multiprocessors would be idle, a work tile is a slice of a tile of keys: it walks some of these queries
-// (key_slices.h). A consumer warp has 16 keys of each slice. The warp that ends last for its 16 keys sums the slices.
+// and dV. Where multiprocessors would be idle, a work tile is a slice (key_slices.h): it walks some of these queries.
 //
 //         thread 0          shared memory      each consumer warpgroup, in registers           threads 32, 64
 //         +-- once ----> Kj, Vj ---------+
@@ -89,7 +88,6 @@
 #include "hopper/backward_fused.h"
 
 #include "hopper/backward_rows.h"
-#include "hopper/key_slices.h"
 
 namespace minimal_attn::hopper {
 namespace {
@@ -105,11 +103,12 @@ __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     return (first_head + rest % heads) * p.Tc + p.Tc - 1 - rest / heads;
 }
 
-// The n-th work tile: first whole tiles of keys, then the slices of the others.
-__device__ inline KeyWork work_tile(const FusedParameters &p, int n) {
+__device__ inline KeyWork take_work_tile(const FusedParameters &p) {
+    const int n = atomicAdd(p.tile_counter, 1);
     if (n >= p.work_tiles) return {kNoTile, kWhole};
-    const int slice = n - p.whole_tiles, tile = slice < 0 ? n : p.whole_tiles + (slice >> p.log_slices);
-    return {p.in_order ? tile_in_order(p, tile) : tile, slice < 0 ? kWhole : slice};
+    KeyWork work = key_work(p, n);
+    if (p.in_order) work.tile = tile_in_order(p, work.tile);
+    return work;
 }
 
 // Thread 0 takes a work tile after it has issued the last load of the one before.
@@ -120,7 +119,7 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &
     Pipeline Q{shared.Q};
     Pipeline dO{shared.dO};
     for (;; tile_queue.advance()) {
-        const KeyWork work = work_tile(p, atomicAdd(p.tile_counter, 1));
+        const KeyWork work = take_work_tile(p);
         tile_queue.producer_acquire();
         shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
@@ -218,38 +217,6 @@ __device__ inline void stage_dQ(unsigned char (&boxes)[2][64 * 128], const float
         *(float *)(tile + (x / 4 * 8 + x % 2) * 128 + swizzle * 16) = dQ[x];
     }
     fence_async();
-}
-
-// Stores this warp's dK and dV of a slice, and counts the steps. The warp that completes the count sums all slices in
-// their order: so the bits don't depend on which warp that is. Returns whether this warp did.
-template <class Tile>
-__device__ bool sum_slices(const FusedParameters &p, const KeySlice<Tile> &keys, int slice, float (&dK)[Tile::D / 2],
-                           float (&dV)[Tile::D / 2]) {
-    constexpr int kWarps = 4 * Tile::Consumers, kSlice = Tile::D / 4 * 32;  // a warp's dK and dV, in float4
-    // Opaque: else ptxas keeps it in a register during the loop over queries, which was 5 % slower at d 128.
-    const int thread = opaque(threadIdx.x), lane = thread % 32;
-    const int warp = (slice >> p.log_slices) * kWarps + thread / 32 - 4;
-    const float4 *from = p.slices + ((int64_t)warp << p.log_slices) * kSlice + lane;
-    float4 *const to = (float4 *)from + keys.index * kSlice;
-#pragma unroll
-    for (int x = 0; x < Tile::D / 8; ++x) {
-        __stcg(to + 32 * x, *(const float4 *)&dK[4 * x]);
-        __stcg(to + 32 * (x + Tile::D / 8), *(const float4 *)&dV[4 * x]);
-    }
-    __syncwarp();
-    const int before = lane == 0 ? add_acquire_release(p.steps_stored[warp], keys.steps) : 0;
-    __syncwarp();  // lane 0 has acquired for all lanes
-    if (broadcast_lane0(before) + keys.steps < keys.all_steps) return false;
-#pragma unroll
-    for (int x = 0; x < Tile::D / 2; ++x) dK[x] = dV[x] = 0.f;
-    for (int step = 0; step < keys.all_steps; step += keys.steps_of_slice, from += kSlice)
-#pragma unroll
-        for (int x = 0; x < Tile::D / 4; ++x) {
-            const float4 four = __ldcg(from + 32 * x);
-            float *const sum = x < Tile::D / 8 ? &dK[4 * x] : &dV[4 * x - Tile::D / 2];
-            sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
-        }
-    return true;
 }
 
 // Describes the slice again, since the loop over queries has no registers for that.
@@ -406,19 +373,15 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
 template <class Tile>
 struct Workspace {
     Split split;
-    int64_t whole_tiles, slices, key_heads, units, parts, split_warps, counter_bytes, slices_begin, bytes;
+    int64_t key_heads, units, parts, counter_bytes, slices_begin, bytes;
     Workspace(const Gradient &g, int multiprocessors)
-        : split(best_split<Tile>(g, multiprocessors)),
-          whole_tiles(key_tiles_of(g.a, Tile::Bc) - split.tiles),
-          slices(split.tiles << split.log_slices),
+        : split(best_split<Tile>(g.a, multiprocessors, g.deterministic)),
           key_heads(g.a.B * g.a.Hkv),
           units(g.a.B * g.a.Hq * padded_rows(g.a) / 64),
           parts(units * Tile::D / 64),
-          split_warps(split.tiles * 4 * Tile::Consumers),
-          counter_bytes((2 + 2 * key_heads + parts + split_warps + 63) / 64 * 256),
+          counter_bytes((2 + 2 * key_heads + parts + split.warps<Tile>() + 63) / 64 * 256),
           slices_begin(counter_bytes + parts * (64 * 64 * 4)),
-          bytes(slices_begin + slices * (2 * Tile::Bc * Tile::D * 4)) {}
-    int64_t work_tiles() const { return whole_tiles + slices; }
+          bytes(slices_begin + split.bytes<Tile>()) {}
 };
 
 }  // namespace
@@ -430,10 +393,10 @@ Plan plan_fused(const Gradient &g, const Device &device) {
         constexpr const char *kNames[2][2] = {
             {"half backward, fused", "half backward, fused, keys split"},
             {"half backward, fused, in order", "half backward, fused, in order, keys split"}};
-        const char *const name = kNames[g.deterministic][workspace.split.tiles > 0];
+        const char *const name = kNames[g.deterministic][workspace.split.split_tiles > 0];
         Plan plan = make_plan<Tile, FusedStorage<Tile>>(g.a, device, name, tile_of(g.a));
         // Blocks without a work tile fill rows and convert dQ.
-        plan.grid = std::min<int64_t>(workspace.work_tiles() + workspace.parts, device.multiprocessors);
+        plan.grid = std::min<int64_t>(workspace.split.work_tiles() + workspace.parts, device.multiprocessors);
         plan.workspace = workspace.bytes;
         return plan;
     });
@@ -448,18 +411,17 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
                                                       : fused_backward_kernel<__nv_bfloat16, Tile>;
         const cudaError_t error = allow_shared_memory(kernel);  // first, for make_tensor_map
         if (error != cudaSuccess) return why_not(error);
-        FusedParameters p{gradient_parameters(g, rows, Tile::Bc)};
+        const Workspace<Tile> workspace(g, plan.multiprocessors);
+        FusedParameters p{key_parameters<Tile>(g, rows, workspace.split)};
         p.lse = g.lse, p.dlse = g.dlse, p.fills_rows = fills_rows(a);
-        p.in_order = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
+        p.in_order = p.whole_heads = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
-        const Workspace<Tile> workspace(g, plan.multiprocessors);
         const Zeros counters(memory, workspace.counter_bytes, stream);
         p.units_taken = (int *)counters.memory + 1, p.added = p.units_taken + 1;
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
         p.steps_stored = p.stored + workspace.parts;
         p.slices = (float4 *)((char *)memory + workspace.slices_begin);
-        p.whole_tiles = workspace.whole_tiles, p.log_slices = workspace.split.log_slices;
         p.units = workspace.units, p.units_of_head = rows.head_stride / 64;
         p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
         p.dQ_data = (float *)((char *)memory + workspace.counter_bytes);
@@ -469,7 +431,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
-        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, workspace.work_tiles());
+        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, workspace.split.work_tiles());
     });
 }
 

@@ -20,29 +20,17 @@ struct GradientParameters : Parameters {
     GradientTensor dq, dk, dv;
     GradientRows rows;  // lse and D
     float c;            // softmax_scale log2(e)
-    Divisor Tc;         // tiles of keys of a head
 };
 
-// Of all heads.
-inline int64_t key_tiles_of(const Attention &a, int Bc) { return a.B * a.Hkv * ((a.Nk + Bc - 1) / Bc); }
-
 // All but the tensor maps and what launch_kernel sets.
-inline GradientParameters gradient_parameters(const Gradient &g, const GradientRows &rows, int Bc) {
+inline GradientParameters gradient_parameters(const Gradient &g, const GradientRows &rows) {
     const auto tensor = [&](void *data, const Strides &stride) -> GradientTensor {
         return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
     };
     GradientParameters p{g.a};
     p.dq = tensor(g.dq, g.dq_stride), p.dk = tensor(g.dk, g.dk_stride), p.dv = tensor(g.dv, g.dv_stride);
-    p.rows = rows, p.c = g.a.softmax_scale * kLog2e, p.Tc = (g.a.Nk + Bc - 1) / Bc;
+    p.rows = rows, p.c = g.a.softmax_scale * kLog2e;
     return p;
-}
-
-// All lanes of a warp call it when they have written the stage.
-template <int Stages>
-__device__ void producer_commit(Pipeline<Stages> &pipeline) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(pipeline.full());
-    pipeline.advance();
 }
 
 // Stores factor times an accumulator to rows i and i + 8 of head h, if they are below `rows`. A row becomes 0 where

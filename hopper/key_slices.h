@@ -1,46 +1,179 @@
-// key_slices.h: which tiles of keys backward_fused.cu splits, where whole ones would leave multiprocessors idle.
+// key_slices.h: slices of tiles of keys, for launches whose whole tiles would leave multiprocessors idle. A slice walks
+// some of the queries that see the keys. sum_slices adds the slices' dK and dV.
 #pragma once
 #include <algorithm>
 #include <cmath>
 
-#include "hopper/gradient.h"
+#include "hopper/key_tiles.h"
 
 namespace minimal_attn::hopper {
 
-// The last `tiles` of keys, in the order of work tiles, are split into up to 2^log_slices slices each.
-struct Split {
-    int64_t tiles;
-    int log_slices;
+// A work tile: a tile of keys, or a slice of it.
+struct KeyWork {
+    int tile;   // kNoTile: no more
+    int slice;  // its number among the slices of all split tiles, or kWhole
+};
+constexpr int kNoTile = -1, kWhole = -1;
+
+// The n-th work tile: whole tiles of keys come first, then the slices of the others.
+__device__ inline KeyWork key_work(const KeyParameters &p, int n) {
+    const int slice = n - p.whole_tiles;
+    return slice < 0 ? KeyWork{n, kWhole} : KeyWork{p.whole_tiles + (slice >> p.log_slices), slice};
+}
+
+// A slice of a tile of keys, or all of it, and how it walks the queries. A step is one tile of queries of one head.
+// Each slice has the next steps_of_slice steps of its tile, the last slices fewer or none.
+template <class Tile>
+struct KeySlice : KeyTile<Tile> {
+    using KeyTile<Tile>::i0, KeyTile<Tile>::i1, KeyTile<Tile>::j0, KeyTile<Tile>::band;
+    int start;      // the query where the walk of each head begins
+    int all_steps;  // of the tile
+    int index, steps_of_slice;
+    int h, i;   // where this slice begins
+    int steps;  // of this slice; below 1: none
+
+    __device__ KeySlice(const KeyParameters &p, const KeyWork &work) : KeyTile<Tile>(p, work.tile) {
+        // Where all queries see the keys, each tile of keys begins at other queries: so blocks add to different dQi.
+        start = i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
+        const int steps_of_head = (i1 - i0 + Tile::Br - 1) / Tile::Br;
+        all_steps = steps_of_head * (this->unseen ? 1 : (int)p.group);
+        const int log_slices = work.slice == kWhole ? 0 : p.log_slices;
+        const auto share = [&](int all) { return ((all - 1) >> log_slices) + 1; };
+        index = work.slice & ((1 << log_slices) - 1);
+        steps_of_slice = p.whole_heads ? share(p.group) * steps_of_head : share(all_steps);
+        int before = index * steps_of_slice;
+        steps = min(steps_of_slice, all_steps - before);
+        h = this->h0;
+        for (; before >= steps_of_head; before -= steps_of_head) ++h;  // no division: it has no uniform result
+        i = start + before * Tile::Br;
+        if (i >= i1) i -= steps_of_head * Tile::Br;
+    }
+    // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
+    // queries see of later keys.
+    __device__ int tiles_before(int i) const {
+        return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
+    }
+    // use(h, i, is_first) for each step. One loop: two would take more registers.
+    template <class Use>
+    __device__ void for_each_step(const Use &use) const {
+        int h = this->h, i = this->i;
+        for (int n = 0; n < steps; ++n) {
+            use(h, i, n == 0);
+            i += Tile::Br;
+            if (i >= i1) i = i0;
+            if (i == start) ++h;
+        }
+    }
 };
 
-// Costs of a split on an H100, in steps of a multiprocessor: one to join, and at d 128 one to store each slice that a
-// multiprocessor takes. kMostLoad is the most slices a multiprocessor, which bounds the workspace. A tile has at most
-// 2^kMostLogSlices slices.
-constexpr double kCostToJoin = 2, kCostToStoreD128 = 3, kMostLoad = 4;
-constexpr int kMostLogSlices = 4;
+// Stores this warp's sums of a slice, and counts the steps. The warp that completes the count adds all slices in their
+// order: so the bits don't depend on which warp that is. Returns whether this warp did.
+template <class Tile, int... Counts>
+__device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile> &keys, int slice, float (&...sums)[Counts]) {
+    constexpr int kWarps = 4 * Tile::Consumers, kSlice = (Counts + ...) / 4 * 32;
+    const int thread = opaque(threadIdx.x),
+              lane = thread % 32;  // else ptxas keeps threadIdx.x in the loop over queries
+    const int warp = (slice >> p.log_slices) * kWarps + thread / 32 - 4;
+    float4 *from = p.slices + ((int64_t)warp << p.log_slices) * kSlice + lane, *to = from + keys.index * kSlice;
+    const auto store = [&](const auto &sum) {
+        constexpr int kFours = sizeof(sum) / 16;
+#pragma unroll
+        for (int x = 0; x < kFours; ++x) __stcg(to + 32 * x, *(const float4 *)&sum[4 * x]);
+        to += 32 * kFours;
+    };
+    (store(sums), ...);
+    __syncwarp();
+    const int before = lane == 0 ? add_acquire_release(p.steps_stored[warp], keys.steps) : 0;
+    __syncwarp();  // lane 0 has acquired for all lanes
+    if (broadcast_lane0(before) + keys.steps < keys.all_steps) return false;
+    const auto clear = [](auto &sum) {
+        constexpr int kCount = sizeof(sum) / 4;
+#pragma unroll
+        for (int x = 0; x < kCount; ++x) sum[x] = 0.f;
+    };
+    const auto add = [&](auto &sum) {
+        constexpr int kFours = sizeof(sum) / 16;
+#pragma unroll
+        for (int x = 0; x < kFours; ++x) {
+            const float4 four = __ldcg(from + 32 * x);
+            sum[4 * x] += four.x, sum[4 * x + 1] += four.y, sum[4 * x + 2] += four.z, sum[4 * x + 3] += four.w;
+        }
+        from += 32 * kFours;
+    };
+    (clear(sums), ...);
+    for (int step = 0; step < keys.all_steps; step += keys.steps_of_slice) (add(sums), ...);
+    return true;
+}
 
-// The split with the shortest estimated time. In order, a slice has whole query heads: else it would wait for slices of
-// later keys that end at its queries.
-template <class Tile>
-Split best_split(const Gradient &g, int multiprocessors) {
-    const Attention &a = g.a;
-    const int64_t group = a.Hq / a.Hkv, tiles = key_tiles_of(a, Tile::Bc);
-    const int64_t queries = std::min<int64_t>(a.Nq, a.last - a.first + Tile::Bc + Tile::Br);  // a tile's, at most
-    const double longest = (queries + Tile::Br - 1) / Tile::Br * group;
-    const bool is_equal = !is_banded(a) || queries < a.Nq;
-    // Of equally long tiles those after the last full round may be split. Under causal, or a window wider than the
-    // queries, a tile is half as long on average as the longest one: there the whole last round may be split.
-    Split split{tiles <= multiprocessors ? tiles : is_equal ? tiles % multiprocessors : multiprocessors, 0};
-    double shortest = INFINITY;
-    for (int n = 0; n <= kMostLogSlices && split.tiles > 0; ++n) {
-        const int slices = 1 << n;
-        const double load = double(split.tiles) * slices / multiprocessors, steps = std::ceil(longest / slices);
-        if (slices > 1 && (load > kMostLoad || (g.deterministic && group % slices != 0))) break;
-        const double costs = slices == 1 ? 0 : kCostToJoin + kCostToStoreD128 * Tile::D / 128 * load;
-        const double time = costs + steps * (is_equal ? std::ceil(load) : std::max(1., (load + 1) / 2));
-        if (time < shortest) shortest = time, split.log_slices = n;
+// ------------------------------------------------------------------------------ which tiles are split: host code
+
+// The last tiles of keys, in the order of work tiles, are split into up to 2^log_slices slices each.
+struct Split {
+    int64_t whole_tiles, split_tiles;
+    int log_slices;
+
+    int64_t slices() const { return split_tiles << log_slices; }
+    int64_t work_tiles() const { return whole_tiles + slices(); }
+    template <class Tile>
+    int64_t warps() const {  // consumer warps of the split tiles
+        return split_tiles * 4 * Tile::Consumers;
     }
-    return split.log_slices == 0 ? Split{} : split;
+    template <class Tile>
+    int64_t bytes() const {  // of dK and dV of all slices
+        return slices() * (2 * Tile::Bc * Tile::D * 4);
+    }
+};
+
+// What a split costs, in steps of a multiprocessor on an H100: once, and for each slice that a multiprocessor takes.
+// next_kernel: steps that the kernel behind takes for each step of this one. It fills idle multiprocessors.
+struct SplitCosts {
+    double once, slice, next_kernel;
+};
+constexpr double kMostLoad = 4;    // the most slices a multiprocessor, which bounds the workspace
+constexpr int kMostLogSlices = 4;  // a tile has at most 16 slices
+
+// The split with the shortest estimated time. docs/backward.md has the estimate in words.
+template <class Tile>
+Split best_split(const Attention &a, int multiprocessors, bool whole_heads) {
+    constexpr SplitCosts costs = Tile::Costs;
+    const int64_t group = a.Hq / a.Hkv, tiles = key_tiles_of(a, Tile::Bc);
+    const int64_t queries = clamp(a.last - a.first + Tile::Bc + Tile::Br, int64_t(1), int64_t(a.Nq));  // most of a tile
+    const int64_t steps_of_head = (queries + Tile::Br - 1) / Tile::Br;
+    const int64_t units = whole_heads ? group : group * steps_of_head, steps_of_unit = whole_heads ? steps_of_head : 1;
+    const bool is_equal = !is_banded(a) || queries < a.Nq;
+    // Of more tiles than multiprocessors none may be split if a kernel runs behind, else equal ones behind the last
+    // full round. Under causal, or a window wider than the queries, tiles are half as long on average as the longest:
+    // the whole last round may be split.
+    const int64_t splittable = tiles <= multiprocessors ? tiles
+                               : costs.next_kernel > 0  ? 0
+                               : is_equal               ? tiles % multiprocessors
+                                                        : multiprocessors;
+    Split best{tiles, 0, 0};
+    double shortest = INFINITY;
+    for (int n = 0; n <= kMostLogSlices && splittable > 0; ++n) {
+        if (n > 0 && splittable << n > kMostLoad * multiprocessors) break;
+        const int64_t units_of_slice = ((units - 1) >> n) + 1, used_slices = (units - 1) / units_of_slice + 1;
+        const double load = double(splittable) * used_slices / multiprocessors;
+        // How long the longest slice would take, in steps, and how many times that all of them, and the kernel behind.
+        const double steps = units_of_slice * steps_of_unit;
+        const double rounds = costs.next_kernel > 0
+                                  ? std::max(1., (1 + costs.next_kernel) * (is_equal ? load : load / 2))
+                              : is_equal ? std::ceil(load)
+                                         : std::max(1., (load + 1) / 2);
+        const double time = steps * rounds + (n == 0 ? 0 : costs.once + costs.slice * load);
+        if (time >= shortest) continue;
+        shortest = time;
+        if (n > 0) best = {tiles - splittable, splittable, n};
+    }
+    return best;
+}
+
+// All but the tensor maps, what launch_kernel sets, and the pointers to the workspace.
+template <class Tile>
+KeyParameters key_parameters(const Gradient &g, const GradientRows &rows, const Split &split) {
+    KeyParameters p{gradient_parameters(g, rows)};
+    p.Tc = (g.a.Nk + Tile::Bc - 1) / Tile::Bc, p.whole_tiles = split.whole_tiles, p.log_slices = split.log_slices;
+    return p;
 }
 
 }  // namespace minimal_attn::hopper

@@ -1,9 +1,30 @@
-// key_tiles.h: what backward_fused.cu and backward_separate.cu share where a block owns a tile of keys and walks the
-// tiles of queries.
+// key_tiles.h: what backward_fused.cu and backward_dk_dv.cu share where a block owns a tile of keys and walks the tiles
+// of queries.
 #pragma once
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {
+
+struct KeyParameters : GradientParameters {
+    Divisor Tc;         // tiles of keys of a head
+    int whole_tiles;    // so many tiles of keys, the first ones in the order of work tiles, are whole,
+    int log_slices;     // the next ones are split into up to 2^log_slices slices each (key_slices.h)
+    bool whole_heads;   // slices end where a head ends: in order they would else wait for slices of later keys
+    int starts_apart;   // a mask of all bits or none, for KeySlice::start
+    float4 *slices;     // the sums of slices, as the consumer warps hold them
+    int *steps_stored;  // a counter for each consumer warp of a split tile
+};
+
+// Of all heads.
+inline int64_t key_tiles_of(const Attention &a, int Bc) { return a.B * a.Hkv * ((a.Nk + Bc - 1) / Bc); }
+
+// All lanes of a warp call it when they have written the stage.
+template <int Stages>
+__device__ void producer_commit(Pipeline<Stages> &pipeline) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(pipeline.full());
+    pipeline.advance();
+}
 
 // Tile n of keys, from j0 on, and the queries that see one of its keys: i0 <= i < i1 of the heads from h0 on. These
 // queries are an interval, since the band's bounds only grow with i.
@@ -13,7 +34,7 @@ struct KeyTile {
     bool unseen;  // no query sees the keys: one tile is computed all the same, and masked
     BandOf<int> band;
 
-    __device__ KeyTile(const GradientParameters &p, int n) {
+    __device__ KeyTile(const KeyParameters &p, int n) {
         const int head = n / p.Tc;
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
         band = band_of_batch(p, b);
@@ -33,7 +54,7 @@ struct KeyTile {
 
 // Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
 template <class Tile, int Stages, int Bytes>
-__device__ void load_query_tile(const GradientParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
+__device__ void load_query_tile(const KeyParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
                                 const float *lse_or_D, Pipeline<Stages> &pipeline,
                                 unsigned char (&tiles)[Stages][Bytes], float (&numbers)[Stages][Tile::Br]) {
     static_assert(Tile::Br == 64 || Tile::Boxes == 1);

@@ -7,7 +7,7 @@
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
 //
 // With a float32 workspace (float32/forward.cu, produce) and in the backward pass, blocks always take work tiles from a
-// counter. One kernel needs none: in that of dK and dV in backward_separate.cu each block has one work tile.
+// counter. One kernel needs none: in backward_dk_dv.cu each block has one work tile.
 #pragma once
 #include <algorithm>
 

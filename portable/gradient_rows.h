@@ -16,7 +16,7 @@ inline int64_t padded_rows(const Attention &a) {
 struct GradientRows {
     float *lse, *D;
     int64_t head_stride;
-    int *tile_counter;  // hopper/backward_separate.cu takes work tiles of dQ from it; 0 before
+    int *tile_counter;  // hopper/backward_dq.cu takes work tiles from it; 0 before
 };
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256

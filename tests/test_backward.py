@@ -1,5 +1,6 @@
 """dq, dk and dv of minimal_attn.backward and of autograd, against float64 autograd and PyTorch's own."""
 
+import functools
 import itertools
 import time
 
@@ -148,9 +149,10 @@ def test_options_of_the_fused_kernel(cuda_backend, in_any_order, name, d, Nk, ke
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("d", [50, 128])
-@pytest.mark.parametrize("Hq, Hkv", [(4, 1), (4, 4)])
-@pytest.mark.parametrize("kernel", [FUSED, IN_ORDER])
+@pytest.mark.parametrize("Hq, Hkv", [(4, 1), (4, 4), (7, 1)])
+@pytest.mark.parametrize(
+    "d, kernel", [(50, FUSED), (128, FUSED), (50, IN_ORDER), (128, IN_ORDER), (180, TWO), (250, TWO)]
+)
 def test_split_keys(cuda_backend, in_any_order, name, d, Hq, Hkv, kernel):
     """Few tiles of keys for the multiprocessors. Slices may begin within a head, have few steps, or none."""
     if cuda_backend.name != "hopper":
@@ -161,27 +163,31 @@ def test_split_keys(cuda_backend, in_any_order, name, d, Hq, Hkv, kernel):
         Hq=Hq, Hkv=Hkv, Nq=1300, Nk=cuda_backend.random.choice([90, 300]), d=d, dtype=dtype
     )
     options = OPTIONS[name](cuda_backend)
-    if name == "dlse":
-        options = dict(dlse=cuda_backend.randn(*q.shape[:3]))
-    is_split = Hq > Hkv or kernel == FUSED  # in order, a slice has whole query heads
+    if name in ("dlse", "sinks"):
+        options[name] = cuda_backend.randn(*(q.shape[:3] if name == "dlse" else [Hq]))
+    is_split = Hq > Hkv or kernel != IN_ORDER  # in order, a slice has whole query heads
     band = {x: y for x, y in options.items() if x in ("causal", "window_size", "offset")}
     found = cuda_backend.explain(q, k, v, backward=True, **band).kernel
-    if Hq > Hkv or "window_size" not in options:  # else a window leaves too few steps to say
+    shortens = [Hq == Hkv, "window_size" in options, kernel == TWO]
+    if sum(shortens) < 2:  # else a tile may have too few steps to be split
         assert found == kernel + SPLIT * is_split or multiprocessors() != 132
     check(cuda_backend, torch.randn_like(q), q, k, v, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("kernel", [FUSED, IN_ORDER])
+@pytest.mark.parametrize(
+    "d, kernel", [(64, FUSED), (128, FUSED), (64, IN_ORDER), (128, IN_ORDER), (192, TWO), (256, TWO)]
+)
 def test_whole_and_split_keys(cuda_backend, in_any_order, d, kernel, causal):
-    """Eight tiles of keys more than multiprocessors: the last ones are split, the first ones aren't."""
+    """Eight tiles of 128 keys more than multiprocessors: the last ones are split, the first ones aren't.
+    Above d 128 no tile is split, since the next kernel begins beside the last tiles."""
     if cuda_backend.name != "hopper":
         pytest.skip("a kernel of hopper")
     torch.use_deterministic_algorithms(kernel == IN_ORDER)
     Nk = 64 * (multiprocessors() + 8) - 30
-    q, k, v = cuda_backend.qkv(B=1, Hq=8, Hkv=2, Nq=2500, Nk=Nk, d=d, dtype=torch.bfloat16)
-    assert cuda_backend.explain(q, k, v, backward=True, causal=causal).kernel == kernel + SPLIT
+    q, k, v = cuda_backend.qkv(B=1, Hq=10, Hkv=2, Nq=1300, Nk=Nk, d=d, dtype=torch.bfloat16)
+    expected = kernel + SPLIT * (kernel != TWO)
+    assert cuda_backend.explain(q, k, v, backward=True, causal=causal).kernel == expected
     check(cuda_backend, torch.randn_like(q), q, k, v, causal=causal)
 
 
@@ -325,9 +331,10 @@ def test_as_exact_as_sdpa(backend, dtype, name, d):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_may_be_nan(backend, dtype, causal):
+@pytest.mark.parametrize("d, Hq, Hkv", [(64, 4, 2), (128, 7, 1), (256, 4, 2), (256, 7, 1)])
+def test_padding_may_be_nan(backend, dtype, causal, d, Hq, Hkv):
     """Keys outside leftpad_k..seqlens_k, and queries that see no key, reach nothing."""
-    q, k, v = backend.qkv(dtype=dtype)
+    q, k, v = backend.qkv(Hq=Hq, Hkv=Hkv, d=d, dtype=dtype)
     do = torch.randn_like(q)
     options = dict(leftpad_k=backend.ints(5, 0), seqlens_k=backend.ints(60, 33), causal=causal)
     expected = {form: grads(backend, do, q, k, v, **options) for form in forms(backend, dtype)}
@@ -345,8 +352,9 @@ def test_padding_may_be_nan(backend, dtype, causal):
 
 
 @pytest.mark.parametrize("lengths", [dict(seqlens_k=(80, 0)), dict(leftpad_k=(0, 90))], ids=str)
-def test_a_batch_without_keys_may_be_nan(backend, dtype, lengths):
-    q, k, v = backend.qkv(dtype=dtype)
+@pytest.mark.parametrize("d, Hq, Hkv", [(64, 4, 2), (128, 7, 1), (256, 4, 2), (256, 7, 1)])
+def test_a_batch_without_keys_may_be_nan(backend, dtype, lengths, d, Hq, Hkv):
+    q, k, v = backend.qkv(Hq=Hq, Hkv=Hkv, d=d, dtype=dtype)
     do = torch.randn_like(q)
     for t in q, k, v, do:
         t[1] = torch.nan
@@ -393,15 +401,18 @@ def test_the_same_bits(backend, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(300, 100))], ids=str)
-@pytest.mark.parametrize("d, Hkv", [(64, 12), (64, 3), (128, 12), (128, 3), (256, 12)])
-def test_the_same_bits_of_many_tiles(cuda_backend, d, Hkv, options):
+@pytest.mark.parametrize(
+    "d, Hq, Hkv",
+    [(64, 12, 12), (64, 12, 3), (128, 12, 12), (128, 12, 3), (128, 10, 2), (256, 12, 12), (256, 12, 1)],
+)
+def test_the_same_bits_of_many_tiles(cuda_backend, d, Hq, Hkv, options):
     """More tiles or slices than multiprocessors, some of which another stream takes: blocks must wait."""
     if cuda_backend.name == "paper":
         pytest.skip("a block of paper adds all of a dq")
-    q, k, v = cuda_backend.qkv(B=2, Hq=12, Hkv=Hkv, Nq=1100, Nk=1500, d=d, dtype=torch.bfloat16)
+    q, k, v = cuda_backend.qkv(B=2, Hq=Hq, Hkv=Hkv, Nq=1100, Nk=1500, d=d, dtype=torch.bfloat16)
     found = cuda_backend.explain(q, k, v, backward=True, **options)
     if cuda_backend.name == "hopper" and "window_size" not in options and multiprocessors() == 132:
-        assert found.kernel == (TWO if d > 128 else IN_ORDER + SPLIT * (Hkv < 12))
+        assert found.kernel == (TWO if d > 128 else IN_ORDER) + SPLIT * (Hkv < Hq)
     do, noise, other = torch.randn_like(q), torch.randn(2048, 2048, device=q.device), torch.cuda.Stream()
     for form in forms(cuda_backend, q.dtype):
         workspace = cuda_backend.explain(q, k, v, backward=True, **options).workspace  # of this form
@@ -425,14 +436,15 @@ HOLD = """extern "C" __global__ void hold(volatile int *released, int seconds) {
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(0, 400))], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_one_multiprocessor(cuda_backend, d, options):
+@pytest.mark.parametrize("Hq, Hkv", [(4, 2), (7, 1)])
+def test_one_multiprocessor(cuda_backend, d, Hq, Hkv, options):
     """Another kernel holds the rest: a block must not wait for one that can't begin."""
     if not hasattr(torch.cuda, "_compile_kernel"):
         pytest.skip("torch has no NVRTC")
     gpu, hold = torch.cuda.get_device_properties(0), torch.cuda._compile_kernel(HOLD, "hold")
     most = gpu.shared_memory_per_block_optin
     hold.set_shared_memory_config(most)
-    q, k, v = cuda_backend.qkv(B=1, Hq=4, Hkv=2, Nq=500, Nk=700, d=d, dtype=torch.bfloat16)
+    q, k, v = cuda_backend.qkv(B=1, Hq=Hq, Hkv=Hkv, Nq=500, Nk=700, d=d, dtype=torch.bfloat16)
     do, other, releasing = torch.randn_like(q), torch.cuda.Stream(), torch.cuda.Stream()
     # On the GPU, since a flag in the host's memory slows everything down while so many blocks read it.
     released, one = (
@@ -451,6 +463,33 @@ def test_one_multiprocessor(cuda_backend, d, options):
         released.copy_(one, non_blocking=True)
     other.synchronize()
     assert is_held and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("d, Hq", [(64, 7), (128, 7), (256, 7), (256, 2)])
+def test_graph(cuda_backend, dtype, d, Hq):
+    """Captured once, replayed on new contents: counters are 0 when a replay begins."""
+    draw = functools.partial(cuda_backend.qkv, B=1, Hq=Hq, Hkv=1, Nq=300, Nk=300, d=d, dtype=dtype)
+    inputs = [torch.empty_like(t) for t in (*draw(), draw()[0])]
+
+    def new_inputs():
+        for t, new in zip(inputs, (*draw(), draw()[0]), strict=True):
+            t.copy_(new)
+        return cuda_backend.forward(*inputs[:3], causal=True, return_lse=True)
+
+    def backward():
+        q, k, v, do = inputs
+        return minimal_attn.backward(do, q, k, v, o, lse, None, causal=True, backend=cuda_backend.name)
+
+    o, lse = new_inputs()
+    backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = backward()
+    for _ in range(3):
+        for t, new in zip((o, lse), new_inputs(), strict=True):
+            t.copy_(new)
+        graph.replay()
+        assert all(map(torch.equal, found, backward()))
 
 
 @pytest.mark.parametrize("name", minimal_attn._C.cpu_instructions())

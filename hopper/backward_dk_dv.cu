@@ -1,0 +1,240 @@
+// backward_dk_dv.cu: dK and dV alone, for float16 and bfloat16 on Hopper, d above 128. docs/backward.md has its budget
+// and measurements. Read half.cu first.
+//
+//     S = Q K^T,  P = exp(S - lse),  dP = dO V^T,  dS = P o (dP - D)          dV = P^T dO,  dK = dS^T Q
+//
+// A block computes one work tile: 64 keys of one key head. It walks the tiles of 64 queries that see one of the keys,
+// in all query heads of the key head. Where multiprocessors would be idle, a work tile is a slice (key_slices.h): it
+// walks some of these queries.
+//
+// A warpgroup's registers have room for one sum: one consumer warpgroup computes dV, the other one dK.
+//
+//     thread 0           shared memory    consumer of dV, in registers        consumer of dK, in registers
+//     +-- once --> Kj --------------+
+//     +----------> Qi, lse_i -------+---> S^T = Kj Qi^T       (wgmma)
+//                  |                      P^T = exp(S^T - lse)
+//                  |    P^T <-------------+
+//                  |    +---------------------------------------------------> dS^T = P^T o (dP^T - D)
+//                  +--------------------------------------------------------> dK += dS^T Qi       (wgmma)
+//     thread 32
+//     +-- once --> Vj ------------------------------------+
+//     +----------> dOi, Di -------------------------------+-----------------> dP^T = Vj dOi^T     (wgmma)
+//                  +--------------------> dV += P^T dOi       (wgmma)
+//     in HBM <--------------------------- dv, or a slice's dV                 dk, or a slice's dK
+//
+// | role           | warps         | registers a thread | does                                                      |
+// |----------------|---------------|--------------------|-----------------------------------------------------------|
+// | K, Q           | 0 (thread 0)  | 32                 | loads Kj, then all Qi with lse_i                          |
+// | V, dO          | 1 (thread 32) | 32                 | loads Vj, then all dOi with Di                            |
+// | none           | 2, 3          | 32                 | end                                                       |
+// | consumer of dV | 4 to 7        | 232                | S^T, P^T and dVj; writes dv, or adds the slices' dV       |
+// | consumer of dK | 8 to 11       | 232                | dP^T, dS^T and dKj, half a step behind; writes dk, or     |
+// |                |               |                    | adds the slices' dK                                       |
+//
+// | barrier               | arrives               | waits              | then                                       |
+// |-----------------------|-----------------------|--------------------|--------------------------------------------|
+// | K_full                | thread 0; TMA         | consumer of dV     | Kj has arrived                             |
+// | V_full                | thread 32; TMA        | consumer of dK     | Vj has arrived                             |
+// | Q full                | thread 0, twice; TMA  | consumers          | Qi and lse_i have arrived                  |
+// | dO full               | thread 32, twice; TMA | consumers          | dOi and Di have arrived                    |
+// | Q empty, dO empty     | consumers             | thread 0, 32       | Qi and lse_i, or dOi and Di, are read      |
+// | P full                | consumer of dV        | consumer of dK     | P^T is stored                              |
+// | P empty               | consumer of dK        | consumer of dV     | P^T is read                                |
+// | named kZeroed + index | that consumer         | that consumer      | rows of dOi (index 0) or Qi (1) that see   |
+// |                       |                       |                    | no key are 0                               |
+//
+// full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. steps_stored, in
+// memory, is a counter for dK or dV of 16 keys: a consumer warp adds the steps of a slice that it has stored.
+#include "hopper/key_slices.h"
+
+namespace minimal_attn::hopper {
+namespace {
+
+template <int D_, int Stages_>
+struct DkDvTile {
+    static constexpr int D = D_, Br = 64, Bc = 64, Stages = Stages_, BlocksPerSM = 1;
+    static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), ProducerRegisters = 32;
+    static constexpr int Boxes = D / kBoxColumns, TileBytes = 64 * Boxes * 128;  // of 64 rows
+    static constexpr SplitCosts Costs{6, 12, 0.7};
+    enum NamedBarrier { kZeroed = 1 };                  // + the consumer; 0 is __syncthreads
+    static_assert(D % kBoxColumns == 0 && Stages > 1);  // a stage is released after the wait for the next one
+};
+
+template <class Tile>
+struct SharedStorage {
+    alignas(1024) unsigned char Kj[Tile::TileBytes], Vj[Tile::TileBytes];
+    unsigned char Qi[Tile::Stages][Tile::TileBytes], dOi[Tile::Stages][Tile::TileBytes];
+    float lse[Tile::Stages][Tile::Br], Di[Tile::Stages][Tile::Br];
+    float4 P[Tile::Br / 8][128];  // P^T as the threads have it
+    Barrier K_full, V_full;
+    StageBarriers Q[Tile::Stages], dO[Tile::Stages], P_ready[1];
+};
+
+// This block's work tile.
+template <class Tile>
+__device__ KeySlice<Tile> keys_of_block(const KeyParameters &p) {
+    return {p, key_work(p, blockIdx.x)};
+}
+
+// Loads Kj and all Qi, or Vj and all dOi.
+template <class Tile>
+__device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K_or_V, unsigned char *key_tile,
+                                      Barrier &full, const TensorMap &Q_or_dO, const float *lse_or_D,
+                                      StageBarriers (&barriers)[Tile::Stages],
+                                      unsigned char (&tiles)[Tile::Stages][Tile::TileBytes],
+                                      float (&numbers)[Tile::Stages][Tile::Br]) {
+    const KeySlice<Tile> keys = keys_of_block<Tile>(p);
+    if (keys.steps < 1) return;
+    load_tile<Tile::Bc, Tile::Boxes>(key_tile, K_or_V, keys.j0, keys.key_head, keys.b, full);
+    Pipeline queries{barriers};
+    keys.for_each_step([&](int h, int i0, bool) {
+        load_query_tile<Tile>(p, keys.b, h, i0, Q_or_dO, lse_or_D, queries, tiles, numbers);
+    });
+}
+
+enum class Sum { dV, dK };  // of a consumer warpgroup
+
+// dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
+template <class T, class Tile, Sum which>
+__device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
+    constexpr bool is_dV = which == Sum::dV;
+    constexpr int D = Tile::D, Br = Tile::Br;
+    const KeySlice<Tile> keys = keys_of_block<Tile>(p);
+    if (keys.steps < 1) return;
+    const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
+    Pipeline<Tile::Stages> of_S{is_dV ? shared.Q : shared.dO}, of_sum{is_dV ? shared.dO : shared.Q};  // operands B
+    Pipeline P_ready{shared.P_ready};
+    float S[Br / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
+    uint32_t A[Br / 4];           // S as an operand
+    const Descriptor all = descriptor(&shared);
+    constexpr int kOfS = is_dV ? offsetof(SharedStorage<Tile>, Qi) : offsetof(SharedStorage<Tile>, dOi);
+    constexpr int kOfSum = is_dV ? offsetof(SharedStorage<Tile>, dOi) : offsetof(SharedStorage<Tile>, Qi);
+
+    const auto issue_S = [&] {  // of the next tile of queries
+        const Descriptor tiles = {opaque(all.low)}, K_or_V = tiles + (is_dV ? 0 : Tile::TileBytes);
+        of_S.consumer_wait();
+        issue_ABt<T, D>(S, K_or_V, tiles + kOfS + of_S.stage() * Tile::TileBytes);
+    };
+    wait(is_dV ? shared.K_full : shared.V_full, 0);
+    issue_S();
+#pragma unroll
+    for (float &x : sum) x = 0.f;
+    for (int n = 1, i0 = keys.i;; ++n) {
+        const Keys all_see = keys_of_all(keys.band, i0, i0 + Br);
+        const bool masked = keys.j0 < all_see.begin || keys.j0 + Tile::Bc > all_see.end;
+        const auto mask = [&] {
+            if (masked) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+        };
+        wgmma_wait<0>(S);
+        if constexpr (is_dV) {
+            compute_P(S, shared.lse[of_S.stage()] + thread % 4 * 2, p.c);
+            mask();
+            P_ready.producer_acquire();
+#pragma unroll
+            for (int x = 0; x < Br / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&S[x];
+            producer_commit(P_ready);
+        } else {
+            P_ready.consumer_wait();
+            float P[Br / 2];
+#pragma unroll
+            for (int x = 0; x < Br / 2; x += 4) *(float4 *)&P[x] = shared.P[x / 4][thread];
+            compute_dS(S, P, shared.Di[of_S.stage()] + thread % 4 * 2);
+            mask();
+        }
+        pack_operand<T>(A, S);
+        of_sum.consumer_wait();
+        if (masked)
+            zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[of_sum.stage()], keys.band, i0, p.a.Nq,
+                                  Tile::kZeroed + !is_dV);
+        issue_AB<T>(sum, A, Descriptor{opaque(all.low)} + kOfSum + of_sum.stage() * Tile::TileBytes);
+        // Each lane has read lse, or D and P: the operand of the issued product depends on them.
+        of_S.consumer_release();
+        if constexpr (!is_dV) P_ready.consumer_release();
+        if (n == keys.steps) break;
+        i0 += Br;
+        if (i0 >= keys.i1) i0 = keys.i0;
+        issue_S();
+        wgmma_wait<1>(sum);
+        of_sum.consumer_release();
+    }
+    wgmma_wait<0>(sum);
+    if (keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
+    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
+                      sum, [&](int key) { return keys.is_seen(key, p.a.Nq); });
+}
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
+    dK_dV_kernel(const __grid_constant__ KeyParameters p) {
+    auto &shared = shared_storage<SharedStorage<Tile>>();
+    const auto init_barriers = [&] {
+        init(shared.K_full, 1), init(shared.V_full, 1);
+        init_pipeline(shared.Q, 4 * Tile::Consumers, 2), init_pipeline(shared.dO, 4 * Tile::Consumers, 2);
+        init_pipeline(shared.P_ready, 4, 4);
+    };
+    const auto produce = [&] {
+        if (threadIdx.x == 0)
+            load_keys_and_queries<Tile>(p, p.K, shared.Kj, shared.K_full, p.Q, p.rows.lse, shared.Q, shared.Qi,
+                                        shared.lse);
+        if (threadIdx.x == 32)
+            load_keys_and_queries<Tile>(p, p.V, shared.Vj, shared.V_full, p.dO, p.rows.D, shared.dO, shared.dOi,
+                                        shared.Di);
+    };
+    run_roles<Tile>(init_barriers, produce, [&] {
+        if (consumer_index() == 0)
+            consume<T, Tile, Sum::dV>(p, shared);
+        else
+            consume<T, Tile, Sum::dK>(p, shared);
+    });
+}
+
+// ------------------------------------------------------------------------------ the launch
+
+// D, stages of Q and of dO. A consumer's thread has 48 + D / 2 registers in accumulators and operands, of 232. Bytes of
+// shared memory: 256 D (1 + Stages) and 16 KB of P^T. 128 queries at d 192: 2 % faster, causal 6 % slower.
+using Tiles = TileList<DkDvTile<192, 3>, DkDvTile<256, 2>>;
+int tile_of(const Attention &a) { return a.d > 192; }
+
+// The workspace of a split: a counter for each consumer warp, then dK and dV of slices. Zeros may place the counters in
+// memory of its own instead.
+template <class Tile>
+struct Workspace {
+    Split split;
+    int64_t counter_bytes, bytes;
+    Workspace(const Attention &a, int multiprocessors)
+        : split(best_split<Tile>(a, multiprocessors, false)),
+          counter_bytes((split.warps<Tile>() + 63) / 64 * 256),
+          bytes(counter_bytes + split.bytes<Tile>()) {}
+};
+
+}  // namespace
+
+Plan plan_dK_dV(const Gradient &g, const Device &device) {
+    return with_tile(tile_of(g.a), Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        const Workspace<Tile> workspace(g.a, device.multiprocessors);
+        const char *const name =
+            workspace.split.split_tiles > 0 ? "half backward, two kernels, keys split" : "half backward, two kernels";
+        Plan plan = make_plan<Tile, SharedStorage<Tile>>(g.a, device, name, tile_of(g.a));
+        plan.grid = workspace.split.work_tiles(), plan.workspace = workspace.bytes;
+        return plan;
+    });
+}
+
+const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan &plan, void *memory,
+                         CUstream_st *stream) {
+    return with_tile(plan.tile, Tiles(), [&](auto tile) {
+        using Tile = decltype(tile);
+        const Attention &a = g.a;
+        const Workspace<Tile> workspace(a, plan.multiprocessors);
+        const Zeros counters(memory, workspace.counter_bytes, stream);
+        KeyParameters p = key_parameters<Tile>(g, rows, workspace.split);
+        p.slices = (float4 *)((char *)memory + workspace.counter_bytes), p.steps_stored = (int *)counters.memory;
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
+            return "cuTensorMapEncodeTiled refused do";
+        const auto kernel = a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile> : dK_dV_kernel<__nv_bfloat16, Tile>;
+        return launch_kernel<Tile>(kernel, p, plan, counters, stream);  // tile_counter, which it sets, isn't read
+    });
+}
+
+}  // namespace minimal_attn::hopper
