@@ -96,16 +96,15 @@ enum class Sum { dV, dK };  // of a consumer warpgroup
 
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
 template <class T, class Tile, Sum which>
-__device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
+__device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile> &keys, int j,
+                             float (&sum)[Tile::D / 2]) {
     constexpr bool is_dV = which == Sum::dV;
     constexpr int D = Tile::D, Br = Tile::Br;
-    const KeySlice<Tile> keys = keys_of_block<Tile>(p);
-    if (keys.steps < 1) return;
-    const int thread = threadIdx.x % 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
+    const int thread = threadIdx.x % 128;
     Pipeline<Tile::Stages> of_S{is_dV ? shared.Q : shared.dO}, of_sum{is_dV ? shared.dO : shared.Q};  // operands B
     Pipeline P_ready{shared.P_ready};
-    float S[Br / 2], sum[D / 2];  // S^T, then P^T; or dP^T, then dS^T.   dVj or dKj
-    uint32_t A[Br / 4];           // S as an operand
+    float S[Br / 2];     // S^T, then P^T; or dP^T, then dS^T
+    uint32_t A[Br / 4];  // S as an operand
     const Descriptor all = descriptor(&shared);
     constexpr int kOfS = is_dV ? offsetof(SharedStorage<Tile>, Qi) : offsetof(SharedStorage<Tile>, dOi);
     constexpr int kOfSum = is_dV ? offsetof(SharedStorage<Tile>, dOi) : offsetof(SharedStorage<Tile>, Qi);
@@ -158,6 +157,19 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         of_sum.consumer_release();
     }
     wgmma_wait<0>(sum);
+}
+
+template <class T, class Tile>
+__device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
+    const KeySlice<Tile> keys = keys_of_block<Tile>(p);
+    if (keys.steps < 1) return;
+    const bool is_dV = consumer_index() == 0;
+    const int j = keys.j0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // a thread's keys: j and j + 8
+    float sum[Tile::D / 2];                                                      // dVj or dKj
+    if (is_dV)
+        walk_queries<T, Tile, Sum::dV>(p, shared, keys, j, sum);
+    else
+        walk_queries<T, Tile, Sum::dK>(p, shared, keys, j, sum);
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
     store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
                       sum, [&](int key) { return keys.is_seen(key, p.a.Nq); });
@@ -180,12 +192,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             load_keys_and_queries<Tile>(p, p.V, shared.Vj, shared.V_full, p.dO, p.rows.D, shared.dO, shared.dOi,
                                         shared.Di);
     };
-    run_roles<Tile>(init_barriers, produce, [&] {
-        if (consumer_index() == 0)
-            consume<T, Tile, Sum::dV>(p, shared);
-        else
-            consume<T, Tile, Sum::dK>(p, shared);
-    });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
