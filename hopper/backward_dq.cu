@@ -124,8 +124,9 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         for (int r = 0; r < 2; ++r) {
             const int i = work.i0 + row + 8 * r;
             const int64_t at = (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
-            lse_of_rows[r] = i < work.i1 ? p.rows.lse[at] : INFINITY;
-            D_of_rows[r] = i < work.i1 ? p.rows.D[at] : 0.f;
+            // Past L1, which may have these rows of an earlier launch: the kernel doesn't wait before it reads.
+            lse_of_rows[r] = i < work.i1 ? __ldcg(p.rows.lse + at) : INFINITY;
+            D_of_rows[r] = i < work.i1 ? __ldcg(p.rows.D + at) : 0.f;
         }
         Q.consumer_wait(), K.consumer_wait(), V.consumer_wait();
         ping_pong.wait_turn();
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<
     // Two stages of K and 80 keys were 8 to 15 % slower
     DqTile<192, 3, 2>,
-    // All that fits. V has one stage: so the wait for Vj stands behind Sij, which was worth 13 to 19 %
+    // All that fits. V has one stage: so the wait for Vj stands behind Sij (docs/backward.md)
     DqTile<256, 2, 1>>;
 int tile_of(const Attention &a) { return a.d > 192; }
 

@@ -71,8 +71,8 @@ struct KeySlice : KeyTile<Tile> {
 template <class Tile, int... Counts>
 __device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile> &keys, int slice, float (&...sums)[Counts]) {
     constexpr int kWarps = 4 * Tile::Consumers, kSlice = (Counts + ...) / 4 * 32;
-    const int thread = opaque(threadIdx.x),
-              lane = thread % 32;  // else ptxas keeps threadIdx.x in the loop over queries
+    // Opaque: else ptxas keeps threadIdx.x in a register during the loop over queries, which was 5 % slower at d 128.
+    const int thread = opaque(threadIdx.x), lane = thread % 32;
     const int warp = (slice >> p.log_slices) * kWarps + thread / 32 - 4;
     float4 *from = p.slices + ((int64_t)warp << p.log_slices) * kSlice + lane, *to = from + keys.index * kSlice;
     const auto store = [&](const auto &sum) {
@@ -107,7 +107,7 @@ __device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile> &keys, i
 
 // ------------------------------------------------------------------------------ which tiles are split: host code
 
-// The last tiles of keys, in the order of work tiles, are split into up to 2^log_slices slices each.
+// How many tiles of keys are whole, and how many are split: the host's side of KeyParameters.
 struct Split {
     int64_t whole_tiles, split_tiles;
     int log_slices;
@@ -124,12 +124,12 @@ struct Split {
     }
 };
 
-// What a split costs, in steps of a multiprocessor on an H100: once, and for each slice that a multiprocessor takes.
-// next_kernel: steps that the kernel behind takes for each step of this one. It fills idle multiprocessors.
+// What a split costs, in steps of a multiprocessor on an H100: per_slice for each slice that a multiprocessor takes.
+// next_kernel: the next kernel fills idle multiprocessors, with so many steps for each step of this one; or 0.
 struct SplitCosts {
-    double once, slice, next_kernel;
+    double per_launch, per_slice, next_kernel;
 };
-constexpr double kMostLoad = 4;    // the most slices a multiprocessor, which bounds the workspace
+constexpr int kMostSlices = 4;     // a multiprocessor, with those that have no step: it bounds the workspace
 constexpr int kMostLogSlices = 4;  // a tile has at most 16 slices
 
 // The split with the shortest estimated time. docs/backward.md has the estimate in words.
@@ -137,13 +137,14 @@ template <class Tile>
 Split best_split(const Attention &a, int multiprocessors, bool whole_heads) {
     constexpr SplitCosts costs = Tile::Costs;
     const int64_t group = a.Hq / a.Hkv, tiles = key_tiles_of(a, Tile::Bc);
-    const int64_t queries = clamp(a.last - a.first + Tile::Bc + Tile::Br, int64_t(1), int64_t(a.Nq));  // most of a tile
+    // The most that see one tile of keys.
+    const int64_t queries = clamp(a.last - a.first + Tile::Bc + Tile::Br, int64_t(1), int64_t(a.Nq));
     const int64_t steps_of_head = (queries + Tile::Br - 1) / Tile::Br;
+    // A slice has whole units: query heads, or steps.
     const int64_t units = whole_heads ? group : group * steps_of_head, steps_of_unit = whole_heads ? steps_of_head : 1;
     const bool is_equal = !is_banded(a) || queries < a.Nq;
-    // Of more tiles than multiprocessors none may be split if a kernel runs behind, else equal ones behind the last
-    // full round. Under causal, or a window wider than the queries, tiles are half as long on average as the longest:
-    // the whole last round may be split.
+    // If tiles are more than multiprocessors, none is split where a next kernel fills idle ones. Equal tiles are split
+    // behind the last full round. Of uneven ones, on average half as long as the longest, the last are split.
     const int64_t splittable = tiles <= multiprocessors ? tiles
                                : costs.next_kernel > 0  ? 0
                                : is_equal               ? tiles % multiprocessors
@@ -151,16 +152,16 @@ Split best_split(const Attention &a, int multiprocessors, bool whole_heads) {
     Split best{tiles, 0, 0};
     double shortest = INFINITY;
     for (int n = 0; n <= kMostLogSlices && splittable > 0; ++n) {
-        if (n > 0 && splittable << n > kMostLoad * multiprocessors) break;
+        if (n > 0 && splittable << n > kMostSlices * multiprocessors) break;
         const int64_t units_of_slice = ((units - 1) >> n) + 1, used_slices = (units - 1) / units_of_slice + 1;
         const double load = double(splittable) * used_slices / multiprocessors;
-        // How long the longest slice would take, in steps, and how many times that all of them, and the kernel behind.
+        // steps: of the longest slice. rounds: the time of all slices, and of the next kernel, in units of that.
         const double steps = units_of_slice * steps_of_unit;
         const double rounds = costs.next_kernel > 0
                                   ? std::max(1., (1 + costs.next_kernel) * (is_equal ? load : load / 2))
                               : is_equal ? std::ceil(load)
                                          : std::max(1., (load + 1) / 2);
-        const double time = steps * rounds + (n == 0 ? 0 : costs.once + costs.slice * load);
+        const double time = steps * rounds + (n == 0 ? 0 : costs.per_launch + costs.per_slice * load);
         if (time >= shortest) continue;
         shortest = time;
         if (n > 0) best = {tiles - splittable, splittable, n};

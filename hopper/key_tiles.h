@@ -9,7 +9,7 @@ struct KeyParameters : GradientParameters {
     Divisor Tc;         // tiles of keys of a head
     int whole_tiles;    // so many tiles of keys, the first ones in the order of work tiles, are whole,
     int log_slices;     // the next ones are split into up to 2^log_slices slices each (key_slices.h)
-    bool whole_heads;   // slices end where a head ends: in order they would else wait for slices of later keys
+    bool whole_heads;   // in order: slices end where a query head ends, or they would wait for slices of later keys
     int starts_apart;   // a mask of all bits or none, for KeySlice::start
     float4 *slices;     // the sums of slices, as the consumer warps hold them
     int *steps_stored;  // a counter for each consumer warp of a split tile

@@ -6,8 +6,8 @@
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
 //
-// With a float32 workspace (float32/forward.cu, produce) and in the backward pass, blocks always take work tiles from a
-// counter. One kernel needs none: in backward_dk_dv.cu each block has one work tile.
+// With a float32 workspace (float32/forward.cu, produce), in backward_fused.cu and in backward_dq.cu, blocks always
+// take work tiles from a counter. In backward_dk_dv.cu each block has one work tile.
 #pragma once
 #include <algorithm>
 
