@@ -1,5 +1,5 @@
-// key_slices.h: slices of tiles of keys, for launches whose whole tiles would leave multiprocessors idle. A slice walks
-// some of the queries that see the keys. sum_slices adds the slices' dK and dV.
+// key_slices.h: where whole tiles of keys would leave multiprocessors idle, a block computes a slice of a tile. A slice
+// walks some of the queries that see the keys. sum_slices adds the slices' dK and dV.
 #pragma once
 #include <algorithm>
 #include <cmath>

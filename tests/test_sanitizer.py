@@ -151,7 +151,7 @@ def test_backward(backend, dtype, d, Nq, Nk):
     exact = gradients(q.cpu(), q.cpu(), k.cpu(), v.cpu(), **on_cpu)
     wanted = slice(2 if Nk == 1 else 0, 3)  # dq and dk of a single key are 0 but for rounding
     bound = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
-    bound *= 2 if d == 1 else 1  # few numbers: of SDPA's dq, bfloat16, errors up to 2.4e-2 were seen
+    bound *= 1.5 if d == 1 else 1  # few numbers: SDPA's dq was off by up to 2.5e-2 in bfloat16 (600 draws)
     for is_deterministic in [True, False] if backend.name == "hopper" else [True]:
         torch.use_deterministic_algorithms(is_deterministic)
         actual = minimal_attn.backward(q, q, k, v, o, lse, None, backend=backend.name, **options)

@@ -107,7 +107,7 @@ def check(model, batches, device):
     with minimal_attn.activate() as activation:
         actual = losses(model, batches)
     assert activation.calls == {"minimal_attn": 2 * STEPS}
-    assert len(set(expected)) > STEPS // 2  # it trains; two losses may be equal by chance
+    assert len(set(expected)) >= STEPS - 1  # two losses may be equal by chance
     assert max(abs(x - y) for x, y in zip(actual, expected, strict=True)) < 5e-6, (actual, expected)
 
 
