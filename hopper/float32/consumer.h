@@ -60,29 +60,29 @@ __device__ void issue_PV(float (&Tij)[CountT], const uint32_t (&hi)[CountP], con
     wgmma_commit();
 }
 
-// Whether hi and lo carry scores in units of `unit()` (kMaxScoreUnit), and m is a float in it. False for NaN, too.
+// Whether hi and lo carry scores in units of m (kMaxScoreUnit), and m is a float in it. False for NaN, too.
 template <class Unit>
-__device__ bool scores_fit(const Attention &a, const Unit &unit) {
+__device__ bool scores_fit(const Attention &a, const Unit &unit_of_m) {
     const float scale = fabsf(a.softmax_scale);
-    return unit() > 1e-30f && unit() * fmaxf(scale, 1.f) < 1e30f && unit() * scale * a.d < kMaxScoreUnit;
+    return unit_of_m() > 1e-30f && unit_of_m() * fmaxf(scale, 1.f) < 1e30f && unit_of_m() * scale * a.d < kMaxScoreUnit;
 }
 
-// Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Oi begins again at 0; after the last
-// flush it is the whole sum.
+// Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Then Oi begins again at 0. The last time
+// Oi becomes the whole sum instead, and O isn't written. forward.cu has a table of units.
 template <int Count>
-__device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[Count], float &unitO,
-                        const SoftmaxState &softmax, float c, float *m_of_O, bool is_first, bool is_last) {
+__device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[Count], float &unit_of_O,
+                        const SoftmaxState &softmax, float c_of_m, float *m_of_O, bool is_first, bool is_last) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {  // one row after the other: registers are short
         const int row = row_of_thread() + 8 * r, column = 2 * (opaque(threadIdx.x) % 4);
         float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, work.i0 + row) + column;
         const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
         const float m = r == 0 ? softmax.m[0] : softmax.m[1];
-        const float alpha = is_first ? 0.f : alpha_between(m_of_O[row], m, c);
+        const float alpha = is_first ? 0.f : alpha_between(m_of_O[row], m, c_of_m);
 #pragma unroll
         for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
             const int at = x / 4 * 8 + x % 2;
-            float sum = (r == 0 ? Oi[x] : Oi[x + 2]) * unitO;
+            float sum = (r == 0 ? Oi[x] : Oi[x + 2]) * unit_of_O;
             if (at < columns) {
                 if (!is_first) sum = fmaf(alpha, o[at], sum);
                 if (!is_last) o[at] = sum;
@@ -93,21 +93,24 @@ __device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[C
         __syncwarp();  // the row's four lanes have read m_of_O
         m_of_O[row] = m;
     }
-    unitO = 1.f;
+    unit_of_O = 1.f;
 }
 
 // Whether a row of O is so small that what hi and lo of Vj or Pij lose may count: the fallback then computes the rows
-// again. Means of n ordinary numbers are 32 times these bounds (docs/float32.md). A row with l = 0 sees no key.
+// again. Means of n ordinary numbers are 32 times these bounds (docs/float32.md). A row with l = 0 isn't counted: it
+// sees no key, or only scores of -inf.
 template <class Tile, int Count>
-__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work &work, float unitO) {
-    const float unit = work.inverse_scale_V * inverse_of_power(unitO), n = work.visible.end - work.visible.begin;
+__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work &work, float unit_of_O) {
+    // A number of V in hi + lo, times V_to_O, is in units of Oi.
+    const float V_to_O = work.inverse_scale_V * inverse_of_power(unit_of_O);
+    const float n = work.visible.end - work.visible.begin;
     bool small = false;
     for (int r = 0; r < 2; ++r) {
         float most = 0.f;
 #pragma unroll
         for (int x = 2 * r; x < Count; x += x % 2 ? 3 : 1) most = fmaxf(most, fabsf(Oi[x]));
-        small |= row_max<4>(most) < unit * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p11f / kPScale<Tile> * n) && l[r] > 0.f &&
-                 work.i0 + row_of_thread() + 8 * r < work.i1;
+        small |= row_max<4>(most) < V_to_O * rsqrtf(n) * fmaxf(256.f * l[r], 0x1p11f / kPScale<Tile> * n) &&
+                 l[r] > 0.f && work.i0 + row_of_thread() + 8 * r < work.i1;
     }
     return small;
 }
@@ -116,18 +119,19 @@ __device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], con
 // fetched into the instruction cache, so it is short.
 template <class Tile, int Count>
 __device__ void store_O(const Parameters &p, const WorkTile &work, int i, const float (&Oi)[Count],
-                        const SoftmaxState &softmax, const float (&l)[2], float c, float unit, float unitO) {
+                        const SoftmaxState &softmax, const float (&l)[2], float c_of_m, float unit_of_m,
+                        float unit_of_O) {
     constexpr float truncation = kTruncationT<Tile::D>;
-    // A row that sees no key has l = 0.
+    // A row that sees no key has l = 0; store_state tells it from a row with scores of -inf alone.
     if (!p.stores_O_alone || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
-        return store_state(p, work, i, Oi, softmax, c, unit, unitO, truncation);
+        return store_state(p, work, i, Oi, softmax, c_of_m, unit_of_m, unit_of_O, truncation);
     const int column = opaque(threadIdx.x) % 4 * 2;
     float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float near = __fdividef(1.f, l[r]),
                     inverse = fmaf(near, fmaf(-l[r], near, 1.f), near);  // one Newton step
-        const float weight = inverse * undo_truncation(unitO, l[r], truncation);
+        const float weight = inverse * undo_truncation(unit_of_O, l[r], truncation);
         store_row<Count / 2>(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - column : 0, true,
                              [&](int x) { return float2{weight * Oi[4 * x + 2 * r], weight * Oi[4 * x + 2 * r + 1]}; });
     }

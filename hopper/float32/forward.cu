@@ -20,7 +20,7 @@
 // producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
 // splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
 // consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait;
-//                     |                  |           | last, the rows that hi and lo don't carry: see fallback.h
+//                     |                  |           | last, the rows that hi and lo don't carry: see Fallback
 //
 // barrier                | arrives                  | waits               | then
 // tile_queue full, empty | producer; consumers      | consumers; producer | a work tile's description: written; read
@@ -33,7 +33,53 @@
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
 //
-// A consumer warp arrives once; at tile_queue's `empty`, each thread does.
+// A consumer warp arrives once; at tile_queue's `empty`, each thread does. producer_acquire waits for `empty`,
+// consumer_wait for `full`; consumer_release arrives at `empty`.
+//
+// Units. hi + lo is a number times the scale of its tile, a power of 2. So a number's unit is the inverse scale:
+//
+//     variable          | its unit: the true value is the variable times
+//     Qi, Kj, Vj        | inverse_scale_Q of the consumer's 64 rows; inverse_scale_K, inverse_scale_V of this tile
+//     Sij               | unit_of_S = inverse_scale_Q inverse_scale_K; not stored: it is S_to_m unit_of_m
+//     m, m_of_O         | unit_of_m = inverse_scale_Q work.inverse_scale_K, the largest unit_of_S of the head
+//     Pij, l, flushed_l | 1; relative to m, so a larger m rescales l by alpha. hi + lo of Pij: 1 / kPScale
+//     Tij = Pij Vj      | unit_of_T = inverse_scale_V / kPScale
+//     Oi                | unit_of_O = unit_of_T of the last Vj that wasn't zeros; 0 before the first, 1 after flush_O
+//     O, in HBM         | 1
+//
+//     a factor | converts
+//     S_to_m   | Sij S_to_m is in units of m: S_to_m = unit_of_S / unit_of_m <= 1 (softmax.h: tile_unit)
+//     O_to_T   | Oi O_to_T is in units of Tij: O_to_T = unit_of_O / unit_of_T
+//     c_of_m   | scores in units of m to exponents of 2: c_of_m = |softmax_scale| log2(e) unit_of_m
+//     c_of_S   | likewise Sij, so Pij = exp2(c_of_S Sij - c_of_m m): c_of_S = c_of_m S_to_m
+//
+// softmax_scale is in no score and not in m, but in both c. If it is negative, mask_scores negates Sij.
+//
+// Fallback. Each consumer decides for its 64 rows of a work tile, by a vote. The FMA units compute such rows from the
+// float32 inputs after the last work tile, since they need the memory of Qi, Kj and Vj (fallback.h).
+//
+//     found by                | when                                | if
+//     wait_for_split, by the  | before Qi is loaded, for all rows   | hi and lo don't carry a tile of K or V; scales of
+//     producer                |                                     | two Vj are 2^60 apart; there is no key
+//     scores_fit              | after Qi is split                   | unit_of_m is too large, too small or NaN
+//     any_row_small           | after the last Vj; O is stored, too | a row of O is small beside V
+//
+// What stands in other files:
+//
+//     scheduler.h  TileScheduler: which work tile is next; end_of_keys, fully_visible_keys: keys that 64 rows see
+//     pipeline.h   Pipeline; run_roles: starts the roles; opaque (device.h): hides a value from the compiler
+//     tma.h        load_Q
+//     tile.h       Float32Tile, SharedStorage; Float32Work: a work tile and what the producer knows of its scales
+//     workspace.h  the workspace: its layout; wait_for_split; tiles_before: how many tiles begin before a key
+//     splitters.h  run_splitter; split_while_waiting: a consumer takes split jobs until its work tile has arrived
+//     split.h      split_in_place: Qi to hi and lo; barrier_of_group, kAllConsumers
+//     hi_lo.h      split_P: a pair of Pij, dithered, to hi and lo; kPScale; nonzero_inverse_scale: 2^-24 for a 0
+//     softmax.h    SoftmaxState: m, cm = c_of_m m, l, alpha; mask_scores; update_row_max, exponentiate: the exact
+//                  maximum; subtracts_first: |cm| is so large that m must be subtracted before the scaling
+//     consumer.h   issue_QK, issue_PV; scores_fit, any_row_small; flush_O: Oi is added to O, in HBM; store_O;
+//                  kLog2eS: log2(e), a little more, since tensor cores truncate
+//     fallback.h   defer: puts 64 rows on the consumer's list; run_deferred: computes the list
+//     launch.h     make_plan, launch_kernel
 #include "hopper/float32/fallback.h"
 #include "hopper/float32/single.h"
 #include "hopper/float32/splitters.h"
@@ -42,14 +88,14 @@
 namespace minimal_attn::hopper {
 namespace {
 
-// Each addition to l and Oi rounds, equal terms always alike. So at each multiple of so many keys both move to sums in
-// memory. docs/numerics.md has what longer sums lose.
+// Each addition to l and Oi rounds, and equal terms round alike. So at each multiple of kKeysInSum keys both move to
+// sums in memory: flush_row_sum, flush_O. docs/numerics.md has what longer sums lose.
 constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
-// 7. for i. With a workspace a block's first work tile comes from the counter, too. So a running block gets the lowest
-// number, and no block waits for splits of a block that has not started.
+// 7. for i. With a workspace a block's first work tile comes from the counter, too. So running blocks get the lowest
+// numbers, and no block waits for splits of a block that has not started.
 template <class Tile>
 __device__ void produce(const Float32Parameters &p, SharedStorage<Tile> &shared) {
     const Workspace &w = p.workspace;
@@ -95,18 +141,18 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, b
     }
 }
 
-// 10. - 11. Pij as hi and lo, for a tile of keys from j0 on. With a stale maximum Pij may exceed 1; if one, times
-// kPScale, exceeds float16, all are computed again by the exact maximum.
+// 10. - 11. Pij as hi and lo, for a tile of keys from j0 on. A stale maximum m is that of earlier tiles: Pij may exceed
+// 1. If one, times kPScale, exceeds float16, all are computed again by the exact maximum.
 template <class Tile, int Count, class FlushO>
 __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
-                          SoftmaxState &softmax, float c, float c_tile, float tile_unit, bool uses_stale_max,
+                          SoftmaxState &softmax, float c_of_m, float c_of_S, float S_to_m, bool uses_stale_max,
                           float dither, const WorkTile &work, int j0, double *flushed_l, const FlushO &flush_O_if_due) {
     float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
     if (uses_stale_max) {
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) {
-            const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_tile, -softmax.cm[x % 2])),
-                                exp2_fast(fmaf(Sij[2 * x + 1], c_tile, -softmax.cm[x % 2]))};
+            const float P[2] = {exp2_fast(fmaf(Sij[2 * x], c_of_S, -softmax.cm[x % 2])),
+                                exp2_fast(fmaf(Sij[2 * x + 1], c_of_S, -softmax.cm[x % 2]))};
             sum[x % 2] += P[0], sum[x % 2] += P[1];
             split_P<Tile>(P[0], P[1], dither, x, hi[x], lo[x]);
         }
@@ -117,14 +163,14 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
         for (int x = 0; x < Count / 2; x += 2) largest = __vimax3_s16x2(largest, hi[x], hi[x + 1]);
         return are_finite(largest);
     };
-    // Mostly the sums say that none is beyond float16.
+    // No Pij exceeds its sum. Usually the sums are so small that `hi` need not be searched for an inf.
     if (!Tile::IsSingle &&
         __all_sync(~0u, uses_stale_max && (sum[0] + sum[1] < 65000.f / kPScale<Tile> || are_all_finite()))) {
         for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r], softmax.alpha[r] = 1.f;
     } else {
         if (!Tile::IsSingle) flush_O_if_due();
-        update_row_max(Sij, softmax, c, tile_unit);
-        exponentiate(Sij, softmax, c_tile);
+        update_row_max(Sij, softmax, c_of_m, S_to_m);
+        exponentiate(Sij, softmax, c_of_S);
         if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, j0 == work.visible.begin, j0 % kKeysInSum == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
@@ -132,20 +178,21 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
     }
 }
 
-// 12. - 13. O to HBM. True if hi and lo didn't carry the thread's rows: then the fallback must compute them.
+// 12. - 13. O to HBM. Returns whether hi and lo didn't carry the thread's rows: then the fallback must compute them.
 template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shared, const Float32Work &work,
-                            float (&Oi)[Count], SoftmaxState &softmax, float c, const Unit &unit, float unitO) {
+                            float (&Oi)[Count], SoftmaxState &softmax, float c_of_m, const Unit &unit_of_m,
+                            float unit_of_O) {
     for (int r = 0; !Tile::IsSingle && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
-    const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unitO);
-    if (unitO < 0x1p-60f || p.a.l_in) {  // else unitO times the row's weight could be subnormal
+    const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unit_of_O);
+    if (unit_of_O < 0x1p-60f || p.a.l_in) {  // else its product with the row's weight could be subnormal
 #pragma unroll
-        for (float &x : Oi) x *= unitO;
-        unitO = 1.f;
+        for (float &x : Oi) x *= unit_of_O;
+        unit_of_O = 1.f;
     }
-    store_O<Tile>(p, work, work.i0 + row_of_thread(), Oi, softmax, l, c, unit(), unitO);
+    store_O<Tile>(p, work, work.i0 + row_of_thread(), Oi, softmax, l, c_of_m, unit_of_m(), unit_of_O);
     return fallback;
 }
 
@@ -166,10 +213,10 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
         if (work.b < 0) break;
         // Q has one stage, in step with the tile queue, so that its position needs no register.
         const auto Q = [&] { return Pipeline<1>{shared.Q[warpgroup], work.position % 2}; };
-        const auto skip_tiles = [&](int j0) {  // that other warpgroups need
+        const auto skip_tiles = [&](int j0) {  // from j0 on; other warpgroups need them
             for (; j0 < work.visible.end; j0 += Bc) KV.skip_stage(), KV.skip_stage();
         };
-        const auto unit = [&] {  // of m
+        const auto unit_of_m = [&] {
             return work.inverse_scale_K * nonzero_inverse_scale(shared.inverse_scale_Q[warpgroup]);
         };
         Q().consumer_wait();
@@ -178,18 +225,16 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
             split_in_place(SplitterGroup<D, 64, 4>{shared.groups[warpgroup], warpgroup}, shared.Qi[warpgroup][0],
                            {{0, max(work.i1 - work.i0 - 64 * warpgroup, 0)}, false}, shared.inverse_scale_Q[warpgroup]);
             if constexpr (Tile::IsSingle) KV.consumer_wait();  // Kj's inverse scale is known
-            fallback = !scores_fit(a, unit);
+            fallback = !scores_fit(a, unit_of_m);
             if (fallback) skip_tiles(work.visible.begin);
         }
         if (fallback) {
             Q().consumer_release();
         } else {
             const bool is_lane_0 = is_lane0_kept();
-            const float c = scale_of(a, unit(), kLog2eS<D>);
+            const float c_of_m = scale_of(a, unit_of_m(), kLog2eS<D>);
             float Oi[D / 2] = {};
-            // Oi times unitO is the true value: unitO is inverse_scale_V / kPScale of the last Vj that wasn't zeros, 0
-            // before there was one, 1 after flush_O.
-            float unitO = 0.f;
+            float unit_of_O = 0.f;
             SoftmaxState softmax = SoftmaxState();
             int j0 = work.visible.begin, end;
             do {  // 5. for j
@@ -206,10 +251,10 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
 #pragma unroll
                 for (int n = 0; n < Sums; ++n) issue_QK<Tile>(sums[n], Qi, Kj, n * (D / Sums), (n + 1) * (D / Sums));
                 __syncwarp();
-                // Kj's unit in units of m, the head's largest. Scores below 2^-60 of it are next to 0 (kMaxScoreUnit).
-                // c_tile isn't 0, since 0 times a hidden -inf is NaN.
-                const float tile_unit = fmaxf(inverse_scale_K * inverse_of_power(work.inverse_scale_K), 0x1p-60f);
-                const float c_tile = fmaxf(c * tile_unit, kLeastScale);
+                // A score below 2^-60, in units of m, is next to 0 (kMaxScoreUnit), so S_to_m need not be smaller.
+                // c_of_S isn't 0, since 0 times a hidden -inf is NaN.
+                const float S_to_m = fmaxf(inverse_scale_K * inverse_of_power(work.inverse_scale_K), 0x1p-60f);
+                const float c_of_S = fmaxf(c_of_m * S_to_m, kLeastScale);
                 const bool needs_max = subtracts_first(softmax.cm[0]) || subtracts_first(softmax.cm[1]);
                 const bool uses_stale_max =
                     !Tile::IsSingle && !a.l && j0 % kKeysInSum != 0 && __all_sync(~0u, !needs_max);
@@ -226,10 +271,10 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 if (needs_mask) mask_scores(Sij, a, work.band, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
-                compute_P<Tile>(hi, lo, Sij, softmax, c, c_tile, tile_unit, uses_stale_max, dither, work, j0,
+                compute_P<Tile>(hi, lo, Sij, softmax, c_of_m, c_of_S, S_to_m, uses_stale_max, dither, work, j0,
                                 shared.flushed_l, [&] {
                                     if (j0 % kKeysInSum == 0 && j0 > work.visible.begin)
-                                        flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O,
+                                        flush_O(p, work, Oi, unit_of_O, softmax, c_of_m, shared.m_of_O,
                                                 j0 - work.visible.begin <= kKeysInSum, false);
                                 });
                 // 12. Oi = diag(alpha) Oi + Pij Vj, in one FMA
@@ -243,10 +288,10 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                         __syncwarp();
                         inverse_scale_V = read_by_lane0(shared.inverse_scale[KV.stage()].x, is_lane_0);
                         end = work.ends[warpgroup];
-                        const float unitT = inverse_scale_V > 0.f ? inverse_scale_V / kPScale<Tile> : unitO;
-                        const float in_unitT = unitO * inverse_of_power(unitT);
-                        factor[0] = softmax.alpha[0] * in_unitT, factor[1] = softmax.alpha[1] * in_unitT;
-                        unitO = unitT;
+                        const float unit_of_T = inverse_scale_V > 0.f ? inverse_scale_V / kPScale<Tile> : unit_of_O;
+                        const float O_to_T = unit_of_O * inverse_of_power(unit_of_T);
+                        factor[0] = softmax.alpha[0] * O_to_T, factor[1] = softmax.alpha[1] * O_to_T;
+                        unit_of_O = unit_of_T;
                     }
                     wgmma_wait<0>(Tij);
 #pragma unroll
@@ -257,12 +302,12 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 j0 += Bc;
             } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
             if (!Tile::IsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > work.visible.begin)  // it was flushed before
-                flush_O(p, work, Oi, unitO, softmax, c, shared.m_of_O, false, true);
-            fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c, unit, unitO);
+                flush_O(p, work, Oi, unit_of_O, softmax, c_of_m, shared.m_of_O, false, true);
+            fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c_of_m, unit_of_m, unit_of_O);
             if constexpr (!Tile::IsSingle) skip_tiles(j0);
         }
         if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer<Tile>(p, shared, work, warpgroup);
-        tile_queue.position = work.position;  // the same, read again: so it needs no register meanwhile
+        tile_queue.position = work.position;  // the same number, read again: so it took no register in the loop
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
     run_deferred<Tile>(p, shared, warpgroup);

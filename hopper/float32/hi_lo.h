@@ -10,16 +10,17 @@ namespace minimal_attn::hopper {
 // with room for numbers four times as large, so that a tile is read only once.
 constexpr int kGuessExponent = 13, kMaxExponent = 14;
 
-// V: each column of Vj must have a largest number, scaled, of at least kMinColumn, or be 0. lo of smaller numbers is
-// subnormal and loses 2^-25. Columns of fewer than 16 rows may be smaller: 1 in 100 is, by chance.
+// V: in each column of Vj the largest number, scaled, must be at least kMinColumn, or 0. lo of smaller numbers is
+// subnormal and loses 2^-25. In a tile of fewer than 16 rows it may be smaller: 1 column in 100 is, by chance.
 constexpr float kMinColumn = 1.f, kMinColumnOfFew = 1.f / 256;
 constexpr uint32_t kTwoMinColumns = 0x3c003c00;  // kMinColumn as two float16s
 
-// The unit of a score is the product of the inverse scales of Qi and Kj. If unit * d * softmax_scale < kMaxScoreUnit,
-// subnormal lo change a score by less than 2^-17, in the mean by 2^-22.
+// The unit of a score is the product of the inverse scales of Qi and Kj (forward.cu: unit_of_m). If that times d
+// softmax_scale is below kMaxScoreUnit, subnormal lo change a score by less than 2^-17, in the mean by 2^-22.
 constexpr float kMaxScoreUnit = 0x1p-9f;
 
-// Tiles of zeros lose nothing, so they count as if their largest number were 2^-10, which makes units small.
+// The inverse scale of a tile of zeros is 0. Any scale represents zeros exactly, so here such a tile gets the one of a
+// tile whose largest number is 2^-10: not 0, and so small that the unit of scores stays small.
 __device__ inline float nonzero_inverse_scale(float inverse_scale) {
     return inverse_scale > 0.f ? inverse_scale : 0x1p-24f;
 }
@@ -79,7 +80,7 @@ template <class Tile>
 constexpr float kPScale = Tile::IsSingle ? 0x1p15f : 0x1p12f;
 
 // Dither, below 2^-25: a thread adds it to one Pij of each pair and subtracts it from the other. Small Pij lose up to
-// 2^-25, equal ones always the same amount; the dither varies by lane and tile, so that such losses average out.
+// 2^-25, and equal ones lose the same. The dither varies by lane and tile, so that such losses average out.
 __device__ inline float dither_at(int j0) {
     const uint32_t turn = j0 * 0x9e3779b9 + (opaque(threadIdx.x) << 30);
     return __uint_as_float(0x33000000 | turn >> 9) - 0x1p-25f;

@@ -12,13 +12,13 @@ template <int D_, int Br_, int Bc_, int Stages_, int Splitters_, int BlocksPerSM
 struct Float32Tile {
     static constexpr int D = D_, Br = Br_, Bc = Bc_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);  // a consumer warpgroup has 64 rows
-    // Registers of a thread. The producer warpgroup keeps what the consumers can spare: more loads under way. There is
-    // no float division in it, since that calls a subroutine, which doesn't know of setmaxnreg.
+    // Registers of a thread. The producer warpgroup keeps what the consumers can spare, for more loads under way. Its
+    // code has no float division: that would call a subroutine, which doesn't know of setmaxnreg.
     static constexpr int ProducerRegisters = Consumers == 1 ? 96 : Consumers == 4 ? 32 : D > 128 ? 40 : 56;
     // A tile has as many bytes in hi and lo as in float32s: boxes of 128 bytes a row.
     static constexpr int Boxes = D / 32, QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
-    // Lone warps are faster than two together: one loads and publishes while another splits. Each takes a float32 tile
-    // of shared memory, though, so where there is room for one tile only, two warps share it.
+    // Groups of one warp are faster than one of two: one group loads and publishes while another splits. But each group
+    // takes a float32 tile of shared memory. Where there is room for one tile only, two warps share it.
     static constexpr int Splitters = Splitters_, SplitterWarps = Splitters > 1 ? 1 : 2;
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
@@ -33,9 +33,8 @@ struct Float32Work : WorkTile {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo don't carry K or V (or there is no key): the fallback computes all rows
-    // The largest inverse scales of the head's Kj and Vj; 0 is a V of zeros. That of K is the unit of m; Sij is in
-    // units of its own Kj. With the single tile it is inf if hi and lo don't carry the numbers; `fallback` is false
-    // there.
+    // The largest inverse scales of the head's Kj and Vj; V's is 0 if all are zeros. forward.cu has a table of units.
+    // With the single tile they are inf if hi and lo don't carry the numbers; `fallback` is false there.
     float inverse_scale_K, inverse_scale_V;
     int ends[4];                       // of the keys that each consumer's rows see
     alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
