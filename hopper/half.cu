@@ -36,6 +36,20 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. racecheck doesn't see
 // that the __syncwarp before an arrival orders all lanes' reads of the work tile (docs/ptxas.md).
+//
+// | file        | what this file uses of it                                                                           |
+// |-------------|-----------------------------------------------------------------------------------------------------|
+// | half.h      | schedule_and_load_K: thread 0. for_each_work_tile: how threads 32 and 64 follow the tile queue.     |
+// |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
+// |             | pack_operand: Pij to the half type                                                                  |
+// | scheduler.h | TileScheduler, WorkTile: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows    |
+// | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
+// | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
+// |             | empty. run_roles: gives registers to the roles and starts them                                      |
+// | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
+// | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
+// | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
+// | launch.h    | make_plan, launch_kernel; params.h: Parameters, what the host hands to the kernel                   |
 #include "hopper/epilogue.h"
 #include "hopper/half.h"
 #include "hopper/launch.h"
@@ -83,7 +97,8 @@ struct SharedStorage {
 };
 
 // Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V
-// each stage must also have received a Vj of this work tile: that proves that the O staged there earlier is stored.
+// each stage must also have received a Vj of this work tile: thread 64 loads it only after it has stored the O that was
+// staged there before.
 template <class Tile>
 __device__ bool stages_O(const Parameters &p, const WorkTile &work, int warpgroup) {
     if (Tile::O == StoreO::direct) return false;
@@ -122,7 +137,7 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 }
 
 // Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13). Each of the first Vj goes
-// where one consumer has staged its O, so the thread stores this O first. No Vj waits for more than one consumer.
+// where one consumer has staged its O, so the thread waits for that consumer alone and stores its O before the load.
 template <class Tile>
 __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
     Pipeline V{shared.V};
@@ -148,8 +163,8 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Masks Sij and, where the state is wanted, tracks each thread's largest scores: m may be stale, the maximum of earlier
-// tiles (stale_softmax). Most tiles need neither and skip both by one branch.
+// Masks Sij. Where the state is wanted, it also tracks each thread's largest scores, since m may be stale: the maximum
+// of earlier tiles (stale_softmax). Most tiles need neither and skip both by one branch.
 template <int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a, const WorkTile &work,
                                    int row, int j0, Keys fully_visible) {
@@ -162,8 +177,8 @@ __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, c
         softmax.largest[x / 2 % 2] = fmaxf(softmax.largest[x / 2 % 2], fmaxf(Sij[x], Sij[x + 1]));
 }
 
-// Steps 10 and 11: Pij by the exact maximum. True: the next tile must use it, too, since scores are so large that m is
-// subtracted first (softmax.h), which stale_softmax can't do.
+// Steps 10 and 11: Pij by the exact maximum. Returns whether the next tile must use it, too: scores are so large that m
+// is subtracted before the scaling (softmax.h), which stale_softmax can't do.
 template <class T, int Count>
 __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
     const bool needs_max = update_row_max(Sij, softmax, c);
@@ -180,13 +195,13 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&
     for (int x = Begin; x < End; ++x) sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(Sij[x], c, -softmax.cm[x / 2 % 2]));
 }
 
-// With a stale maximum a thread's Pij of a tile add up to at most this, a row's (4 threads) to 4 times it. Equal
-// scores add up to 64 with Bc 128. No Pij is above 256, and float16 ends at 65504.
-// Oi can't overflow while V is below 3e35 / (number of tiles).
+// With a stale maximum a thread's Pij of a tile add up to at most this, those of a row (4 threads) to 4 times this.
+// Equal scores add up to 64 with Bc 128. No Pij is above 256, and float16 ends at 65504. Oi can't overflow while V is
+// below 3e35 / (number of tiles).
 constexpr float kMostByStaleMax = 256.f;
 
-// A thread's exponentials before the wait for Pij Vj. Three consumers have no registers for more. With two, 16 and 28
-// were 3 % slower at d 128; at d 256 any count from 8 on gives the same time.
+// A thread computes so many exponentials before the wait for Pij Vj. Three consumers have no registers for more than 2.
+// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time.
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 

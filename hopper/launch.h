@@ -23,8 +23,8 @@ inline void set_heads_and_mask(Parameters &p) {
 }
 
 // Fills the parameters that all kernels have and launches. Without a memset the kernel may begin while the one before
-// it in the stream ends (programmatic dependent launch). k_rows: of K and V in a box that TMA loads; of q 64. work_tiles:
-// 0 where each is Br queries of a head.
+// it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of q.
+// work_tiles: how many there are, or 0 where each is Br queries of a head.
 template <class Tile, class Parameters>
 const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, const Zeros &counters,
                           cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {

@@ -28,13 +28,13 @@ struct Parameters {
     Divisor Tr;              // work tiles of a head
     Divisor grid;            // blocks
     int work_tiles;          // of all heads
-    // The scheduler goes through the first heads one after the other, then through the rest side by side.
+    // The scheduler takes the tiles of the first heads head after head, and those of the rest interleaved.
     int sequential_heads;
     Divisor interleaved_heads;
     bool same_band;  // all batches have one mask, `band`, which the host has computed
     BandOf<int> band;
-    // Work tiles taken so far, without each block's first; null: the order is fixed. backward_fused.cu counts the first
-    // ones, too. So does float32/forward.cu with a workspace, where this counter is Workspace::tiles_taken.
+    // How many work tiles blocks have taken, without each block's first one; null: the order is fixed. The first ones
+    // count, too, in backward_fused.cu, and in float32/forward.cu with a workspace, where this is its tiles_taken.
     int *tile_counter;
     bool tma_stores_O;    // TMA stores O wherever stages_O allows it
     bool aligned;         // rows of O begin and end at multiples of 16 bytes

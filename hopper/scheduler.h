@@ -1,7 +1,7 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
 // A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out,
-// head after head. The last heads are interleaved, longest tiles first.
+// head after head. The tiles of the last heads are interleaved, longest first.
 //
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
@@ -41,14 +41,15 @@ __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
     return p.same_band ? p.band : narrow(band_of(p.a, b));
 }
 
-// The keys that all 64 rows from i0 on see: no mask there. None if the scale is negative, since masking negates Sij.
+// The keys that all 64 rows from i0 on see: a tile within needs no mask. With a negative softmax_scale every tile needs
+// mask_scores, which also negates Sij, so this returns no keys.
 __device__ inline Keys fully_visible_keys(const Parameters &p, const WorkTile &work, int i0) {
     Keys fully_visible = keys_of_all(work.band, i0, i0 + 64);
     if (p.a.softmax_scale < 0.f) fully_visible.end = 0;
     return fully_visible;
 }
 
-// Where the keys end that the 64 rows from i0 on see. Those of the work tile may go on.
+// Where the keys end that the 64 rows from i0 on see. Other rows of the work tile may see further keys.
 __device__ inline int end_of_keys(const WorkTile &work, int i0) {
     const int i1 = min(i0 + 64, work.i1);
     return i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, work.visible.end) : 0;
@@ -58,14 +59,14 @@ template <class Tile>
 struct TileScheduler {
     const Parameters &p;
 
-    // The number of the work tile after n; after -1 the block's first one.
+    // The number of the block's work tile after n; n = -1 asks for the first one.
     __device__ int next(int n) const {
         if (n < 0) return blockIdx.x;
         if (p.tile_counter) return p.grid + atomicAdd(p.tile_counter, 1);
         const int next_round = (n / p.grid + 1) * p.grid;
         return next_round + (next_round - 1 - n);
     }
-    // Work tile n. Of a head the last rows come first: under a causal mask they see the most keys.
+    // Work tile n. A head's last rows come first: under a causal mask they see the most keys.
     __device__ WorkTile tile(int n) const {
         if (n >= p.work_tiles) return {-1};
         const int rest = n - p.sequential_heads * p.Tr;  // below 0: a tile of a sequential head
@@ -82,7 +83,7 @@ struct TileScheduler {
     }
 };
 
-// How the work tiles of a call are dealt out; see the head of this file.
+// How the work tiles of a call are dealt out; see this file's header.
 struct Order {
     int64_t grid;       // blocks
     bool uses_counter;  // else the order is fixed
