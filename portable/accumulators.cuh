@@ -1,5 +1,6 @@
-// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh). For half.cu and tf32.cu: what a
-// thread keeps of its warp's rows, mask, row maximum.
+// accumulators.cuh: rows of Sij and Oi in the accumulators of mma.sync (mma.cuh), for half.cu and tf32.cu. Here are
+// the numbers that a thread keeps of its warp's rows, the mask, and the softmax up to the exponentials. There is no
+// barrier: the four lanes of a row exchange numbers by shuffles.
 #pragma once
 #include "portable/common.cuh"
 
@@ -9,13 +10,13 @@ namespace {
 // What a thread has of its warp's rows: its row r is row lane / 4 + 8 * r of the warp. Elements [m][.][2 * h + 0, 1] of
 // Sij and Oi belong to r = 2 * m + h.
 template <class Tile>
-struct Rows {
+struct ThreadRows {
     static constexpr int R = 2 * Tile::M;
     float Oi[Tile::M][Tile::X][4] = {};
     float li[R] = {};  // of this thread's keys: the four lanes of a row add theirs up after the last tile
     float mi[R];       // of scores before the scaling
 
-    __device__ Rows() {
+    __device__ ThreadRows() {
 #pragma unroll
         for (int r = 0; r < R; ++r) mi[r] = -INFINITY;
     }
@@ -51,13 +52,13 @@ __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention
     }
 }
 
-// 10. - 11. mi, alpha and li = alpha li. Then Pij = exp2(c Sij - subtract), row by row, with c = |softmax_scale| log2 e:
-// one FMA and one ex2. subtract is c m, rounded, which is one factor for the row: Oi / li cancels it. Where |c m| > 1024
-// or m = -inf, m is subtracted before the scaling (docs/numerics.md).
+// 10. - 11. mi, alpha and li = alpha li. Then Pij = exp2(c Sij - subtract), one FMA and one ex2, where c is
+// |softmax_scale| log2 e. subtract is c mi, rounded: one factor for the row, which Oi / li cancels. Where |c mi| > 1024
+// or mi = -inf, mi (or 0) is subtracted from Sij here, before the scaling, and subtract is 0 (docs/numerics.md).
 template <class Tile>
-__device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows, float (&subtract)[Rows<Tile>::R],
-                            float (&alpha)[Rows<Tile>::R], float c) {
-    constexpr int R = Rows<Tile>::R, N = Tile::N;
+__device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], ThreadRows<Tile> &rows,
+                            float (&subtract)[ThreadRows<Tile>::R], float (&alpha)[ThreadRows<Tile>::R], float c) {
+    constexpr int R = ThreadRows<Tile>::R, N = Tile::N;
     float m_old[R];
     bool large = false;
 #pragma unroll
@@ -93,7 +94,7 @@ __device__ void update_rows(float (&Sij)[Tile::M][Tile::N][4], Rows<Tile> &rows,
 
 // 12. Oi = diag(alpha) Oi
 template <class Tile>
-__device__ void scale_Oi(Rows<Tile> &rows, const float (&alpha)[Rows<Tile>::R]) {
+__device__ void scale_Oi(ThreadRows<Tile> &rows, const float (&alpha)[ThreadRows<Tile>::R]) {
 #pragma unroll
     for (int m = 0; m < Tile::M; ++m)
 #pragma unroll

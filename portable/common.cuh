@@ -23,7 +23,7 @@
 //
 // Every warp has the same role: it loads a part of each tile and computes some rows of Sij and Oi.
 //
-// In float32.cu and tf32.cu (the other kernels have tables of their own):
+// The barriers of float32.cu and tf32.cu. The other kernels have tables of their own:
 //
 //     barrier                         | arrives and waits     | then
 //     wait_for_tiles, before step 9   | the block             | Kj (and the first time Qi) has arrived; all warps have
@@ -57,8 +57,8 @@ __device__ void convert(float x, float &y) { y = x; }
 __device__ void convert(float x, __half &y) { y = __float2half(x); }
 __device__ void convert(float x, __nv_bfloat16 &y) { y = __float2bfloat16(x); }
 
-// Whether T is a half type that the tensor cores of this GPU multiply. Kernels have one list of instantiations for all
-// GPUs: where tensor cores multiply T, float32.cu's kernel has no code for it, elsewhere half.cu's has none.
+// Whether T is a half type that the tensor cores of this GPU multiply. All GPUs have one list of instantiations: where
+// tensor cores multiply T, float32.cu's kernel has no code for it; elsewhere half.cu's kernel has none.
 template <class T>
 __device__ constexpr bool on_tensor_cores() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -122,7 +122,7 @@ __device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
     return block_at<T>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
 }
 
-// The threads that compute a block: all. In hopper/float32/fallback.h 128 threads do.
+// The threads that compute a block: all threads of the grid's block. In hopper/float32/fallback.h it is 128 of them.
 struct WholeBlock {
     __device__ unsigned index() const { return threadIdx.x; }
     __device__ unsigned block() const { return blockIdx.x; }

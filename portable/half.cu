@@ -1,5 +1,5 @@
 // half.cu: attention in float16 and bfloat16 on the tensor cores, by mma.sync. Sums, li and mi are float32.
-// common.cuh has the steps, mma.cuh the instructions. docs/portable.md has the budget and what was tried.
+// common.cuh has the steps. docs/portable.md has the budget and what was tried.
 //
 //     role        | warps              | registers             | does
 //     every warp  | Tile::Threads / 32 | Oi, Sij or Pij, and   | loads a part of each tile; computes WarpRows rows of
@@ -11,11 +11,29 @@
 //     Kj, Vj        | 2 x Bc x D     | while tile j-1 is computed  | steps 9 and 12, by all
 //     Kj+1, Vj+1    | 2 x Bc x D     | while tile j is computed    | likewise, one tile later; with two Stages alone
 //
-//     barrier, two Stages                    | arrives and waits | then
-//     wait_for_tiles, before step 9          | the block         | Kj and Vj (and the first time Qi) have arrived; all
-//                                            |                   | warps have read Kj-1 and Vj-1, so Kj+1 and Vj+1 may
-//                                            |                   | overwrite them
-//     one Stage: the table of common.cuh. Vj loads during step 9, Kj+1 during steps 10 to 12.
+// At wait_for_tiles (common.cuh) each thread waits for its own copies, then arrives and waits for the other threads.
+// At __syncwarp the lanes of a warp arrive and wait.
+//
+//     barrier                                | what is done behind it
+//     wait_for_tiles, before the loop, if    | Qi has arrived: it may be read into registers, or O may overwrite it
+//     QInRegisters or no key is seen         |
+//     wait_for_tiles, before step 9,         | Kj and Vj (and the first time Qi) have arrived; all warps have read Kj-1
+//     two Stages                             | and Vj-1, so Kj+1 and Vj+1 may overwrite them
+//     wait_for_tiles, before step 9,         | Kj (and the first time Qi) has arrived; all warps have read Vj-1, so Vj
+//     one Stage                              | may overwrite it: it loads during step 9
+//     wait_for_tiles, after step 9,          | Vj has arrived; all warps have read Kj, so Kj+1 may overwrite it: it
+//     one Stage                              | loads during steps 10 to 12
+//     __syncwarp, in store_rows              | the warp's rows of O are staged, and other lanes read them
+//
+// Softmax. A row of Sij lies in four lanes. update_rows finds its maximum mi and alpha, and scales li. Then multiply_PV
+// computes Pij = exp2(c Sij - subtract) and adds it to li; subtract is c mi (update_rows says where it isn't).
+//
+// Names from other files:
+//     accumulators.cuh  ThreadRows: Oi, li, mi of a thread; change_scores: the mask; update_rows, scale_Oi; scaled_max
+//     mma.cuh           mma; load_matrices, lane_address, swizzle: operands in shared memory; load_swizzled: a tile
+//     common.cuh        Block, block_of; wait_for_tiles; end_row, store_o; is_needed; plan_kernel, launch_kernel
+//     flash.h           keys_of_row, keys_of_any, keys_of_all; end_of_row: how a row ends; store_l_m_lse
+//     device.h          scale_of: c; exp2_fast, pack, row_sum, opaque, broadcast_lane0, pad_lse
 #include "portable/accumulators.cuh"
 #include "portable/common.cuh"
 #include "portable/mma.cuh"
@@ -73,9 +91,9 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 // 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
 // accumulators of Sij side by side become an operand of the product.
 template <class T, class Tile>
-__device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4], const float (&subtract)[Rows<Tile>::R],
-                            float c, unsigned Vj) {
-    constexpr int D = Tile::D, R = Rows<Tile>::R;
+__device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
+                            const float (&subtract)[ThreadRows<Tile>::R], float c, unsigned Vj) {
+    constexpr int D = Tile::D, R = ThreadRows<Tile>::R;
     float l[R] = {};  // of this tile: one sum over all keys would lose small terms
 #pragma unroll
     for (int n = 0; n < Tile::N; n += 2) {
@@ -109,12 +127,12 @@ __device__ void multiply_PV(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
 // 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without a state. Each warp stages its rows of O in
 // the place of its rows of Qi: then a thread writes 16 bytes at once, and neighbouring threads write side by side.
 template <class Tile, class T>
-__device__ void store_rows(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, T *tile, int warp_row,
-                           int lane) {
+__device__ void store_rows(const Attention &a, const Block<T> &block, const ThreadRows<Tile> &rows, T *tile,
+                           int warp_row, int lane) {
     constexpr int D = Tile::D, Chunks = D / 8, RowsAtOnce = 32 / Chunks;
     const BandOf<int> band = narrow(block.band);
 #pragma unroll
-    for (int r = 0; r < Rows<Tile>::R; ++r) {
+    for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
         const int row = warp_row + lane / 4 + 8 * r, i = block.i0 + row;
         const float li = row_sum<4>(rows.li[r]);
         const RowEnd end = end_of_row(!empty(keys_of_row(band, i)), li, scaled_max(a, rows.mi[r]), 0.f, -INFINITY);
@@ -137,14 +155,15 @@ __device__ void store_rows(const Attention &a, const Block<T> &block, const Rows
             *(uint4 *)(o + row * a.o_stride.row) = *(const uint4 *)(tile + swizzle<D, T>(row0 + row, chunk));
 }
 
-// The same in all other cases, two columns at a time. A thread stages its part of a row in the place of its warp's rows
-// of Qi, from where one loop stores it. From registers the loop is unrolled, and takes two thirds of the compile time.
+// Likewise in all other cases, two columns at a time. A thread stages its part of a row in the place of its warp's rows
+// of Qi, and one loop stores it from there. From registers the loop is unrolled, which takes two thirds of the compile
+// time.
 template <class Tile, class T>
-__device__ void store_rows_with_state(const Attention &a, const Block<T> &block, const Rows<Tile> &rows, T *tile,
+__device__ void store_rows_with_state(const Attention &a, const Block<T> &block, const ThreadRows<Tile> &rows, T *tile,
                                       int warp_row, int lane, bool aligned) {
     float2 *const staged = (float2 *)(tile + warp_row * Tile::D) + lane;
 #pragma unroll
-    for (int r = 0; r < Rows<Tile>::R; ++r) {
+    for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
         const int i = block.i0 + warp_row + lane / 4 + 8 * r;
         const float li = row_sum<4>(rows.li[r]);
         if (i >= a.Nq) continue;
@@ -204,7 +223,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         load_K(block.seen.begin, 0);
         if (Stages == 2) load_V(block.seen.begin, 0);
     }
-    Rows<Tile> rows;
+    ThreadRows<Tile> rows;
     unsigned q[M][4][4];
     if (Tile::QInRegisters || empty(block.seen)) wait_for_tiles();  // store_rows overwrites Qi
     if constexpr (Tile::QInRegisters) {
@@ -233,7 +252,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12. c is computed for each tile: kept, it would take a register.
         const float c = scale_of(a);
-        float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
+        float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
         update_rows<Tile>(Sij, rows, subtract, alpha, c);
         scale_Oi<Tile>(rows, alpha);
         multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes);

@@ -13,7 +13,19 @@
 //                   |            | store_rows stages it       |
 //     block         | 1          | once                       | for each tile of keys, since registers are scarce
 //
-// The table of barriers is in common.cuh. If the result of a block has an inf or NaN, the FMA units compute it again.
+// The table of common.cuh has the barriers of the loop. At the others all threads arrive and wait, too:
+//
+//     barrier                        | what is done behind it
+//     __syncthreads, first           | thread 0 has written `block`, and all read it
+//     __syncthreads_or, in end_block | all have read Qi, Kj and Vj, which O or the fallback may overwrite. It also says
+//                                    | whether any number isn't finite: then the FMA units compute the block again
+//     __syncthreads, in end_block    | the fallback has read shared memory, which its next rows overwrite
+//
+// Names from other files:
+//     accumulators.cuh               ThreadRows: Oi, li, mi of a thread; change_scores: the mask; update_rows
+//     tf32.cuh                       multiply_rows: A B^T; multiply_columns: A B; both split numbers into hi and lo
+//     float32_block.cuh              start_sums, flush_sums: sums of long calls; float_block: the fallback
+//     mma.cuh, common.cuh            load_swizzled, lane_address; Block, wait_for_tiles, end_row, store_o, plan_kernel
 #include "portable/accumulators.cuh"
 #include "portable/float32_block.cuh"
 #include "portable/tf32.cuh"
@@ -40,9 +52,10 @@ struct Tf32Tile {
 
 // 10. - 11. Pij and li += rowsum(Pij). Pij is cut to 22 bits, so that hi + lo is Pij exactly; li sums the same numbers.
 template <class Tile>
-__device__ void exponentials(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4], unsigned (&lo)[Tile::M][Tile::N][4],
-                             const float (&subtract)[Rows<Tile>::R], float c) {
-    float l[Rows<Tile>::R] = {};  // of this tile: one sum over all keys would lose small terms
+__device__ void exponentials(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
+                             unsigned (&lo)[Tile::M][Tile::N][4], const float (&subtract)[ThreadRows<Tile>::R],
+                             float c) {
+    float l[ThreadRows<Tile>::R] = {};  // of this tile: one sum over all keys would lose small terms
 #pragma unroll
     for (int m = 0; m < Tile::M; ++m)
 #pragma unroll
@@ -56,13 +69,13 @@ __device__ void exponentials(Rows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4]
                 l[r] += Sij[m][n][e];
             }
 #pragma unroll
-    for (int r = 0; r < Rows<Tile>::R; ++r) rows.li[r] += l[r];
+    for (int r = 0; r < ThreadRows<Tile>::R; ++r) rows.li[r] += l[r];
 }
 
 // 12. Oi = diag(alpha) Oi + Pij Vj
 template <class Tile>
-__device__ void multiply_PV(Rows<Tile> &rows, const float (&Pij)[Tile::M][Tile::N][4],
-                            const unsigned (&P_lo)[Tile::M][Tile::N][4], const float (&alpha)[Rows<Tile>::R],
+__device__ void multiply_PV(ThreadRows<Tile> &rows, const float (&Pij)[Tile::M][Tile::N][4],
+                            const unsigned (&P_lo)[Tile::M][Tile::N][4], const float (&alpha)[ThreadRows<Tile>::R],
                             const unsigned (&Vj)[2], int d) {
 #pragma unroll
     for (int x0 = 0; x0 < Tile::X; x0 += Tile::XAtOnce) {
@@ -85,10 +98,10 @@ __device__ void multiply_PV(Rows<Tile> &rows, const float (&Pij)[Tile::M][Tile::
 
 // Whether all numbers of this thread are finite
 template <class Tile>
-__device__ bool all_finite(const Rows<Tile> &rows) {
+__device__ bool all_finite(const ThreadRows<Tile> &rows) {
     float zero = 0.f;
 #pragma unroll
-    for (int r = 0; r < Rows<Tile>::R; ++r) zero = fmaf(rows.li[r], 0.f, zero);
+    for (int r = 0; r < ThreadRows<Tile>::R; ++r) zero = fmaf(rows.li[r], 0.f, zero);
 #pragma unroll
     for (int m = 0; m < Tile::M; ++m)
 #pragma unroll
@@ -101,9 +114,9 @@ __device__ bool all_finite(const Rows<Tile> &rows) {
 // 12. - 13. O = Oi / li, l and m to HBM. A group of accumulators has `Columns` neighbouring columns of a row. A thread
 // stages its part of Oi in Qi's place, so that one loop stores it. Unrolled, it takes a quarter of the compile time.
 template <class Tile>
-__device__ void store_rows(const Attention &a, const Block<float> &block, const Rows<Tile> &rows, float *Q_tile,
+__device__ void store_rows(const Attention &a, const Block<float> &block, const ThreadRows<Tile> &rows, float *Q_tile,
                            int warp_row, bool aligned) {
-    constexpr int R = Rows<Tile>::R, XAtOnce = Tile::XAtOnce, Columns = 2 * XAtOnce;
+    constexpr int R = ThreadRows<Tile>::R, XAtOnce = Tile::XAtOnce, Columns = 2 * XAtOnce;
     const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / 4;
     float4 *const staged = (float4 *)Q_tile + threadIdx.x;
     RowEnd end[R];
@@ -132,7 +145,7 @@ __device__ void store_rows(const Attention &a, const Block<float> &block, const 
                            &staged[(x / 4 * R + r) * Tile::Threads].x, aligned);
 }
 
-// The block's threads, as the fallback sees them. Its `sums` point to this block's place in the workspace: block 0.
+// The block's threads, for the fallback. `sums` already points to this block's place in the workspace, so block() is 0.
 struct OneBlock : WholeBlock {
     __device__ unsigned block() const { return 0; }
 };
@@ -140,7 +153,7 @@ struct OneBlock : WholeBlock {
 // The end of a block. An inf becomes a NaN where it meets a hi or lo that is 0 or of the other sign. So if a number
 // isn't finite, the FMA units compute all rows again.
 template <class Tile>
-__device__ void end_block(const Attention &a, const Block<float> block, const Rows<Tile> &rows, int warp_row,
+__device__ void end_block(const Attention &a, const Block<float> block, const ThreadRows<Tile> &rows, int warp_row,
                           bool aligned, float *shared, float *sums) {
     using Fallback = typename Tile::Fallback;
     if (!__syncthreads_or(!all_finite(rows))) {
@@ -175,14 +188,14 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     const float c = scale_of(a);
 
     // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi, li, mi begin empty
-    Rows<Tile> rows;
+    ThreadRows<Tile> rows;
     if (!empty(block.seen)) {
         load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
         load(K_tile, block.K, a.k_stride.row, block.seen.begin);
     }
     if (sums) sums += (int64_t)blockIdx.x * Tile::SumFloats;
     const bool is_long = sums && block.seen.end - block.seen.begin > kTilesOfSum * Bc;
-    if (is_long) start_sums<Tile::Sums, Threads, Rows<Tile>::R>(sums + threadIdx.x);
+    if (is_long) start_sums<Tile::Sums, Threads, ThreadRows<Tile>::R>(sums + threadIdx.x);
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked. A long call has a loop for each sum.
@@ -208,7 +221,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
             change_scores<Tile>(Sij, a, band, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
             // 10. - 12.
-            float subtract[Rows<Tile>::R], alpha[Rows<Tile>::R];
+            float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
             update_rows<Tile>(Sij, rows, subtract, alpha, c);
             unsigned P_lo[M][N][4];
             exponentials<Tile>(rows, Sij, P_lo, subtract, c);
