@@ -3,10 +3,10 @@
 //
 // The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks, whose
 // size depends on the numbers of keys and of key heads alone: a row's bits are the same in each batch and on each GPU.
-// A block of decode_kernel takes one item after another. An item is one of two things for a tile of rows (Share):
-//     a chunk       Oi, li, mi of it go to the workspace. Then join_kernel joins the chunks of a row and writes O, l, m
-//     a whole row   all chunks: decode_kernel joins them and writes O, l, m. Where rows fill the GPU (share_for)
-// Both add and join in the same order, so the bits are the same: a chunk's warps, four chunks, the fours.
+// A block of decode_kernel takes one item after another. For a tile of rows an item covers (Share):
+//     a chunk       its Oi, li, mi go to the workspace. Then join_kernel joins the chunks of a row and writes O, l, m
+//     a whole row   all chunks: decode_kernel joins them and writes O, l, m. Taken where rows fill the GPU (share_for)
+// Both join the sums of a chunk's warps, then those of four chunks, then the fours: so the bits are the same.
 //
 //     role        | warps | registers            | does
 //     every warp  | 4     | Oi, li, mi, operands:| takes every fourth step (Bc keys) of a chunk: loads it into a stage
@@ -108,8 +108,8 @@ struct Loader {
 // ------------------------------------------------------------------------------ the kernel
 
 // Adds a step to Oi, li, mi of the warp. Then the load of a later step may take its stage.
-template <class Tile, class T, class Rows>
-__device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, Rows &rows,
+template <class Tile, class T, class MmaOrFmaRows>
+__device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, MmaOrFmaRows &rows,
                          const unsigned char *stages, int j) {
     constexpr int StageBytes = Tile::template StageBytes<T>;
     const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
@@ -154,7 +154,7 @@ __device__ void join_four(const Attention &a, const Decode &p, const WorkItem &i
 template <class T, class Tile, Share share>
 __device__ void decode_block(const Attention &a, const Decode &p) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
-    using Rows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
+    using MmaOrFmaRows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
@@ -167,7 +167,7 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     if (p.same_chunks) wait_for_the_kernel_before();
     Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
     loader.fill(a, p);
-    Rows rows;
+    MmaOrFmaRows rows;
     rows.load_queries(a, p, item);
     rows.take_queries(a, p, item, Q_tile);
     __syncthreads();
@@ -275,8 +275,8 @@ int64_t resident_blocks(const Device &device, int stages, int rows, Share share)
     return (int64_t)std::min((device.shared_memory + 1024) / shared, 2) * device.multiprocessors;
 }
 
-// What an item is: a whole row, where rows fill the device evenly and a block has room for one. It may depend on B and
-// on the GPU, since the bits don't depend on it.
+// What an item is: a whole row where rows fill the device evenly and a block has room for one, else a chunk. The choice
+// may depend on B and on the GPU, since the bits don't depend on it.
 template <class Tile, class T>
 Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
     if (!Tile::HasWholeRows || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
@@ -297,8 +297,8 @@ constexpr int64_t kLittleWorkspace = 64 << 20;
 
 namespace portable {
 
-// docs/decode.md has the measurements behind the bounds of rows and Nk. The choice must not depend on B, or a row's bits
-// would.
+// docs/decode.md has the measurements behind the bounds of rows and Nk. The choice must not depend on B: else a row's
+// bits would, too.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;
@@ -328,6 +328,7 @@ Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores)
         if (share == kWholeRow) size = describe<Tile>(a, nullptr, share, p);
         const int64_t blocks = std::min(size.items, resident_blocks<Tile, T>(device, stages, p.rows, share));
         const int shared = shared_bytes<Tile, T>(stages, p.rows, share) - static_bytes<Tile>(share);
+        // Plan::tile is the number of stages: d and the dtype decide all else of a tile.
         return Plan{share == kWholeRow ? kDecodeRows : kDecode,
                     stages,
                     Tile::Rows,
@@ -347,7 +348,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         Decode p;
         const Share share = plan.kernel == kDecodeRows ? kWholeRow : kOneChunk;
         describe<Tile>(a, (char *)workspace, share, p);
-        p.stages = plan.tile;
+        p.stages = plan.tile;  // see plan_decode
         p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
         auto kernel = decode_kernel<T, Tile, kOneChunk>;
         if constexpr (Tile::HasWholeRows)

@@ -12,12 +12,12 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 // rows are only 0.4 % of K and V (bfloat16, d 128).
 constexpr int kLeastChunk = 64, kMostChunk = 1024, kChunks = 128;
 
-// What an item has of the keys, for one tile of rows: one chunk, or all chunks. A whole row has no partial results in the
-// workspace.
+// The keys that an item covers, for one tile of rows: one chunk, or all chunks. A whole row has no partial results in
+// the workspace.
 enum Share { kOneChunk, kWholeRow };
 
-// Chunks are joined by fours, fours by groups (join_kernel). A whole row has at most kMostOfRow chunks, and shared memory
-// has room for the sums of all warps in a four.
+// Four consecutive chunks are a "four": their sums are joined first, then those of the fours. A whole row has at most
+// kMostOfRow chunks. Its block keeps in shared memory the sums of all warps for the chunks of one four.
 constexpr int kFour = 4, kMostOfRow = kFour * kFour;
 constexpr int chunks_at_once(Share share) { return share == kWholeRow ? kFour : 1; }
 
@@ -43,27 +43,27 @@ struct Decode {
     int group;         // Hq / Hkv
     int rows, tiles;   // queries of a key head, group * Nq; tiles of them
     int most_chunks;   // of any batch
-    bool same_chunks;  // whether each batch has the chunks of batch 0, which the host then fills in
+    bool same_chunks;  // whether all batches have the same chunks: then the host has computed `chunks`
     Chunks chunks;
     int stages;  // of a warp
     bool aligned_o;
     // Partial results, in the workspace: by (b, key head, tile), chunk, row of the tile
     float2 *lm;
     float *Oi;
-    Chunks chunks_of_row;  // for kWholeRow: the chunks of each row. `chunks` then has them as a single one
+    Chunks chunks_of_row;  // for kWholeRow: the chunks of each row; `chunks` is then one chunk of all their keys
 };
 
 __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
     return p.same_chunks ? p.chunks : chunks_of(a, b);
 }
 
-// One chunk of keys, or all as one chunk, for one tile of rows. Items are numbered by b, key head, chunk, tile. Block x
-// takes item x and each gridDim.x-th after it: blocks that run at the same time read neighbouring keys, and tiles share
-// a chunk in L2.
+// One chunk of keys, or all keys as one chunk, for one tile of rows. Items are numbered by b, key head, chunk, tile.
+// Block x takes item x and each gridDim.x-th after it: blocks that run at the same time read neighbouring keys, and
+// tiles share a chunk in L2.
 struct WorkItem {
     int b = 0, h_kv, chunk, tile = 0;
     Chunks chunks;
-    unsigned index, before = 0;  // this item's number; the items of all batches before b
+    unsigned index, before = 0;  // this item's number; how many items the batches before b have
     bool exists;
 
     __device__ WorkItem(const Attention &a, const Decode &p) : index(blockIdx.x) { find(a, p); }
@@ -74,8 +74,8 @@ struct WorkItem {
     __device__ int begin() const { return chunks.begin + chunk * chunks.size; }
     __device__ int end() const { return min(begin() + chunks.size, chunks.seen.end); }
 
-    // What item `index` is, which isn't in a batch before b. Where only the device knows the lengths, a warp adds up the
-    // batches' numbers of items, 32 batches at a time.
+    // Finds item `index`, which isn't in a batch before b. Where only the device knows the lengths, a warp adds up how
+    // many items the batches have, 32 batches at a time.
     __device__ void find(const Attention &a, const Decode &p) {
         const int lane = threadIdx.x % 32, B = (int)a.B;
         const auto items_of = [&](int b) { return (unsigned)(chunks_of(a, p, b).count * a.Hkv * p.tiles); };

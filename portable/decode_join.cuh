@@ -7,11 +7,11 @@ namespace {
 
 constexpr int kJoinThreads = 128;
 
-// How many groups of D / 4 threads a block of join_kernel has. Each joins every Groups-th four of chunks.
+// How many groups of D / 4 threads a block of join_kernel has. Each group joins every Groups-th four of chunks.
 template <int D>
 constexpr int Groups = kJoinThreads / (D / 4);
 
-// Of one row: l, m, and 4 columns of the undivided O. Without a key l is 0 and m is -inf.
+// Sums of one row over some keys: l, m, and 4 columns of the undivided O. Without a key l is 0 and m is -inf.
 struct Part {
     float l = 0.f, m = -INFINITY;
     float o[4] = {};
@@ -76,7 +76,7 @@ __device__ Part join_warps(const float2 (*lm)[Tile::Rows], const float *O, int r
         [&](int n) { return *(const float4 *)(O + n * rows_of_O * D + place_of<D>(r, x)); });
 }
 
-// Of a row, what the steps that end it read
+// The fields of a row's Block that end_row and store_o read. Others are not set.
 template <class T>
 __device__ Block<T> block_of(const Attention &a, int b, const Row &row) {
     Block<T> block;
@@ -106,7 +106,7 @@ __device__ void wait_for_the_kernel_before() {
 template <class T, class Tile>
 __global__ void __launch_bounds__(kJoinThreads)
     join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if (Tile::OnTensorCores != on_tensor_cores<T>()) return;  // nor has decode_kernel code for these
+    if (Tile::OnTensorCores != on_tensor_cores<T>()) return;  // decode_kernel has no code for these, either
     constexpr int D = Tile::D, Groups = minimal_attn::Groups<D>;
     __shared__ float2 lm[Groups];
     __shared__ float4 O[Groups][D / 4];

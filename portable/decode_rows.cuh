@@ -20,7 +20,8 @@ struct DecodeTile {
     static constexpr int QBytes = OnTensorCores ? Rows * D * (int)sizeof(T) : 0;
 };
 
-// How many parts, a tile's rows each, a block keeps in shared memory: those of its warps, for whole rows also the fours.
+// How many parts (Oi, li, mi of a tile's rows) a block keeps in shared memory: one for each warp and chunk, and for
+// whole rows one for each four but the last.
 constexpr int parts_in_shared(Share share) {
     return kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0);
 }
@@ -59,7 +60,7 @@ struct MmaRows {
         return exists ? *(const uint4 *)(query<T>(a, item.b, row) + x) : uint4{};
     }
 
-    // 8. Qi of the next item to registers, while the last item's Qi is in use. Turing's code has no registers for it.
+    // 8. Qi of the next item to registers, while the last item's Qi is in use. On Turing there are no registers for it.
     __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item) {
 #if __CUDA_ARCH__ >= 800
 #pragma unroll
