@@ -24,8 +24,12 @@
 // Between steps 6 and 16 the same thread always reads and writes the same numbers of O, l and m in HBM.
 //
 // The contract (flash.h) adds to the paper:
-//     softmax_scale (step 9), a mask (steps 5, 7, 10), an earlier state (O, l, m), with which step 2 begins
-//     rows with scores of -inf alone (step 16), any Nq, Nk and d, several query heads for one key head
+//     softmax_scale, in step 9
+//     a mask: steps 5 and 7 skip tiles, 10 hides scores, 11 and 12 change no row that sees no key of the tile
+//     an earlier state (O, l, m), with which step 2 begins
+//     rows that see keys, but with scores of -inf alone: steps 10 and 11, and O is NaN in step 16
+//     any Nq, Nk and d; several query heads for one key head
+//     tiles of a multiple of 4 rows: step 1 rounds M / 4d down, not up, since they must fit with their padding
 //
 // What FlashAttention-2 changes (see portable/): the loop over i becomes the outer one. Its tiles are spread over the
 // grid, so one head fills many multiprocessors. Oi, li and mi stay in registers, and Oi is divided by li once.
@@ -67,10 +71,10 @@ struct State {
 
 // The rows of one head of a (B, H, N, d) tensor in HBM.
 template <class T>
-struct Rows {
+struct HeadRows {
     T *first;
     int64_t stride;
-    __device__ Rows(T *tensor, const Strides &s, int64_t b, int64_t h)
+    __device__ HeadRows(T *tensor, const Strides &s, int64_t b, int64_t h)
         : first(tensor + b * s.batch + h * s.head), stride(s.row) {}
     __device__ T *operator[](int i) const { return first + i * stride; }
 };
@@ -159,16 +163,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     // What belongs to the block's head
     const int64_t head = first_head + blockIdx.x, b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
-    const Rows<const T> Q((const T *)a.q, a.q_stride, b, h);
+    const HeadRows<const T> Q((const T *)a.q, a.q_stride, b, h);
     const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
-    const Rows<float> O(state.O, state.O_stride, b, h);
+    const HeadRows<float> O(state.O, state.O_stride, b, h);
     double *const l = state.l + head * a.Nq;
     float *const m = state.m + head * a.Nq;
     const Band band = band_of(a, b);  // the mask, see flash.h
 
     // 1. Block sizes: tiles_of, below
     // 2. Initialise O = 0, l = 0, m = -inf in HBM, or go on with an earlier state
-    const Rows<const float> O_in(a.o_in, a.o_in_stride, b, h);
+    const HeadRows<const float> O_in(a.o_in, a.o_in_stride, b, h);
     const float *const l_in = a.l_in + head * a.Nq, *const m_in = a.m_in + head * a.Nq;
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
@@ -272,17 +276,18 @@ __global__ void __launch_bounds__(kThreads, 2)
             const Floats Oi = is_nan ? Floats{NAN, NAN, NAN, NAN} : load4(O[i] + x, count, aligned);
             if (x == 0) store_l_m_lse(a, b, h, i, (float)l[i], m[i]);
             if (a.o_dtype == Dtype::float32)
-                store4(Rows<float>((float *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
+                store4(HeadRows<float>((float *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
             else
-                store4(Rows<T>((T *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
+                store4(HeadRows<T>((T *)a.o, a.o_stride, b, h)[i] + x, Oi, count, aligned);
         });
     pad_lse(a, b, h, a.Nq, threadIdx.x);
 }
 
 // ------------------------------------------------------------------------------ the launch
 
-// 1. Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d): then Qi, Kj and Vj have at most a quarter of M each, and so has Sij.
-// Here in multiples of 4, smaller where the padding wouldn't fit, and no larger than Nq and Nk ask for.
+// 1. The paper's Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d): then Qi, Kj, Vj and Sij have about a quarter of M each.
+// Here M / 4d is rounded down, to a multiple of 4, so that they have at most that. Tiles are smaller where the padding
+// wouldn't fit, and no larger than Nq and Nk ask for.
 Tiles tiles_of(const Attention &a, int M) {
     const int D = up_to_4s(a.d);
     int Bc = std::max(M / (4 * D) / 4 * 4, 4);
