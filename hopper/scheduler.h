@@ -1,7 +1,7 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
-// A block computes one work tile after another. Where a mask makes tiles differ, a counter in memory deals them out,
-// head after head. The tiles of the last heads are interleaved, longest first.
+// A block computes one work tile after another. Where a mask makes tiles differ, blocks take them from a counter in
+// memory, head after head. The tiles of the last heads are interleaved, longest first.
 //
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
@@ -83,7 +83,7 @@ struct TileScheduler {
     }
 };
 
-// How the work tiles of a call are dealt out; see this file's header.
+// In which order blocks take the work tiles of a call; see this file's header.
 struct Order {
     int64_t grid;       // blocks
     bool uses_counter;  // else the order is fixed

@@ -27,7 +27,7 @@ __device__ inline float scaled_max(const Attention &a, float mi) {
     return mi == -INFINITY ? mi : mi * fabsf(a.softmax_scale);
 }
 
-// 9. Everything that changes a score, or hides it by -inf, stands here. This thread has rows i0 + 8 r and keys
+// 9. The place for everything that changes a score, or hides it by -inf. This thread has rows i0 + 8 r and keys
 // j0 + 8 n + 0, 1.
 template <class Tile>
 __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,

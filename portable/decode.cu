@@ -1,8 +1,9 @@
 // decode.cu: attention of few queries over many keys, as in decoding. Reading K and V is what takes the time, so each
 // tile of queries reads them once. docs/decode.md has the budget, a drawing and what was tried.
 //
-// The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks, whose
-// size depends on the numbers of keys and of key heads alone: a row's bits are the same in each batch and on each GPU.
+// The queries of the Hq / Hkv heads that share a key head are the rows of a tile. The keys are cut into chunks. The
+// size of a chunk depends only on how many keys and key heads there are: so a row's bits are the same in each batch and
+// on each GPU.
 // A block of decode_kernel takes one item after another. For a tile of rows an item covers (Share):
 //     a chunk       its Oi, li, mi go to the workspace. Then join_kernel joins the chunks of a row and writes O, l, m
 //     a whole row   all chunks: decode_kernel joins them and writes O, l, m. Taken where rows fill the GPU (share_for)

@@ -60,7 +60,8 @@ __device__ void issue_PV(float (&Tij)[CountT], const uint32_t (&hi)[CountP], con
     wgmma_commit();
 }
 
-// Whether hi and lo carry scores in units of m (kMaxScoreUnit), and m is a float in it. False for NaN, too.
+// Whether hi and lo are exact enough for scores in this unit (kMaxScoreUnit), and m is a normal float in it. False for
+// NaN, too.
 template <class Unit>
 __device__ bool scores_fit(const Attention &a, const Unit &unit_of_m) {
     const float scale = fabsf(a.softmax_scale);

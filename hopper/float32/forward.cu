@@ -20,7 +20,7 @@
 // producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
 // splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
 // consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait;
-//                     |                  |           | last, the rows that hi and lo don't carry: see Fallback
+//                     |                  |           | last, the rows for the fallback: see below
 //
 // barrier                | arrives                  | waits               | then
 // tile_queue full, empty | producer; consumers      | consumers; producer | a work tile's description: written; read
@@ -58,21 +58,22 @@
 // Fallback. Each consumer decides for its 64 rows of a work tile, by a vote. The FMA units compute such rows from the
 // float32 inputs after the last work tile, since they need the memory of Qi, Kj and Vj (fallback.h).
 //
-//     found by                | when                                | if
-//     wait_for_split, by the  | before Qi is loaded, for all rows   | hi and lo don't carry a tile of K or V; scales of
-//     producer                |                                     | two Vj are 2^60 apart; there is no key
-//     scores_fit              | after Qi is split                   | unit_of_m is too large, too small or NaN
-//     any_row_small           | after the last Vj; O is stored, too | a row of O is small beside V
+//     found by               | when                              | if
+//     wait_for_split, by the | before Qi is loaded, for all rows | hi and lo can't represent a tile of K or V; two Vj
+//     producer               |                                   | have scales 2^60 apart; there is no key
+//     scores_fit             | after Qi is split                 | unit_of_m is too large, too small or NaN
+//     any_row_small          | after the last Vj; O is stored    | a row of O is small beside V
 //
-// What stands in other files:
+// Names from other files:
 //
 //     scheduler.h  TileScheduler: which work tile is next; end_of_keys, fully_visible_keys: keys that 64 rows see
 //     pipeline.h   Pipeline; run_roles: starts the roles; opaque (device.h): hides a value from the compiler
-//     tma.h        load_Q
-//     tile.h       Float32Tile, SharedStorage; Float32Work: a work tile and what the producer knows of its scales
+//     tma.h        load_Q: Qi of all consumers, in boxes of 32 float32s a row
+//     tile.h       Float32Tile, SharedStorage; Float32Work: a work tile, its scales and which keys each consumer sees
 //     workspace.h  the workspace: its layout; wait_for_split; tiles_before: how many tiles begin before a key
 //     splitters.h  run_splitter; split_while_waiting: a consumer takes split jobs until its work tile has arrived
-//     split.h      split_in_place: Qi to hi and lo; barrier_of_group, kAllConsumers
+//     split.h      split_in_place: Qi to hi and lo; barrier_of_group, kAllConsumers; how hi and lo lie in a tile:
+//                  boxes of 64 columns, 128 bytes a row, hi and lo in turn
 //     hi_lo.h      split_P: a pair of Pij, dithered, to hi and lo; kPScale; nonzero_inverse_scale: 2^-24 for a 0
 //     softmax.h    SoftmaxState: m, cm = c_of_m m, l, alpha; mask_scores; update_row_max, exponentiate: the exact
 //                  maximum; subtracts_first: |cm| is so large that m must be subtracted before the scaling
@@ -88,8 +89,8 @@
 namespace minimal_attn::hopper {
 namespace {
 
-// Each addition to l and Oi rounds, and equal terms round alike. So at each multiple of kKeysInSum keys both move to
-// sums in memory: flush_row_sum, flush_O. docs/numerics.md has what longer sums lose.
+// Each addition to l and Oi rounds, and equal terms round alike. So at the tile that begins at a multiple of
+// kKeysInSum both move to sums in memory: flush_row_sum, flush_O. docs/numerics.md has what longer sums lose.
 constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
@@ -178,7 +179,8 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
     }
 }
 
-// 12. - 13. O to HBM. Returns whether hi and lo didn't carry the thread's rows: then the fallback must compute them.
+// 12. - 13. O to HBM. Returns whether hi and lo couldn't represent the thread's rows: then the fallback must compute
+// them.
 template <class Tile, class Unit, int Count>
 __device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shared, const Float32Work &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c_of_m, const Unit &unit_of_m,
@@ -186,6 +188,7 @@ __device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shar
     for (int r = 0; !Tile::IsSingle && r < 2; ++r)
         if (threadIdx.x % 4 == 0) softmax.l[r] += (float)shared.flushed_l[row_of_thread() + 8 * r];
     const float l[2] = {row_sum<4>(softmax.l[0]), row_sum<4>(softmax.l[1])};  // of whole rows
+    // inverse_scale_V is inf with the single tile alone: in other tiles work.fallback is set instead.
     const bool fallback = work.inverse_scale_V == INFINITY || any_row_small<Tile>(Oi, l, work, unit_of_O);
     if (unit_of_O < 0x1p-60f || p.a.l_in) {  // else its product with the row's weight could be subnormal
 #pragma unroll
@@ -255,6 +258,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 // c_of_S isn't 0, since 0 times a hidden -inf is NaN.
                 const float S_to_m = fmaxf(inverse_scale_K * inverse_of_power(work.inverse_scale_K), 0x1p-60f);
                 const float c_of_S = fmaxf(c_of_m * S_to_m, kLeastScale);
+                // In the first tile m is -inf: then needs_max is true, too. With a.l m is a result, and must be exact.
                 const bool needs_max = subtracts_first(softmax.cm[0]) || subtracts_first(softmax.cm[1]);
                 const bool uses_stale_max =
                     !Tile::IsSingle && !a.l && j0 % kKeysInSum != 0 && __all_sync(~0u, !needs_max);

@@ -3,7 +3,7 @@
 // share a key head split it again. Two blocks share a multiprocessor.
 //
 // Each step runs once a head, so nothing hides latencies. Loads come first, before the work tile is described. The code
-// is short and straight, since each of its lines is fetched into the instruction cache while the warps wait.
+// is short and has few branches, since the warps wait while each of its lines is fetched into the instruction cache.
 //
 // role                | warps  | registers | does
 // producer warpgroup  | 0 to 3 | 96        | thread 0 loads Kj, Qi and Vj; all split Kj, then Vj, in place

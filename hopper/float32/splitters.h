@@ -5,7 +5,7 @@
 
 namespace minimal_attn::hopper {
 
-// A consumer warpgroup takes split jobs until its next work tile has arrived. It reads their tiles straight from global
+// A consumer warpgroup takes split jobs until its next work tile has arrived. It reads their tiles from global
 // memory. The threads vote whether the work tile has arrived, so that all take the same branch.
 template <class Tile>
 __device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,

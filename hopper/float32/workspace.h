@@ -1,12 +1,12 @@
 // workspace.h: tiles of K and V in hi and lo, which blocks split for one another, in the device's memory.
 //
-//     tiles_taken, jobs_taken    two counters, which deal out work tiles and split jobs
+//     tiles_taken, jobs_taken    two counters: the next work tile and the next split job
 //     heads          one HeadStatus a key head: how many of its tiles are split, with what scales
 //     inverse_scale  of each tile: (heads, 2 Tc), Kj and Vj in turn
 //     hi_lo          likewise, the tiles themselves, as they lie in shared memory
 //
-// A block that waits for a tile can't deadlock. Tiles are split by blocks that already run, in the order of heads, as
-// work tiles are. A splitter has published all that it split before it waits (docs/float32.md).
+// A block that waits for a tile can't deadlock. Blocks that already run split the tiles, in the order of heads, which
+// is also that of work tiles. Before a splitter waits, it has published all that it has split (docs/float32.md).
 #pragma once
 #include "hopper/float32/tile.h"
 
@@ -19,7 +19,7 @@ constexpr int kTilesAhead = 4;
 // All begin as 0. Floats, which are not negative, are stored as their bits, so that atomicMax compares them.
 struct HeadStatus {
     int tiles_split;                       // of K and of V
-    int inverse_scale_K, inverse_scale_V;  // the largest of all tiles; inf if hi and lo don't carry one of them
+    int inverse_scale_K, inverse_scale_V;  // the largest of all tiles; inf if hi and lo can't represent one
     int scale_V;                           // the largest scale of tiles of V that aren't zeros
 };
 
@@ -82,8 +82,8 @@ __device__ inline void publish(const Workspace &w, const SplitJob &job, float in
     add_release(head.tiles_split, 1);
 }
 
-// Waits until all tiles of the work tile's head are split. The fallback has to compute it if hi and lo don't carry K or
-// V, or if scales of V are 2^60 apart: Oi, in units of the last Vj, would overflow.
+// Waits until all tiles of the work tile's head are split. The fallback has to compute the work tile if hi and lo can't
+// represent K or V, or if scales of V are 2^60 apart: Oi, in units of the last Vj, would overflow.
 template <class Tile>
 __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
     const Keys keys = work.band.keys;
