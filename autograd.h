@@ -49,7 +49,8 @@ using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, 
                            const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
                            std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
                            const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
-                           std::string_view backend, std::optional<at::ScalarType> out_dtype, bool deterministic);
+                           std::string_view backend, std::optional<at::ScalarType> out_dtype, bool deterministic,
+                           bool complete);
 Backward backward;  // what the operator computes (main.cpp)
 // The same, into the tensors that `results` has, which are not checked. What is missing is allocated.
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
@@ -147,6 +148,7 @@ public:
         const Tensor do_ = grads[0].defined() ? grads[0] : at::zeros_like(o_);
         const Tensor second = grads.size() > 1 ? grads[1] : Tensor();
         const Tensor dlse = second.defined() && l_.defined() ? second * l_ : second;
+        const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
 
         variable_list results(7);
         if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
@@ -154,8 +156,8 @@ public:
                 typed_handle<Backward>("minimal_attn::backward")
                     .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size,
                           softmax_scale, maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset,
-                          maybe(unpack(offsets)), backend, std::nullopt, false);
-        const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
+                          maybe(unpack(offsets)), backend, std::nullopt, /*deterministic=*/false,
+                          /*complete=*/!o_before.defined() && !sinks_.defined());
         if (o_before.defined() || sinks_.defined()) {
             const auto earlier =
                 gradients_of_earlier(do_, o_, lse_, dlse, o_before, unpack(l_in), unpack(m_in), sinks_);

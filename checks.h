@@ -37,7 +37,7 @@ struct Arguments {
     const MaybeTensor &o, &l, &m;  // the earlier state: all three or none
     const MaybeTensor &sinks;
     const MaybeTensor &block_table;
-    bool deterministic = false;  // an argument of backward alone
+    bool deterministic = false, complete = false;  // arguments of backward alone
 };
 
 // What the caller gets: o alone, o and the log-sum-exp, or the state (o, l, m) with o in float32.

@@ -372,7 +372,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
     g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
     g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
-    g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read);
+    g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;
     g.out_dtype = dtype_of(dq);
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
@@ -400,10 +400,10 @@ Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Te
                    const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
                    std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
                    std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
-                   std::optional<at::ScalarType> out_dtype, bool deterministic) {
+                   std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
     const MaybeTensor none;
-    const Arguments a{q,       k,       v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k,    offset,
-                      offsets, backend, none, none,   none,        none,          none,      deterministic};
+    const Arguments a{q,       k,       v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k,     offset,
+                      offsets, backend, none, none,   none,        none,          none,      deterministic, complete};
     return differentiate(a, do_, o, lse, dlse, out_dtype);
 }
 
@@ -521,7 +521,8 @@ TORCH_LIBRARY(minimal_attn, m) {
     Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
     Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
     m.def((std::string("backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") +
-           kOptions + "ScalarType? out_dtype=None, bool deterministic=False) -> (Tensor dq, Tensor dk, Tensor dv)")
+           kOptions + "ScalarType? out_dtype=None, bool deterministic=False, bool complete=False) -> " +
+           "(Tensor dq, Tensor dk, Tensor dv)")
               .c_str(),
           {at::Tag::pt2_compliant_tag});
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

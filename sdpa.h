@@ -128,7 +128,8 @@ inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor
         const Tensor like = empty_in(layout, t);
         return has_contiguous_rows(like) ? like : Tensor();
     };
-    return with_arguments(c, aligned, [&](const Arguments &a) {
+    return with_arguments(c, aligned, [&](Arguments a) {
+        a.complete = true;
         const Tensor rows = lse.narrow(2, 0, c.q.size(2)).reshape(c.q.sizes().slice(0, 3));
         return differentiate(a, do_, o, rows, {}, std::nullopt, {result(c.q), result(c.k), result(c.v)});
     });

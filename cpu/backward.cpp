@@ -30,9 +30,19 @@ struct KeyTile {
     int j0;
 };
 
+int64_t query_tiles_of_head(const Attention &a) { return round_up(rows_of_key_head(a), gradient_Br) / gradient_Br; }
+
+// Tile n of the queries of all key heads.
+QueryTile query_tile(const Attention &a, int64_t n) {
+    const int64_t Tr = query_tiles_of_head(a), bh = n / Tr, first_row = n % Tr * gradient_Br;
+    const int rows = (int)std::min<int64_t>(gradient_Br, rows_of_key_head(a) - first_row);
+    return {bh / a.Hkv, bh % a.Hkv, a.Hq / a.Hkv, first_row, rows};
+}
+
 // A thread's memory, in float32; D is d rounded up to a multiple of 16.
 struct GradientBuffers {
-    float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij, *lse, *Di;
+    float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
+    float *Qi_double, *Sij_double;  // as float64, where scores are large
     float *dQi;  // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
@@ -44,14 +54,21 @@ struct GradientBuffers {
             size += floats;
         };
         for (float **buffer : {&Kj, &dKj, &dVj, &Kj_T, &Vj_T}) take(*buffer, Bc * D);
-        take(Qi, Br * D), take(dOi, Br * D), take(Pij, Br * Bc), take(dSij, Br * Bc), take(lse, Br), take(Di, Br);
+        take(Qi, Br * D), take(dOi, Br * D), take(Pij, Br * Bc), take(dSij, Br * Bc);
+        take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
     }
 };
 
+// What the backward pass knows of a row. A large lse is replaced: there P = exp(softmax_scale (S - m) - log_l).
+struct GradientRow {
+    float lse, D, D_low;  // D + D_low = rowsum(dO o O) - dlse
+    double m, log_l;      // m is a score before the scaling
+};
+
 // What the threads share.
 struct GradientWorkspace {
-    float *D;   // rowsum(dO o O) - dlse, (B, Hq, Nq)
+    GradientRow *rows;  // (B, Hkv, rows of the key head)
     float *dQ;  // (B, Hkv, rows of the key head, d rounded up to a multiple of 16), unless all keys are one tile
     std::atomic<int> *turns;  // for each tile of queries, how many tiles of keys its dQi has
     int64_t size = 0;         // bytes
@@ -63,14 +80,18 @@ struct GradientWorkspace {
             size += round_up(bytes, 64);
             return taken;
         };
-        D = (float *)take(heads * rows * sizeof(float));
+        this->rows = (GradientRow *)take(heads * rows * sizeof(GradientRow));
         dQ = (float *)take(a.Nk > Bc ? heads * rows * round_up(a.d, 16) * sizeof(float) : 0);
-        turns = (std::atomic<int> *)take(heads * (round_up(rows, gradient_Br) / gradient_Br) * sizeof(int));
+        turns = (std::atomic<int> *)take(heads * query_tiles_of_head(a) * sizeof(int));
+    }
+    GradientRow *rows_of(const Attention &a, const QueryTile &t) const {
+        return rows + (t.b * a.Hkv + t.h) * rows_of_key_head(a) + t.first_row;
     }
 };
 
 struct BackwardFunctions {
-    void (*begin_rows)(const Gradient &, int64_t begin, int64_t end, float *D);
+    bool (*begin_rows)(const Gradient &, const QueryTile &, GradientRow *);
+    void (*normalize_rows)(const Gradient &, const QueryTile &, GradientRow *, const GradientBuffers &);
     void (*backward_tile)(const Gradient &, const KeyTile &, const GradientWorkspace &, const GradientBuffers &);
 };
 
@@ -78,7 +99,7 @@ struct BackwardFunctions {
 #pragma GCC push_options
 #pragma GCC target("avx512f")
 namespace gradient_avx512 {
-constexpr int W = 16, max_R = 4, sums = 16;
+constexpr int W = 16, max_R = 4, sums = 16, few_rows = 8;
 #include "cpu/gradient.h"
 }  // namespace gradient_avx512
 #pragma GCC pop_options
@@ -86,14 +107,14 @@ constexpr int W = 16, max_R = 4, sums = 16;
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace gradient_avx2 {
-constexpr int W = 8, max_R = 2, sums = 12;
+constexpr int W = 8, max_R = 2, sums = 12, few_rows = 4;
 #include "cpu/gradient.h"
 }  // namespace gradient_avx2
 #pragma GCC pop_options
 #endif
 
 namespace gradient_portable {
-constexpr int W = 4, max_R = 4, sums = 8;
+constexpr int W = 4, max_R = 4, sums = 8, few_rows = 4;
 #include "cpu/gradient.h"
 }  // namespace gradient_portable
 
@@ -127,15 +148,24 @@ const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memor
     const Attention &a = g.a;
     const cpu::BackwardFunctions functions = cpu::functions_for(plan.kernel, a.dtype);
     const cpu::GradientWorkspace workspace(memory, a);
-    const int64_t rows = a.B * a.Hq * a.Nq, rows_at_once = 64, heads = a.B * a.Hkv;
-    std::atomic<int64_t> next_rows{0}, next_tile{0};
-    cpu::in_threads(std::min<int64_t>(cpu::round_up(rows, rows_at_once) / rows_at_once, plan.threads), [&] {
-        for (int64_t begin; (begin = next_rows.fetch_add(rows_at_once)) < rows;)
-            functions.begin_rows(g, begin, std::min(begin + rows_at_once, rows), workspace.D);
+    const int64_t query_tiles = a.B * a.Hkv * cpu::query_tiles_of_head(a), heads = a.B * a.Hkv;
+    std::atomic<int64_t> next_query_tile{0}, next_tile{0};
+    const auto allocate = [&] {
+        return c10::GetCPUAllocator()->allocate(cpu::GradientBuffers(nullptr, a).size * sizeof(float));
+    };
+    cpu::in_threads(std::min<int64_t>(query_tiles, plan.threads), [&] {
+        at::DataPtr own;
+        for (int64_t n; (n = next_query_tile++) < query_tiles;) {
+            const cpu::QueryTile tile = cpu::query_tile(a, n);
+            cpu::GradientRow *const rows = workspace.rows_of(a, tile);
+            if (!functions.begin_rows(g, tile, rows) || !g.is_complete) continue;
+            if (!own) own = allocate();
+            functions.normalize_rows(g, tile, rows, cpu::GradientBuffers((float *)own.get(), a));
+        }
     });
     std::memset((void *)workspace.turns, 0, (char *)memory + workspace.size - (char *)workspace.turns);
     cpu::in_threads(std::min<int64_t>(plan.grid, plan.threads), [&] {
-        const auto own = c10::GetCPUAllocator()->allocate(cpu::GradientBuffers(nullptr, a).size * sizeof(float));
+        const auto own = allocate();
         const cpu::GradientBuffers buffers((float *)own.get(), a);
         for (int64_t tile; (tile = next_tile++) < plan.grid;) {
             const int64_t head = tile % heads, j = tile / heads;

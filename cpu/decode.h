@@ -2,42 +2,6 @@
 // is what takes the time. A lane is a channel in products, and a key in the softmax. kernel.h includes it once for each
 // instruction set.
 
-[[gnu::always_inline]] inline float sum_of(Vec x) {
-    for (int s = W / 2; s > 0; s /= 2)
-        for (int c = 0; c < s; ++c) x[c] += x[c + s];
-    return x[0];
-}
-
-[[gnu::always_inline]] inline float max_of(Vec x) {
-    for (int s = W / 2; s > 0; s /= 2)
-        for (int c = 0; c < s; ++c) x[c] = x[c] > x[c + s] ? x[c] : x[c + s];
-    return x[0];
-}
-
-// Step 9 for one row q: the scores of n keys. W dot products are a vector each; transposed, their sum is one. visit(j)
-// is called once for each key, W keys at a time.
-template <class Visit>
-[[gnu::always_inline]] inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row,
-                                                float scale, float *Si, const Visit &visit) {
-    for (int j0 = 0; j0 < n; j0 += W) {
-        Vec x[W];
-#pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) {
-            const float *k = K + std::min(j0 + j, n - 1) * K_row;
-            visit(j0 + j);
-            Vec sum = {};
-            for (int64_t c = 0; c < D; c += W) sum += load_vec(k + c) * vec(q + c);
-            x[j] = sum;
-        }
-        transpose(x);
-#pragma GCC unroll 4
-        for (int s = W / 2; s > 0; s /= 2)
-#pragma GCC unroll 8
-            for (int j = 0; j < s; ++j) x[j] += x[j + s];
-        vec(Si + j0) = scale * x[0];
-    }
-}
-
 // Steps 10 and 11 for one row. mi is one number in all lanes of a vector; li is the sum of its lanes.
 inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     Vec m = vec(mi), l = {};

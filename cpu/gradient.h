@@ -30,13 +30,14 @@ template <int R = max_R>
             multiply_matrices<R / 2>(rows, columns - first, n, A, A_x, A_y, B + first, B_y, C + first, C_x, adds);
 }
 
-// scores(x, column) = sum over channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums of 64 products are added
-// up, as in kernel.h: one long sum would round more.
-inline void multiply_channels(int rows, int columns, int d, const float *A, const float *B_T, float *scores) {
-    constexpr int channels = 64;
-    for (int c = 0; c < d; c += channels)
-        multiply_matrices(rows, columns, std::min(channels, d - c), A + c, round_up(d, 16), 1, B_T + c * Bc, Bc, scores,
-                          Bc, c > 0);
+// scores(x, column) = sum over channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums are as short as in the
+// forward pass, for the same bits.
+inline void multiply_channels(const Attention &a, int rows, int columns, const float *A, const float *B_T,
+                              float *scores) {
+    const int channels = channels_per_sum(a);
+    for (int c = 0; c < a.d; c += channels)
+        multiply_matrices(rows, columns, std::min(channels, a.d - c), A + c, round_up(a.d, 16), 1, B_T + c * Bc, Bc,
+                          scores, Bc, c > 0);
 }
 
 // A row as float32, with zeros up to D.
@@ -55,66 +56,113 @@ void store_row(const float *row, int d, void *tensor, const Strides &stride, int
         convert(row, row_of<T>(tensor, stride, b, h, i), d);
 }
 
-// Step 7: Kj, its transpose and that of Vj. Rows of keys that don't count are zeros.
+// Step 7: a tile of K or V, and its transpose. Rows of keys that don't count are zeros.
 template <class T>
-void load_keys(const Gradient &g, const KeyTile &t, Keys keys, const GradientBuffers &buffers) {
-    const Attention &a = g.a;
+void load_keys(const Attention &a, const KeyTile &t, Keys keys, const void *x, const Strides &stride, float *rows,
+               float *transposed) {
     const int64_t D = round_up(a.d, 16);
-    const auto load = [&](const void *x, const Strides &stride, float *rows, float *transposed) {
-        std::fill(rows, rows + (keys.begin - t.j0) * D, 0.f);
-        std::fill(rows + (keys.end - t.j0) * D, rows + Bc * D, 0.f);
-        for (int64_t j = keys.begin; j < keys.end; ++j)
-            load_row(row_of<const T>(x, stride, t.b, t.h, j), a.d, D, rows + (j - t.j0) * D);
-        for (int64_t j = 0; j < Bc; j += W)
-            for (int64_t c = 0; c < D; c += W) transpose(rows + j * D + c, D, transposed + c * Bc + j, Bc);
-    };
-    load(a.v, a.v_stride, buffers.Kj, buffers.Vj_T);  // no product reads Vj by rows: Kj overwrites it
-    load(a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
+    std::fill(rows, rows + (keys.begin - t.j0) * D, 0.f);
+    std::fill(rows + (keys.end - t.j0) * D, rows + Bc * D, 0.f);
+    for (int64_t j = keys.begin; j < keys.end; ++j)
+        load_row(row_of<const T>(x, stride, t.b, t.h, j), a.d, D, rows + (j - t.j0) * D);
+    for (int64_t j = 0; j < Bc; j += W)
+        for (int64_t c = 0; c < D; c += W) transpose(rows + j * D + c, D, transposed + c * Bc + j, Bc);
 }
 
-// Step 10: Qi, dOi, lse and D. Rows that see no key are zeros, whatever the tensors hold.
+// Step 10: Qi or dOi. Rows that see no key are zeros, whatever the tensor holds.
 template <class T>
-void load_queries(const Gradient &g, const Band &band, const QueryTile &t, const float *D_of_rows,
-                  const GradientBuffers &buffers) {
-    const Attention &a = g.a;
+void load_queries(const Attention &a, const Band &band, const QueryTile &t, const void *x, const Strides &stride,
+                  float *rows) {
     const int64_t D = round_up(a.d, 16);
     for (int lane = 0; lane < t.rows; ++lane) {
-        const int64_t i = t.query(lane), h = t.head(lane), row = (t.b * a.Hq + h) * a.Nq + i;
+        const int64_t i = t.query(lane);
         const int d = empty(keys_of_row(band, i)) ? 0 : a.d;
-        load_row(row_of<const T>(a.q, a.q_stride, t.b, h, i), d, D, buffers.Qi + lane * D);
-        load_row(row_of<const T>(g.do_, g.do_stride, t.b, h, i), d, D, buffers.dOi + lane * D);
-        buffers.lse[lane] = g.lse[row], buffers.Di[lane] = D_of_rows[row];
+        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), d, D, rows + lane * D);
+    }
+}
+
+// Calls use(lane, begin, end) for each row of a tile: of the keys from j0 on, it sees those from `begin` to `end`.
+template <class Use>
+void for_each_row(const Band &band, const QueryTile &t, int j0, int keys, const Use &use) {
+    for (int lane = 0; lane < t.rows; ++lane) {
+        const Keys seen = keys_of_row(band, t.query(lane));
+        const int begin = clamp(seen.begin - j0, 0, keys);
+        use(lane, begin, clamp(seen.end - j0, begin, keys));
+    }
+}
+
+// Scores with the bits of the forward pass, before the scaling: Bc of them a row.
+inline void compute_S(const Attention &a, int rows, int keys, const GradientBuffers &buffers) {
+    const int64_t D = round_up(a.d, 16);
+    if (rows_of_key_head(a) > few_rows)
+        return multiply_channels(a, rows, keys, buffers.Qi, buffers.Kj_T, buffers.Pij);
+    for (int lane = 0; lane < rows; ++lane)
+        dot_products(keys, D, buffers.Qi + lane * D, buffers.Kj, D, 1.f, buffers.Pij + lane * Bc, [](int) {});
+}
+
+typedef double VecDouble __attribute__((vector_size(8 * W)));
+
+// Scores in float64, before the scaling, for tiles with a large row: float32 would round them by more than P may be off.
+// Eight rows at a time, for which `rows` is rounded up.
+[[gnu::noinline]] void compute_S_double(const Attention &a, int rows, const GradientBuffers &buffers) {
+    const int64_t D = round_up(a.d, 16);
+    double *const Q = (double *)buffers.Qi_double;
+    for (int64_t at = 0; at < rows * D; ++at) Q[at] = buffers.Qi[at];
+    for (int row = 0; row < rows; row += 8)
+        for (int j = 0; j < Bc; j += W) {
+            VecDouble sum[8] = {};
+            for (int c = 0; c < a.d; ++c) {
+                const VecDouble k = __builtin_convertvector(vec(buffers.Kj_T + c * Bc + j), VecDouble);
+                for (int r = 0; r < 8; ++r) sum[r] += Q[(row + r) * D + c] * k;
+            }
+            for (int r = 0; r < 8; ++r) *(VecDouble *)((double *)buffers.Sij_double + (row + r) * Bc + j) = sum[r];
+        }
+}
+
+// exp(scale (S - m) - log_l) of W scores in float64, at most 1.
+[[gnu::always_inline]] inline Vec exp_double(const double *S, double scale, double m, double log_l) {
+    const Vec x = __builtin_convertvector(scale * (*(const VecDouble *)S - m) - log_l, Vec);
+    return exp(x > 0.f ? Vec{} : x);
+}
+
+// Steps 11 and 13 for a tile: Pij, without the mask.
+void compute_P(const Attention &a, const GradientRow *rows, int count, int keys, const GradientBuffers &buffers) {
+    const auto is_large_row = [](const GradientRow &row) { return is_large(row.lse); };
+    const auto large = std::count_if(rows, rows + count, is_large_row);
+    if (large < count) compute_S(a, count, keys, buffers);
+    if (large > 0) compute_S_double(a, count, buffers);
+    for (int lane = 0; lane < count; ++lane) {
+        const GradientRow &row = rows[lane];
+        const double *const S = (const double *)buffers.Sij_double + lane * Bc;
+        for (int c = 0; c < keys; c += W) {
+            Vec &p = vec(buffers.Pij + lane * Bc + c);
+            const Vec x = a.softmax_scale * p - row.lse;
+            p = is_large_row(row) ? exp_double(S + c, a.softmax_scale, row.m, row.log_l) : exp(x > 0.f ? Vec{} : x);
+        }
     }
 }
 
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
-void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int j0, int keys,
+void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int j0, int keys, const GradientRow *rows,
                   const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
-    multiply_channels(t.rows, vectors, a.d, buffers.Qi, buffers.Kj_T, P);
-    for (int lane = 0; lane < t.rows; ++lane)
-        for (int c = 0; c < vectors; c += W) {
-            Vec &p = vec(P + lane * Bc + c);
-            p = exp(a.softmax_scale * p - buffers.lse[lane]);
-        }
+    compute_P(a, rows, t.rows, vectors, buffers);
     const Keys seen_by_all = keys_of_all(band, t.query(0), t.query(t.rows - 1) + 1);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
-        for (int lane = 0; lane < t.rows; ++lane) {
-            const Keys seen = keys_of_row(band, t.query(lane));
-            const int begin = clamp(seen.begin - j0, 0, keys), end = clamp(seen.end - j0, begin, keys);
+        for_each_row(band, t, j0, keys, [&](int lane, int begin, int end) {
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
-        }
+        });
     multiply_matrices(keys, D, t.rows, P, 1, Bc, buffers.dOi, D, buffers.dVj, D, true);
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
-    multiply_channels(t.rows, vectors, a.d, buffers.dOi, buffers.Vj_T, dS);
+    multiply_channels(a, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
     for (int lane = 0; lane < t.rows; ++lane)
         for (int c = 0; c < vectors; c += W) {
             const Vec p = vec(P + lane * Bc + c);
             Vec &ds = vec(dS + lane * Bc + c);
-            ds = p == 0.f ? Vec{} : a.softmax_scale * p * (ds - buffers.Di[lane]);
+            ds = p == 0.f ? Vec{} : a.softmax_scale * p * (ds - rows[lane].D - rows[lane].D_low);
         }
     multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
@@ -139,18 +187,21 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
     const Band band = band_of(a, t.b);
     // 7., 8. Kj, Vj, dKj = 0, dVj = 0
     const Keys keys = {std::max(band.keys.begin, t.j0), std::min(band.keys.end, t.j0 + Bc)};
-    if (!empty(keys)) load_keys<T>(g, t, keys, buffers);
+    if (!empty(keys)) {
+        load_keys<T>(a, t, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);  // no product reads Vj by rows
+        load_keys<T>(a, t, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
+    }
     std::fill(buffers.dKj, buffers.dKj + Bc * D, 0.f);
     std::fill(buffers.dVj, buffers.dVj + Bc * D, 0.f);
     for (int64_t i = 0; i < Tr && !empty(keys); ++i) {
-        const int64_t first_row = i * gradient_Br;
-        const QueryTile queries = {t.b, t.h, a.Hq / a.Hkv, first_row,
-                                   (int)std::min<int64_t>(gradient_Br, rows - first_row)};
+        const QueryTile queries = query_tile(a, bh * Tr + i);
+        const int64_t first_row = queries.first_row;
         const Keys seen = keys_of_any(band, queries.query(0), queries.query(queries.rows - 1) + 1);
         if (empty(seen) || seen.end <= t.j0 || seen.begin >= t.j0 + Bc) continue;
         const Keys key_tiles = {seen.begin / Bc, (int)round_up(seen.end, Bc) / Bc};
-        load_queries<T>(g, band, queries, workspace.D, buffers);
-        compute_tile(a, band, queries, t.j0, keys.end - t.j0, buffers);
+        load_queries<T>(a, band, queries, a.q, a.q_stride, buffers.Qi);
+        load_queries<T>(a, band, queries, g.do_, g.do_stride, buffers.dOi);
+        compute_tile(a, band, queries, t.j0, keys.end - t.j0, workspace.rows_of(a, queries), buffers);
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
         const int key_tile = t.j0 / Bc;
         add_dQ(queries.rows, D, key_tiles, key_tile, keys.end - t.j0, dQi, workspace.turns[bh * Tr + i], buffers);
@@ -166,14 +217,15 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
     }
 }
 
-// Step 19 for some rows, numbered as in lse: D = rowsum(dO o O), less the gradient of lse. Rows without a key get their
-// dQ here, which is 0.
+// Step 19: D = rowsum(dO o O), less the gradient of lse. Rows without a key get their dQ here, which is 0. Returns whether
+// a row has a large lse.
 template <class T>
-void begin_rows(const Gradient &g, int64_t begin, int64_t end, float *D_of_rows) {
+bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
     const Attention &a = g.a;
-    for (int64_t row = begin; row < end; ++row) {
-        const int64_t i = row % a.Nq, h = row / a.Nq % a.Hq, b = row / a.Nq / a.Hq;
-        const T *o = row_of<const T>(g.o, g.o_stride, b, h, i), *dO = row_of<const T>(g.do_, g.do_stride, b, h, i);
+    bool any_large = false;
+    for (int lane = 0; lane < t.rows; ++lane) {
+        const int64_t i = t.query(lane), h = t.head(lane), at = (t.b * a.Hq + h) * a.Nq + i;
+        const T *o = row_of<const T>(g.o, g.o_stride, t.b, h, i), *dO = row_of<const T>(g.do_, g.do_stride, t.b, h, i);
         float sum[16] = {};
         int x = 0;
         for (; x + 16 <= a.d; x += 16)
@@ -181,15 +233,71 @@ void begin_rows(const Gradient &g, int64_t begin, int64_t end, float *D_of_rows)
         for (; x < a.d; ++x) sum[x % 16] += (float)o[x] * (float)dO[x];
         for (int half = 8; half > 0; half /= 2)
             for (int c = 0; c < half; ++c) sum[c] += sum[c + half];
-        D_of_rows[row] = sum[0] - (g.dlse ? g.dlse[row] : 0.f);
-        if (!empty(keys_of_row(band_of(a, b), i))) continue;
+        const double lse = g.lse[at];
+        rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
+        any_large |= is_large(g.lse[at]);
+        if (!empty(keys_of_row(band_of(a, t.b), i))) continue;
         const float zeros[256] = {};
-        store_row<T>(zeros, a.d, g.dq, g.dq_stride, b, h, i, g.out_dtype);
+        store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
+    }
+    return any_large;
+}
+
+// What normalize_rows knows of a row: m, l and D of the keys so far, D not yet divided by l.
+struct RowSums {
+    double m = -INFINITY, l = 0., D = 0.;
+};
+
+// Steps 10 and 11 of Algorithm 1 for a row: Bc scores join, and their dP. Hidden scores are -inf.
+inline void add_scores(double scale, const double *S, const float *dP, RowSums &row) {
+    const double m = std::max(row.m, *std::max_element(S, S + Bc));
+    if (m == -INFINITY) return;
+    VecDouble l = {}, D = {};
+    for (int c = 0; c < Bc; c += W) {
+        const Vec p = exp_double(S + c, scale, m, 0.);
+        const Vec dp = p == 0.f ? Vec{} : vec(dP + c);
+        const VecDouble p_double = __builtin_convertvector(p, VecDouble);
+        l += p_double, D += p_double * __builtin_convertvector(dp, VecDouble);
+    }
+    const double alpha = std::exp(scale * (row.m - m));
+    row = {m, alpha * row.l, alpha * row.D};
+    for (int c = 0; c < W; ++c) row.l += l[c], row.D += D[c];
+}
+
+// Normalises the rows of a tile again where lse is large, from compute_tile's scores and dP. D, too, is a sum over these P:
+// o was rounded. A negative softmax_scale negates scores, so that its absolute value makes weights of them.
+template <class T>
+void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, const GradientBuffers &buffers) {
+    const Attention &a = g.a;
+    const Band band = band_of(a, t.b);
+    const Keys seen = keys_of_any(band, t.query(0), t.query(t.rows - 1) + 1);
+    const double sign = a.softmax_scale < 0.f ? -1. : 1.;
+    RowSums sums[gradient_Br];
+    load_queries<T>(a, band, t, a.q, a.q_stride, buffers.Qi);
+    load_queries<T>(a, band, t, g.do_, g.do_stride, buffers.dOi);
+    for (int j0 = seen.begin / Bc * Bc; j0 < seen.end; j0 += Bc) {
+        const Keys keys = {std::max(band.keys.begin, j0), std::min(band.keys.end, j0 + Bc)};
+        load_keys<T>(a, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
+        load_keys<T>(a, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
+        compute_S_double(a, t.rows, buffers);
+        multiply_channels(a, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
+        for_each_row(band, t, j0, Bc, [&](int lane, int begin, int end) {
+            double *const S = (double *)buffers.Sij_double + lane * Bc;
+            for (int c = begin; c < end; ++c) S[c] *= sign;
+            std::fill(S, S + begin, -INFINITY), std::fill(S + end, S + Bc, -INFINITY);
+            add_scores(sign * a.softmax_scale, S, buffers.dSij + lane * Bc, sums[lane]);
+        });
+    }
+    for (int lane = 0; lane < t.rows; ++lane) {
+        if (!is_large(rows[lane].lse)) continue;
+        const double dlse = g.dlse ? g.dlse[(t.b * a.Hq + t.head(lane)) * a.Nq + t.query(lane)] : 0.;
+        const double D = sums[lane].D / sums[lane].l - dlse;
+        rows[lane] = {rows[lane].lse, (float)D, (float)(D - (float)D), sign * sums[lane].m, std::log(sums[lane].l)};
     }
 }
 
 template <class T>
-constexpr BackwardFunctions functions_of_type = {begin_rows<T>, backward_tile<T>};
+constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>};
 
 }  // namespace
 

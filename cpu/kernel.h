@@ -33,11 +33,6 @@ static_assert(few_rows <= most_few_rows && W <= most_lanes);  // the size of Buf
 #include "cpu/split.h"
 #include "cpu/decode.h"
 
-// So many products are summed in registers before the sum goes to memory. Short sums round less (32: an error of
-// 2.7e-7, 64: 3.2e-7), but each costs a pass over Sij: 64 are 1 to 4 % faster than 32. With few keys the errors of
-// scores are all there is, so they are summed in shorter pieces.
-inline int channels_per_sum(const Attention &a) { return a.Nk < Bc ? 16 : 64; }
-
 // The rows of a tile from `lane` on.
 template <int R>
 struct Strip {

@@ -17,6 +17,18 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
 
 [[gnu::always_inline]] inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b, where one is NaN
 
+[[gnu::always_inline]] inline float sum_of(Vec x) {
+    for (int s = W / 2; s > 0; s /= 2)
+        for (int c = 0; c < s; ++c) x[c] += x[c + s];
+    return x[0];
+}
+
+[[gnu::always_inline]] inline float max_of(Vec x) {
+    for (int s = W / 2; s > 0; s /= 2)
+        for (int c = 0; c < s; ++c) x[c] = x[c] > x[c + s] ? x[c] : x[c + s];
+    return x[0];
+}
+
 // e^x for x <= 0, exactly 0 from x = -88 on. e^x = 2^n e^r with |r| <= log(2) / 2, and a polynomial for e^r. The error is
 // at most 1 unit in the last place, 1.16 without FMA.
 [[gnu::always_inline]] inline Vec exp(Vec x) {
@@ -99,4 +111,28 @@ template <int R, int C, class Use>
             for (int r = 0; r < R; ++r) use(x0 + c, r, sum[c][r]);
     }
     if constexpr (C > 1) multiply<R, smaller(C)>(x0, x1, n, A, A_x, A_y, B, B_y, use);
+}
+
+// For few rows, decode.h: the scores of n keys with one row q, times `scale`. W dot products are a vector each; transposed, their sum is one. visit(j)
+// is called once for each key, W keys at a time.
+template <class Visit>
+[[gnu::always_inline]] inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row,
+                                                float scale, float *Si, const Visit &visit) {
+    for (int j0 = 0; j0 < n; j0 += W) {
+        Vec x[W];
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) {
+            const float *k = K + std::min(j0 + j, n - 1) * K_row;
+            visit(j0 + j);
+            Vec sum = {};
+            for (int64_t c = 0; c < D; c += W) sum += load_vec(k + c) * vec(q + c);
+            x[j] = sum;
+        }
+        transpose(x);
+#pragma GCC unroll 4
+        for (int s = W / 2; s > 0; s /= 2)
+#pragma GCC unroll 8
+            for (int j = 0; j < s; ++j) x[j] += x[j + s];
+        vec(Si + j0) = scale * x[0];
+    }
 }

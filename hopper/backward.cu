@@ -25,6 +25,7 @@ const char *launch_half_backward(const Gradient &g, const Plan &plan, void *work
     void *const behind_rows = (char *)workspace + gradient_rows_bytes(g);
     if (g.a.d <= 128) return launch_fused(g, rows, plan, behind_rows, stream);
     const char *why = launch_gradient_rows(g, rows, stream);
+    if (!why) why = launch_large_rows(g, rows, stream);
     if (!why) why = launch_dK_dV(g, rows, plan, behind_rows, stream);
     // dQ right behind, since it runs beside the end of dK and dV.
     return why ? why : launch_dQ(g, rows, plan.multiprocessors, stream);

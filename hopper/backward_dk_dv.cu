@@ -64,7 +64,7 @@ template <class Tile>
 struct SharedStorage {
     alignas(1024) unsigned char Kj[Tile::TileBytes], Vj[Tile::TileBytes];
     unsigned char Qi[Tile::Stages][Tile::TileBytes], dOi[Tile::Stages][Tile::TileBytes];
-    float lse[Tile::Stages][Tile::Br], Di[Tile::Stages][Tile::Br];
+    RowNumbers<Tile::Br> lse[Tile::Stages], Di[Tile::Stages];
     float4 P[Tile::Br / 8][128];  // P^T as the threads have it
     Barrier K_full, V_full;
     StageBarriers Q[Tile::Stages], dO[Tile::Stages], P_ready[1];
@@ -82,7 +82,7 @@ __device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K
                                       Barrier &full, const TensorMap &Q_or_dO, const float *lse_or_D,
                                       StageBarriers (&barriers)[Tile::Stages],
                                       unsigned char (&tiles)[Tile::Stages][Tile::TileBytes],
-                                      float (&numbers)[Tile::Stages][Tile::Br]) {
+                                      RowNumbers<Tile::Br> (&numbers)[Tile::Stages]) {
     const KeySlice<Tile> keys = keys_of_block<Tile>(p);
     if (keys.steps < 1) return;
     load_tile<Tile::Bc, Tile::Boxes>(key_tile, K_or_V, keys.j0, keys.key_head, keys.b, full);
@@ -126,7 +126,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
-            compute_P(S, shared.lse[of_S.stage()] + thread % 4 * 2, p.c);
+            compute_P<T>(S, shared.lse[of_S.stage()], p.c, p.rows.large);
             mask();
             P_ready.producer_acquire();
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
             float P[Br / 2];
 #pragma unroll
             for (int x = 0; x < Br / 2; x += 4) *(float4 *)&P[x] = shared.P[x / 4][thread];
-            compute_dS(S, P, shared.Di[of_S.stage()] + thread % 4 * 2);
+            compute_dS<T>(S, P, shared.Di[of_S.stage()].x + thread % 4 * 2);
             mask();
         }
         pack_operand<T>(A, S);
@@ -171,7 +171,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     else
         walk_queries<T, Tile, Sum::dK>(p, shared, keys, j, sum);
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
-    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f : p.a.softmax_scale,
+    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f / kPScale<T> : p.a.softmax_scale,
                       sum, [&](int key) { return keys.is_seen(key, p.a.Nq); });
 }
 

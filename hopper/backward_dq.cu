@@ -128,6 +128,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             lse_of_rows[r] = i < work.i1 ? __ldcg(p.rows.lse + at) : INFINITY;
             D_of_rows[r] = i < work.i1 ? __ldcg(p.rows.D + at) : 0.f;
         }
+        const bool any_large = __any_sync(~0u, is_large_of_P<T>(lse_of_rows[0]) || is_large_of_P<T>(lse_of_rows[1]));
         Q.consumer_wait(), K.consumer_wait(), V.consumer_wait();
         ping_pong.wait_turn();
         issue_S();
@@ -146,12 +147,19 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             const Keys all_see = keys_of_all(work.band, i64, i64 + 64);
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
+            const auto compute_P = [&](const LargeRow *large) {
 #pragma unroll
-            for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -lse_of_rows[x / 2 % 2]));  // P
+                for (int x = 0; x < Bc / 2; ++x)
+                    S[x] = exp_of<T>(S[x], p.c, lse_of_rows[x / 2 % 2], large ? large + x / 2 % 2 * 8 : nullptr);
+            };
+            if (any_large)
+                compute_P(p.rows.large + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i);
+            else
+                compute_P(nullptr);
             wgmma_wait<0>(dP);
             V.consumer_release();
 #pragma unroll
-            for (int x = 0; x < Bc / 2; ++x) dP[x] = S[x] * (dP[x] - D_of_rows[x / 2 % 2]);  // dS
+            for (int x = 0; x < Bc / 2; ++x) dP[x] = S[x] * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);  // dS
             if (masked) mask_columns(dP, {keys_of_row(work.band, i), keys_of_row(work.band, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
             if (n == needed && work.band.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0

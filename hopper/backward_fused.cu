@@ -227,7 +227,7 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, work.slice, dK, dV)) return;
     const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
     const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
-    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d, 1.f, dV, is_seen);
+    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d, 1.f / kPScale<T>, dV, is_seen);
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
 }
 
@@ -292,13 +292,13 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            compute_P(S, shared.lse[Q.stage()] + thread % 4 * 2, p.c);  // beside dP^T
+            compute_P<T>(S, shared.lse[Q.stage()], p.c, p.rows.large);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();                                               // keeps what follows behind the products
-            compute_dS(dP, S, shared.Di[dO.stage()] + thread % 4 * 2);  // beside dV
+            compute_dS<T>(dP, S, shared.Di[dO.stage()].x + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
@@ -417,6 +417,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.in_order = p.whole_heads = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
+        if (const char *why = launch_large_rows(g, rows, stream)) return why;
         const Zeros counters(memory, workspace.counter_bytes, stream);
         p.units_taken = (int *)counters.memory + 1, p.added = p.units_taken + 1;
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;

@@ -35,7 +35,7 @@ struct FusedStorage {
     unsigned char dS[Tile::dSStages][Tile::QueryBoxes][Tile::Bc * 128];  // a row for each key, boxes of 64 queries
     unsigned char dQi[Tile::Consumers][2][64 * 128];                     // a row for each query, boxes of 32 columns
     unsigned char buffer[kBufferBytes];                                  // of warp 3
-    float lse[Tile::QStages][Tile::Br], Di[Tile::dOStages][Tile::Br];
+    RowNumbers<Tile::Br> lse[Tile::QStages], Di[Tile::dOStages];
     KeyWork work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];

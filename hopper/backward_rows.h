@@ -62,8 +62,8 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
         const unsigned padded = head * (unsigned)p.rows.head_stride + i, dense = head * p.a.Nq + i;
         const bool sees_key = i < p.a.Nq && !empty(keys_of_row(band, i));
         const float D = sum[r / 32];
-        p.rows.lse[padded] = sees_key ? p.lse[dense] * kLog2e : INFINITY;
-        p.rows.D[padded] = !sees_key ? 0.f : p.dlse ? D - p.dlse[dense] : D;
+        p.rows.lse[padded] = sees_key ? lse_of_P<T>(p.lse[dense]) : INFINITY;
+        p.rows.D[padded] = !sees_key ? 0.f : D_of_dS<T>(p.dlse ? D - p.dlse[dense] : D);
     }
     __syncwarp();
     if (lane == 0) add_release(p.filled[unit.key_head], 1);

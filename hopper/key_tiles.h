@@ -52,17 +52,26 @@ struct KeyTile {
     __device__ bool is_seen(int j, int Nq) const { return max(queries(j).begin, 0) < min(queries(j).end, Nq); }
 };
 
+// lse_i or Di of a pipeline stage.
+template <int Br>
+struct alignas(16) RowNumbers {
+    float x[Br];
+    int first_row;  // of GradientRows
+};
+
 // Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
 template <class Tile, int Stages, int Bytes>
 __device__ void load_query_tile(const KeyParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
                                 const float *lse_or_D, Pipeline<Stages> &pipeline,
-                                unsigned char (&tiles)[Stages][Bytes], float (&numbers)[Stages][Tile::Br]) {
+                                unsigned char (&tiles)[Stages][Bytes], RowNumbers<Tile::Br> (&numbers)[Stages]) {
     static_assert(Tile::Br == 64 || Tile::Boxes == 1);
     pipeline.producer_acquire();
     const int stage = pipeline.stage();
     Barrier &full = pipeline.full();
+    const int row = (b * p.Hq + h) * (int)p.rows.head_stride + i0;
+    numbers[stage].first_row = row;
     arrive_expect_tx(full, Tile::Br * 4);
-    bulk_load(numbers[stage], lse_or_D + (b * p.Hq + h) * p.rows.head_stride + i0, Tile::Br * 4, full);
+    bulk_load(numbers[stage].x, lse_or_D + row, Tile::Br * 4, full);
     for (int row = 0; row < Tile::Br; row += 64)
         load_tile<64, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
     pipeline.advance();
@@ -77,26 +86,34 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
                                              barrier);
 }
 
-// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one. `lse` points to its
-// first column. The factor c is softmax_scale log2(e).
-template <int Count>
-__device__ void compute_P(float (&S)[Count], const float *lse, float c) {
+// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one. The factor c is
+// softmax_scale log2(e).
+template <class T, int Count>
+__device__ void compute_P(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *all_large) {
+    const int first = threadIdx.x % 4 * 2;
+    const auto compute = [&](const LargeRow *large) {
 #pragma unroll
-    for (int x = 0; x < Count; x += 4) {
-        const float2 two = *(const float2 *)(lse + 2 * x);
+        for (int x = 0; x < Count; x += 4) {
+            const float2 two = *(const float2 *)(lse.x + first + 2 * x);
 #pragma unroll
-        for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
-    }
+            for (int y = x; y < x + 4; ++y)
+                S[y] = exp_of<T>(S[y], c, y % 2 ? two.y : two.x, large ? large + 2 * x + y % 2 : nullptr);
+        }
+    };
+    if (any_is_large<T, 2 * Count>(lse.x))
+        compute(all_large + lse.first_row + first);
+    else
+        compute(nullptr);
 }
 
 // dS^T = P^T o (dP^T - D) in place of dP^T. `D` points to the thread's first column, too.
-template <int Count>
+template <class T, int Count>
 __device__ void compute_dS(float (&dP)[Count], const float (&P)[Count], const float *D) {
 #pragma unroll
     for (int x = 0; x < Count; x += 4) {
         const float2 two = *(const float2 *)(D + 2 * x);
 #pragma unroll
-        for (int y = x; y < x + 4; ++y) dP[y] = P[y] * (dP[y] - (y % 2 ? two.y : two.x));
+        for (int y = x; y < x + 4; ++y) dP[y] = P[y] * subtract_D<T>(dP[y], y % 2 ? two.y : two.x);
     }
 }
 

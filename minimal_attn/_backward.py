@@ -50,6 +50,7 @@ def backward(
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    complete: bool = False,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
@@ -71,6 +72,9 @@ def backward(
             and shape, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
         deterministic: the same bits on every run, as under torch.use_deterministic_algorithms.
+        complete: (o, l, m) cover these keys and nothing else: no other chunk, no sinks. Then gradients are as
+            exact at large scores as at small ones. If not, float32's rounding of l and m is an error of P: 1e-5
+            where scores are 400, and 1e-3 at 4e4 (docs/numerics.md). Autograd sets it where it holds.
 
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
@@ -107,4 +111,5 @@ def backward(
         backend,
         out_dtype,
         deterministic,
+        complete,
     )

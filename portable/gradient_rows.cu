@@ -1,4 +1,4 @@
-// gradient_rows.cu: the kernel that computes lse and D before a backward pass. It is bound by memory.
+// gradient_rows.cu: the kernel that computes lse and D of each row before a backward pass. It is bound by memory.
 #include "portable/gradient_rows.h"
 
 #include <cuda_bf16.h>
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     const int i = i0 + lane * kStep;
     const bool stores = lane < kCount, counts = stores && sees_key(i);
     const int64_t dense = int64_t(head) * a.Nq + i;  // the row in lse and dlse
-    const float lse = counts ? g.lse[dense] * kLog2e : INFINITY, dlse = counts && g.dlse ? g.dlse[dense] : 0.f;
+    const float lse = counts ? lse_of_P<T>(g.lse[dense]) : INFINITY, dlse = counts && g.dlse ? g.dlse[dense] : 0.f;
     const T *const O = (const T *)g.o + b * g.o_stride.batch + h * g.o_stride.head + i0 * g.o_stride.row;
     const T *const dO = (const T *)g.do_ + b * g.do_stride.batch + h * g.do_stride.head + i0 * g.do_stride.row;
     if (aligned)
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
         const float whole = row_sum<kLanes>(sum[r]);
-        if (lane == r) D = whole - dlse;
+        if (lane == r) D = D_of_dS<T>(whole - dlse);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *rows.tile_counter = 0;
     if (stores) rows.lse[head * rows.head_stride + i] = lse, rows.D[head * rows.head_stride + i] = D;
@@ -101,13 +101,13 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
 
 int64_t gradient_rows_bytes(const Gradient &g) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    return (rows * 2 + 1 + 63) / 64 * 256;
+    return (rows * 4 + 1 + 63) / 64 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
     float *const lse = (float *)workspace;
-    return {lse, lse + rows, padded_rows(g.a), (int *)(lse + 2 * rows)};
+    return {lse, lse + rows, (LargeRow *)(lse + 2 * rows), padded_rows(g.a), (int *)(lse + 4 * rows)};
 }
 
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {

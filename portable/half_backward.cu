@@ -182,9 +182,23 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             float S[Tile::M][Tile::N][4] = {}, dP[Tile::M][Tile::N][4] = {};
             multiply<T, Tile>(S, A, B0 + bytes + 2 * D * c0);
             multiply<T, Tile>(dP, A + Tile::OwnBytes, B0 + bytes + Tile::WalkBytes + 2 * D * c0);
-            const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0 + lane % 4 * 2;
-            compute_P_dS<Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
-                               walks_queries ? lse + Walk : row_D);
+            const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0;
+            const int64_t row0 = walks_queries ? (owned.b * a.Hq + owned.h * heads + n) * rows.head_stride + column
+                                               : (owned.b * a.Hq + owned.h) * rows.head_stride + row_warp;
+            const auto compute = [&](const LargeRow *large) {
+                const int first = lane % 4 * 2;
+                compute_P_dS<T, Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse + first : row_lse,
+                                      walks_queries ? lse + Walk + first : row_D, large);
+            };
+            bool any_large = false;
+            if constexpr (walks_queries)
+                any_large = any_is_large<T, Tile::Columns>(lse);
+            else
+                for (int r = 0; r < R; ++r) any_large |= is_large_of_P<T>(row_lse[r]);
+            if (__any_sync(~0u, any_large))
+                compute(rows.large + row0 + (walks_queries ? lane % 4 * 2 : lane / 4));
+            else
+                compute(nullptr);
             if (column < seen_by_all.begin || column + Tile::Columns > seen_by_all.end)
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
@@ -197,7 +211,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
                             part, aligned);
     };
     if constexpr (walks_queries) {
-        store(sums.of_P, 1.f, g.dv, g.dv_stride, own + Own * D);
+        store(sums.of_P, 1.f / kPScale<T>, g.dv, g.dv_stride, own + Own * D);
         store(sums.of_dS, a.softmax_scale, g.dk, g.dk_stride, own);
     } else {
         store(sums.of_dS, a.softmax_scale, g.dq, g.dq_stride, own);
@@ -279,6 +293,7 @@ const char *launch_passes(const Gradient &g, const Plan &plan, void *workspace, 
     const Attention &a = g.a;
     const GradientRows rows = gradient_rows_in(g, workspace);
     if (const char *error = launch_gradient_rows(g, rows, stream)) return error;
+    if (const char *error = launch_large_rows(g, rows, stream)) return error;
     const int64_t out = element_size(g.out_dtype);
     const bool aligned = is_aligned(a.q, a.q_stride, 2, a.d) && is_aligned(a.k, a.k_stride, 2, a.d) &&
                          is_aligned(a.v, a.v_stride, 2, a.d) && is_aligned(g.do_, g.do_stride, 2, a.d) &&

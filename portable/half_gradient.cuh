@@ -85,10 +85,11 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
 }
 
 // 13., 20. P = exp2(c S - lse), c = softmax_scale * log2(e), and dS = P o (dP - D), in the places of S and dP. lse and
-// D are of the columns (in shared memory, from this thread's first) or of the rows (registers).
-template <class Tile>
+// D are of the columns (in shared memory, from this thread's first) or of the rows (registers). `large` points to the same
+// column or row, or is null if no row is large.
+template <class T, class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
-                             const float *lse, const float *D) {
+                             const float *lse, const float *D, const LargeRow *large) {
     constexpr bool by_column = Tile::walks_queries;
 #pragma unroll
     for (int n = 0; n < Tile::N; ++n) {
@@ -100,8 +101,9 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
             for (int e = 0; e < 4; ++e) {
                 const int r = 2 * m + e / 2;
                 float &p = S[m][n][e], &ds = dP[m][n][e];
-                p = exp2_fast(fmaf(p, c, -(!by_column ? lse[r] : e % 2 ? lse_n.y : lse_n.x)));
-                ds = p * (ds - (!by_column ? D[r] : e % 2 ? D_n.y : D_n.x));
+                const int row = by_column ? 8 * n + e % 2 : 8 * r;
+                p = exp_of<T>(p, c, !by_column ? lse[r] : e % 2 ? lse_n.y : lse_n.x, large ? large + row : nullptr);
+                ds = p * subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x);
             }
     }
 }

@@ -93,11 +93,12 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
 }
 
 // Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
-// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
+// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7. `large` points to query i0, or is null if
+// no row is large.
 template <class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
-                             const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
-                             int warp_key, bool masked) {
+                             const float *Di, const LargeRow *large, const float *dS_tile, float c,
+                             const BandOf<int> &band, int i0, int j0, int warp_key, bool masked) {
     const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
     unsigned to[2];
 #pragma unroll
@@ -116,7 +117,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
                     float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y];
-                    s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
+                    s = exp_of<float>(s, c, y ? lse.y : lse.x, large ? large + row0 + 8 * n + y : nullptr);
                     if (masked && (8 * n + y < begin || 8 * n + y >= end)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
@@ -268,7 +269,13 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             multiply_rows<D>(dP, lane_address<D>(V_tile, A_row, lane / 16),
                              lane_address<D>(dO_tile, B_row, lane / 8 % 2), a.d);
         }
-        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.band, i0, j0, warp_key, masked);
+        const auto compute = [&](const LargeRow *large) {
+            compute_P_dS<Tile>(S, dP, lse_i, Di, large, dS_tile, c, block.band, i0, j0, warp_key, masked);
+        };
+        if (any_is_large<float, Br>(lse_i))
+            compute(gradient_rows.large + (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0);
+        else
+            compute(nullptr);
         if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
         __syncthreads();
         if (step + 1 < steps) load_dO(step + 1);
@@ -378,7 +385,9 @@ Plan plan_tf32_backward(const Gradient &g, const Device &device) {
 }
 
 const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    const char *error = launch_gradient_rows(g, gradient_rows_in(g, workspace), stream);
+    const GradientRows rows = gradient_rows_in(g, workspace);
+    const char *error = launch_gradient_rows(g, rows, stream);
+    if (!error) error = launch_large_rows(g, rows, stream);
     if (error) return error;
     return why_not(with_tiles_for<BackwardKernels>(g.a.d, [&](auto tiles) {
         return with_tile(plan.tile, tiles,

@@ -22,10 +22,10 @@ def grads(backend, do, q, k, v, dlse=None, **options):
     o, lse = backend.forward(*inputs, return_lse=True, **options)
     outputs, wanted = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
     results = torch.autograd.grad(outputs, inputs, wanted)
-    options.pop("sinks", None)
+    complete = options.pop("sinks", None) is None
     with torch.no_grad():
         by_hand = minimal_attn.backward(
-            do, q, k, v, o.detach(), lse.detach(), None, dlse=dlse, backend=backend.name, **options
+            do, q, k, v, o.detach(), lse.detach(), None, dlse=dlse, backend=backend.name, complete=complete, **options
         )
     if torch.are_deterministic_algorithms_enabled():
         assert all(map(torch.equal, results, by_hand))
