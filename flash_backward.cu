@@ -13,11 +13,11 @@
 //     Qi, dOi               Br x D     rows are padded by 1 number, so that rows and columns are read without conflicts
 //     Kj, Vj, dKj, dVj      Bc x D     likewise
 //     Pij; dPij, then dSij  Br x Bc    likewise
-//     m_i, log_l_i, Di      Br
+//     m_i (float64), log_l_i, Di, Di_low    Br
 // For d = 64 on an H100 these are 131 KB: Br = Bc = 64.
 //
 // Which barrier orders what:
-//     in normalize_rows  Sij, then m_i and l_i, are complete             -> the next line reads or overwrites them
+//     in normalize_rows   tiles are loaded; Sij, m_i, Pij are complete   -> the next lines read them
 //     before step 7     step 5 is done, dKj and dVj are written to HBM   -> they are initialised again
 //     before step 10    all reads of the last Qi, dOi, m_i, Pij, dSij    -> these are overwritten
 //     after step 10     Kj, Vj, Qi, dOi, m_i are loaded                  -> step 11 reads them
@@ -30,8 +30,7 @@
 //
 // The contract (flash.h) adds to the paper:
 //     a mask (steps 6, 9, 12), the gradient of lse (step 19), any Nq, Nk and d, several query heads for one key head
-// One number lse = m + log l for each row replaces l and m. Where it is large, a float32 is too coarse for it: there
-// normalize_rows computes m and l again. Steps 1, 14, 15, 18 are dropout, which is missing.
+// One number lse = m + log l for each row replaces l and m. Where it is large, normalize_rows computes m and l again. Steps 1, 14, 15, 18 are dropout, which is missing.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -51,7 +50,7 @@ MINIMAL_ATTN_HOST_DEVICE constexpr int up_to_4s(int n) { return (n + 3) / 4 * 4;
 // What step 2 chooses, and how the shared memory of a block is laid out for it.
 struct Tiles {
     int Br, Bc, D;
-    MINIMAL_ATTN_HOST_DEVICE int floats() const { return (2 * Br + 4 * Bc) * (D + 1) + 2 * Br * (Bc + 1) + 3 * Br; }
+    MINIMAL_ATTN_HOST_DEVICE int floats() const { return (2 * Br + 4 * Bc) * (D + 1) + 2 * Br * (Bc + 1) + 5 * Br; }
 };
 
 // The rows of one head of a (B, H, N, d) tensor in HBM.
@@ -99,21 +98,21 @@ __device__ void for_numbers(int rows, int columns, const Use &use) {
 // use(row, column, number) for each number of the product A B, a sum of n terms. A thread computes patches of 4 x 4.
 // Their rows and columns are far apart, so that neighbouring threads read neighbours. Sums of 32 terms are added up: the
 // error of one long sum would be several times as large.
-template <class Use>
+template <class Sum = float, class Use>
 __device__ void multiply(int rows, int columns, int n, const Matrix &A, const Matrix &B, const Use &use) {
     const int down = (rows + 3) / 4, across = (columns + 3) / 4;
     for (int patch = threadIdx.x; patch < down * across; patch += kThreads) {
         const int row = patch / across, column = patch % across;
-        float AB[4][4] = {};
+        Sum AB[4][4] = {};
 #pragma unroll 1
         for (int y0 = 0; y0 < n; y0 += 32) {
-            float sum[4][4] = {}, a[4], b[4];
+            Sum sum[4][4] = {}, a[4], b[4];
 #pragma unroll 2
             for (int y = y0; y < min(y0 + 32, n); ++y) {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) a[r] = A.at(row + r * down, y), b[r] = B.at(y, column + r * across);
                 for (int r = 0; r < 4; ++r)
-                    for (int c = 0; c < 4; ++c) sum[r][c] = fmaf(a[r], b[c], sum[r][c]);
+                    for (int c = 0; c < 4; ++c) sum[r][c] = fma(a[r], b[c], sum[r][c]);
             }
             for (int r = 0; r < 4; ++r)
                 for (int c = 0; c < 4; ++c) AB[r][c] += sum[r][c];
@@ -128,57 +127,102 @@ __device__ void multiply(int rows, int columns, int n, const Matrix &A, const Ma
 
 // ------------------------------------------------------------------------------ rows with a large lse
 
-// A row's P = exp(softmax_scale (QK - m) - log_l). m is a score before the scaling. Where lse is small, m = 0 and log_l is
-// lse. In HBM, one for each row.
-struct RowState {
-    float m, log_l;
+// The tiles of a block in shared memory. Pij is first Sij, dSij first dPij. m_i is float64.
+struct Shared {
+    double *m_i;
+    Matrix Qi, dOi, Kj, Vj, dKj, dVj, Pij, dSij;
+    float *log_l_i, *Di, *Di_low;
 };
 
-// Sets the RowState of rows i0 <= i < i0 + rows of a query head. Only where lse is large, and covers these keys alone, are
-// scores computed: steps 5 to 11 of Algorithm 1, without O. m_i and l_i are in shared memory.
+// In HBM, of a row: P = exp(softmax_scale (QK - m) - log_l), with m a score before the scaling. Where lse is small, m = 0
+// and log_l is lse. D + D_low is set where lse is large; elsewhere step 19 computes D.
+struct RowState {
+    double m;
+    float log_l, D, D_low;
+};
+
 template <class T>
-__device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRows<const T> &Q,
-                               const HeadRows<const T> &K, int i0, int rows, int Bc, const Matrix &Qi, const Matrix &Kj,
-                               const Matrix &Sij, float *m_i, float *l_i, const float *lse, RowState *states) {
+__device__ void load(const Matrix &tile, const HeadRows<const T> &tensor, int first, int rows, int d) {
+    for_numbers(up_to_4s(rows), d,
+                [&](int row, int x) { tile.at(row, x) = row < rows ? (float)tensor.at(first + row, x) : 0.f; });
+}
+
+// The RowState of the rows i0 <= i < i0 + rows of a query head where lse is large, from all scores: steps 5 to 11 of
+// Algorithm 1, and D = rowsum(P o dP). Scores and sums are float64: a float32 would round scores by more than P may be off.
+template <class T>
+__device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRows<const T> (&Q_dO_K_V)[4], int i0,
+                               int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
+                               RowState *states) {
+    constexpr int kGroups = kThreads / kRowLanes, kRows = 64 / kGroups;  // of lanes that share a row; rows of a group
     const Attention &a = g.a;
-    const float sign = a.softmax_scale < 0.f ? -1.f : 1.f;  // a negative scale negates scores
-    bool any_large = false;
-    __syncthreads();
-    for (int row = threadIdx.x; row < rows; row += kThreads) {
-        const float x = lse[i0 + row], m = is_large(x) && a.softmax_scale != 0.f ? x / a.softmax_scale : 0.f;
-        states[i0 + row] = {m, fmaf(-a.softmax_scale, m, x)};
-        any_large |= m != 0.f, m_i[row] = -INFINITY, l_i[row] = 0.f;
-    }
-    if (!__syncthreads_or(any_large) || !g.is_complete) return;
-    for_numbers(up_to_4s(rows), a.d, [&](int row, int x) { Qi.at(row, x) = row < rows ? (float)Q.at(i0 + row, x) : 0.f; });
+    const auto &[Q, dO, K, V] = Q_dO_K_V;
+    const int group = threadIdx.x / kRowLanes, lane = threadIdx.x % kRowLanes;
+    const double scale = a.softmax_scale;
+    double m[kRows], l[kRows] = {}, D[kRows] = {};
+    for (double &x : m) x = -INFINITY;  // of sign * score
+    const float sign = scale < 0. ? -1.f : 1.f;
+    const auto sum_of_group = [](double x) {
+        const unsigned lanes = ((1u << kRowLanes) - 1) << threadIdx.x % 32 / kRowLanes * kRowLanes;
+        for (int other = 1; other < kRowLanes; other *= 2) x += __shfl_xor_sync(lanes, x, other);
+        return x;
+    };
+    // use(row, n) for each of this thread's rows, the n-th; in all lanes of a warp
+    const auto for_rows = [&](const auto &use) {
+        for (int n = 0; n < kRows; ++n)
+            if (n * kGroups < up_to_4s(rows)) use(group + n * kGroups, n);
+    };
+    const auto is_seen = [&](int row, int key) {
+        const Keys seen = keys_of_row(band, i0 + row);
+        return seen.begin <= key && key < seen.end;
+    };
+    load(shared.Qi, Q, i0, rows, a.d), load(shared.dOi, dO, i0, rows, a.d);
     const Keys seen = keys_of_any(band, i0, i0 + rows);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
         const int keys = min(Bc, seen.end - j0);
-        for_numbers(up_to_4s(keys), a.d,
-                    [&](int row, int x) { Kj.at(row, x) = row < keys ? (float)K.at(j0 + row, x) : 0.f; });
+        load(shared.Kj, K, j0, keys, a.d), load(shared.Vj, V, j0, keys, a.d);
         __syncthreads();
-        multiply(rows, keys, a.d, Qi, Kj.transposed(), [&](int row, int key, float QK) {
-            const Keys seen_by_row = keys_of_row(band, i0 + row);
-            const bool is_seen = seen_by_row.begin <= j0 + key && j0 + key < seen_by_row.end;
-            Sij.at(row, key) = is_seen ? sign * QK : -INFINITY;
+        multiply(rows, keys, a.d, shared.dOi, shared.Vj.transposed(),
+                 [&](int row, int key, float dP) { shared.dSij.at(row, key) = dP; });
+        multiply(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, float QK) {
+            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? sign * QK : -INFINITY;
         });
         __syncthreads();
-        for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
-            const int lane = threadIdx.x % kRowLanes;
-            float m = -INFINITY, l = 0.f;
-            for (int key = lane; key < keys && row < rows; key += kRowLanes) m = fmaxf(m, Sij.at(row, key));
-            m = fmaxf(row_max<kRowLanes>(m), row < rows ? m_i[row] : -INFINITY);
-            for (int key = lane; key < keys && row < rows && m > -INFINITY; key += kRowLanes)
-                l += expf(sign * a.softmax_scale * (Sij.at(row, key) - m));
-            l = row_sum<kRowLanes>(l);
-            __syncwarp();
-            if (lane > 0 || row >= rows || m == -INFINITY) continue;
-            l_i[row] = l_i[row] * expf(sign * a.softmax_scale * (m_i[row] - m)) + l, m_i[row] = m;
-        }
+        const auto max_of_row = [&](int row) {
+            float largest = -INFINITY;
+            for (int key = lane; key < keys && row < rows; key += kRowLanes)
+                largest = fmaxf(largest, shared.Pij.at(row, key));
+            return row_max<kRowLanes>(largest);
+        };
+        for_rows([&](int row, int) {
+            const float near_m = max_of_row(row);
+            if (lane == 0 && row < rows) shared.m_i[row] = near_m == -INFINITY ? 0. : near_m;
+        });
         __syncthreads();
+        // Less a number near the tile's maximum, which float32 scores have: then the difference may be a float32.
+        multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
+            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)(sign * QK - shared.m_i[row]) : -INFINITY;
+        });
+        __syncthreads();
+        for_rows([&](int row, int n) {
+            const float mij = max_of_row(row);
+            if (mij == -INFINITY) return;  // all lanes of the row
+            double sum = 0., sum_dP = 0.;
+            for (int key = lane; key < keys && row < rows; key += kRowLanes) {
+                const float p = expf(sign * a.softmax_scale * (shared.Pij.at(row, key) - mij));
+                sum += p;
+                if (p != 0.f) sum_dP += (double)p * shared.dSij.at(row, key);  // a hidden dP may be NaN
+            }
+            const double of_tile = shared.m_i[row] + mij, m_new = fmax(m[n], of_tile);
+            const double alpha = exp(sign * scale * (m[n] - m_new)), beta = exp(sign * scale * (of_tile - m_new));
+            m[n] = m_new, l[n] = alpha * l[n] + beta * sum_of_group(sum);
+            D[n] = alpha * D[n] + beta * sum_of_group(sum_dP);
+        });
     }
-    for (int row = threadIdx.x; row < rows; row += kThreads)
-        if (is_large(lse[i0 + row])) states[i0 + row] = {sign * m_i[row], logf(l_i[row])};
+    for_rows([&](int row, int n) {
+        if (lane > 0 || row >= rows || l[n] == 0. || !is_large(lse[row])) return;
+        const double D_of_row = D[n] / l[n] - (dlse ? dlse[row] : 0.f);
+        states[row] = {sign * m[n], (float)log(l[n]), (float)D_of_row, (float)(D_of_row - (float)D_of_row)};
+    });
 }
 
 // ------------------------------------------------------------------------------ Algorithm 4
@@ -189,16 +233,20 @@ __global__ void __launch_bounds__(kThreads, 1)
                 RowState *all_states, const __grid_constant__ Tiles tiles, int64_t first_head) {
     const Attention &a = g.a;
     const int Br = tiles.Br, Bc = tiles.Bc, D = tiles.D;
-    extern __shared__ float shared[];
-    float *free = shared;
+    extern __shared__ double shared_memory[];
+    Shared shared;
+    shared.m_i = shared_memory;
+    float *free = (float *)(shared_memory + Br);
     const auto take = [&](int rows, int columns) {
         const Matrix taken = {free, columns + 1, 1};
         free += rows * (columns + 1);
         return taken;
     };
-    const Matrix Qi = take(Br, D), dOi = take(Br, D), Kj = take(Bc, D), Vj = take(Bc, D), dKj = take(Bc, D);
-    const Matrix dVj = take(Bc, D), Pij = take(Br, Bc), dSij = take(Br, Bc);  // dPij is where dSij is
-    float *const m_i = free, *const log_l_i = m_i + Br, *const Di = log_l_i + Br;
+    for (Matrix *tile : {&shared.Qi, &shared.dOi}) *tile = take(Br, D);
+    for (Matrix *tile : {&shared.Kj, &shared.Vj, &shared.dKj, &shared.dVj}) *tile = take(Bc, D);
+    for (Matrix *tile : {&shared.Pij, &shared.dSij}) *tile = take(Br, Bc);
+    shared.log_l_i = free, shared.Di = free + Br, shared.Di_low = free + 2 * Br;
+    const auto &[m_i, Qi, dOi, Kj, Vj, dKj, dVj, Pij, dSij, log_l_i, Di, Di_low] = shared;
 
     // What belongs to the block's key head: query heads h0 <= h < h1
     const int64_t key_head = first_head + blockIdx.x, b = key_head / a.Hkv, h_kv = key_head % a.Hkv;
@@ -214,10 +262,24 @@ __global__ void __launch_bounds__(kThreads, 1)
         for_numbers(a.Nq, a.d, [&](int i, int x) { HeadRows<float>(dQ_tensor, dQ_stride, b, h).at(i, x) = 0.f; });
     for_numbers(a.Nk, a.d, [&](int j, int x) { dK.set(j, x, 0.f), dV.set(j, x, 0.f); });
 
+    // A float32 is too coarse for a large lse
     for (int64_t h = h0; h < h1; ++h)
-        for (int i0 = 0; i0 < a.Nq; i0 += Br)
-            normalize_rows(g, band, HeadRows<const T>(a.q, a.q_stride, b, h), K, i0, min(Br, a.Nq - i0), Bc, Qi, Kj, Pij,
-                           m_i, log_l_i, g.lse + (b * a.Hq + h) * a.Nq, all_states + (b * a.Hq + h) * a.Nq);
+        for (int i0 = 0; i0 < a.Nq; i0 += Br) {
+            const int rows = min(Br, a.Nq - i0);
+            const int64_t at = (b * a.Hq + h) * a.Nq + i0;
+            bool any_large = false;
+            for (int row = threadIdx.x; row < rows; row += kThreads) {
+                const float lse = g.lse[at + row];
+                const bool divides = is_large(lse) && a.softmax_scale != 0.f;
+                any_large |= is_large(lse);
+                all_states[at + row] = divides ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
+            }
+            if (__syncthreads_or(any_large) && g.is_complete)
+                normalize_rows(g, band,
+                               {{a.q, a.q_stride, b, h}, {g.do_, g.do_stride, b, h}, K, V}, i0,
+                               rows, Bc, shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, all_states + at);
+            __syncthreads();
+        }
 
     // 6. for 1 <= j <= Tc, among the keys that some query sees
     const Keys seen = keys_of_any(band, 0, a.Nq);
@@ -249,21 +311,27 @@ __global__ void __launch_bounds__(kThreads, 1)
                     Qi.at(row, x) = counts ? (float)Q.at(i0 + row, x) : 0.f;
                     dOi.at(row, x) = counts ? (float)dO.at(i0 + row, x) : 0.f;
                 });
+                bool any_large = false;
                 for (int row = threadIdx.x; row < rows; row += kThreads) {
                     const RowState state = all_states[head * a.Nq + i0 + row];
-                    m_i[row] = state.m, log_l_i[row] = state.log_l;
+                    m_i[row] = state.m, log_l_i[row] = state.log_l, Di[row] = state.D, Di_low[row] = state.D_low;
+                    any_large |= state.m != 0.;
                 }
-                __syncthreads();
+                any_large = __syncthreads_or(any_large);
 
                 // 11. Sij = softmax_scale * Qi Kj^T
                 // 12. The mask: Sij = -inf where it hides the key
                 // 13. Pij = exp(Sij - lse_i), at most 1
-                multiply(rows, keys, a.d, Qi, Kj.transposed(), [&](int row, int key, float QK) {
+                const auto set_P = [&](int row, int key, auto QK) {
                     const Keys seen_by_row = keys_of_row(band, i0 + row);
                     const bool is_seen = seen_by_row.begin <= j0 + key && j0 + key < seen_by_row.end;
-                    const float exponent = a.softmax_scale * (QK - m_i[row]) - log_l_i[row];
+                    const float exponent = a.softmax_scale * (QK - (decltype(QK))m_i[row]) - log_l_i[row];
                     Pij.at(row, key) = is_seen ? expf(exponent > 0.f ? 0.f : exponent) : 0.f;
-                });
+                };
+                if (any_large)
+                    multiply<double>(rows, keys, a.d, Qi, Kj.transposed(), set_P);
+                else
+                    multiply(rows, keys, a.d, Qi, Kj.transposed(), set_P);
                 __syncthreads();
 
                 // 16. dVj = dVj + Pij^T dOi
@@ -272,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 // 17. dPij = dOi Vj^T
                 multiply(rows, keys, a.d, dOi, Vj.transposed(),
                          [&](int row, int key, float dP) { dSij.at(row, key) = dP; });
-                // 19. Di = rowsum(dOi o Oi), less the gradient of lse
+                // 19. Di = rowsum(dOi o Oi), less the gradient of lse, unless normalize_rows has it
                 const int lane = threadIdx.x % kRowLanes;
                 for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
                     float sum = 0.f;
@@ -280,14 +348,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                         sum = fmaf(dOi.at(row, x), (float)O.at(i0 + row, x), sum);
                     sum = row_sum<kRowLanes>(sum);
                     if (g.dlse && row < rows) sum -= g.dlse[head * a.Nq + i0 + row];
-                    if (lane == 0) Di[row] = sum;
+                    if (lane == 0 && (row >= rows || m_i[row] == 0. || !g.is_complete)) Di[row] = sum;
                 }
                 __syncthreads();
 
                 // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, even if a hidden number is NaN
                 for_numbers(rows, keys, [&](int row, int key) {
                     const float p = Pij.at(row, key);
-                    dSij.at(row, key) = p == 0.f ? 0.f : p * (dSij.at(row, key) - Di[row]);
+                    dSij.at(row, key) = p == 0.f ? 0.f : p * (dSij.at(row, key) - Di[row] - Di_low[row]);
                 });
                 __syncthreads();
 

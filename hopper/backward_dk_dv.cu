@@ -114,6 +114,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         of_S.consumer_wait();
         issue_ABt<T, D>(S, K_or_V, tiles + kOfS + of_S.stage() * Tile::TileBytes);
     };
+    const bool may_be_large = is_dV && may_see_large_row(p, keys);
     wait(is_dV ? shared.K_full : shared.V_full, 0);
     issue_S();
 #pragma unroll
@@ -126,7 +127,8 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
-            compute_P<T>(S, shared.lse[of_S.stage()], p.c, p.rows.large);
+            if (__builtin_expect(may_be_large, false)) change_scores<T>(S, shared.lse[of_S.stage()], p.c, p.rows.large);
+            compute_P(S, shared.lse[of_S.stage()].x + thread % 4 * 2, p.c);
             mask();
             P_ready.producer_acquire();
 #pragma unroll

@@ -128,7 +128,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             lse_of_rows[r] = i < work.i1 ? __ldcg(p.rows.lse + at) : INFINITY;
             D_of_rows[r] = i < work.i1 ? __ldcg(p.rows.D + at) : 0.f;
         }
-        const bool any_large = __any_sync(~0u, is_large_of_P<T>(lse_of_rows[0]) || is_large_of_P<T>(lse_of_rows[1]));
+        const bool any_large = __any_sync(~0u, lse_of_rows[0] == kLarge || lse_of_rows[1] == kLarge);
         Q.consumer_wait(), K.consumer_wait(), V.consumer_wait();
         ping_pong.wait_turn();
         issue_S();
@@ -147,15 +147,17 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             const Keys all_see = keys_of_all(work.band, i64, i64 + 64);
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
-            const auto compute_P = [&](const LargeRow *large) {
+            if (__builtin_expect(any_large, false)) {
+                const LargeRow *const rows = p.rows.large + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
 #pragma unroll
-                for (int x = 0; x < Bc / 2; ++x)
-                    S[x] = exp_of<T>(S[x], p.c, lse_of_rows[x / 2 % 2], large ? large + x / 2 % 2 * 8 : nullptr);
-            };
-            if (any_large)
-                compute_P(p.rows.large + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i);
-            else
-                compute_P(nullptr);
+                for (int r = 0; r < 2; ++r) {
+                    const ScoreChange<T> change(lse_of_rows[r], rows + 8 * r, p.c);
+#pragma unroll
+                    for (int x = 2 * r; x < Bc / 2; x += x % 2 ? 3 : 1) change(S[x]);
+                }
+            }
+#pragma unroll
+            for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -lse_of_rows[x / 2 % 2]));  // P
             wgmma_wait<0>(dP);
             V.consumer_release();
 #pragma unroll

@@ -276,6 +276,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             producer_commit(dQ_staged);
         };
 
+        const bool may_be_large = may_see_large_row(p, keys);
         KV.consumer_wait();
         zero_hidden(shared.Kj), zero_hidden(shared.Vj);
 #pragma unroll
@@ -292,7 +293,8 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            compute_P<T>(S, shared.lse[Q.stage()], p.c, p.rows.large);  // beside dP^T
+            if (__builtin_expect(may_be_large, false)) change_scores<T>(S, shared.lse[Q.stage()], p.c, p.rows.large);
+            compute_P(S, shared.lse[Q.stage()].x + thread % 4 * 2, p.c);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
@@ -416,6 +418,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.lse = g.lse, p.dlse = g.dlse, p.fills_rows = fills_rows(a);
         p.in_order = p.whole_heads = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
+        p.keeps_large = g.is_complete;
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
         if (const char *why = launch_large_rows(g, rows, stream)) return why;
         const Zeros counters(memory, workspace.counter_bytes, stream);

@@ -62,7 +62,9 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
         const unsigned padded = head * (unsigned)p.rows.head_stride + i, dense = head * p.a.Nq + i;
         const bool sees_key = i < p.a.Nq && !empty(keys_of_row(band, i));
         const float D = sum[r / 32];
-        p.rows.lse[padded] = sees_key ? lse_of_P<T>(p.lse[dense]) : INFINITY;
+        const float lse = sees_key ? lse_of_P<T>(p.a, p.lse[dense]) : INFINITY;
+        p.rows.lse[padded] = lse;
+        if (p.keeps_large && lse == kLarge) continue;
         p.rows.D[padded] = !sees_key ? 0.f : D_of_dS<T>(p.dlse ? D - p.dlse[dense] : D);
     }
     __syncwarp();

@@ -86,24 +86,36 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
                                              barrier);
 }
 
-// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one. The factor c is
-// softmax_scale log2(e).
+// Whether one of the queries that see a tile of keys may be a large row.
+template <class Tile>
+__device__ bool may_see_large_row(const KeyParameters &p, const KeyTile<Tile> &keys) {
+    const int tiles_of_head = (int)p.rows.head_stride / kRowsOfTile;
+    return any_large_row(p.rows, int64_t(keys.b * p.Hq + keys.h0) * tiles_of_head, (int)p.group * tiles_of_head);
+}
+
+// ScoreChange of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one.
 template <class T, int Count>
-__device__ void compute_P(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *all_large) {
+__device__ void change_scores(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *rows) {
     const int first = threadIdx.x % 4 * 2;
-    const auto compute = [&](const LargeRow *large) {
+    rows += lse.first_row + first;
 #pragma unroll
-        for (int x = 0; x < Count; x += 4) {
-            const float2 two = *(const float2 *)(lse.x + first + 2 * x);
+    for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
+        const int row = x / 4 * 8 + x % 2;
+        const ScoreChange<T> change(lse.x[first + row], rows + row, c);
+        change(S[x]), change(S[x + 2]);
+    }
+}
+
+// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one. `lse` points to its
+// first column. The factor c is softmax_scale log2(e).
+template <int Count>
+__device__ void compute_P(float (&S)[Count], const float *lse, float c) {
 #pragma unroll
-            for (int y = x; y < x + 4; ++y)
-                S[y] = exp_of<T>(S[y], c, y % 2 ? two.y : two.x, large ? large + 2 * x + y % 2 : nullptr);
-        }
-    };
-    if (any_is_large<T, 2 * Count>(lse.x))
-        compute(all_large + lse.first_row + first);
-    else
-        compute(nullptr);
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = *(const float2 *)(lse + 2 * x);
+#pragma unroll
+        for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
+    }
 }
 
 // dS^T = P^T o (dP^T - D) in place of dP^T. `D` points to the thread's first column, too.

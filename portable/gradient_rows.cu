@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     const int i = i0 + lane * kStep;
     const bool stores = lane < kCount, counts = stores && sees_key(i);
     const int64_t dense = int64_t(head) * a.Nq + i;  // the row in lse and dlse
-    const float lse = counts ? lse_of_P<T>(g.lse[dense]) : INFINITY, dlse = counts && g.dlse ? g.dlse[dense] : 0.f;
+    const float lse = counts ? lse_of_P<T>(a, g.lse[dense]) : INFINITY, dlse = counts && g.dlse ? g.dlse[dense] : 0.f;
     const T *const O = (const T *)g.o + b * g.o_stride.batch + h * g.o_stride.head + i0 * g.o_stride.row;
     const T *const dO = (const T *)g.do_ + b * g.do_stride.batch + h * g.do_stride.head + i0 * g.do_stride.row;
     if (aligned)
@@ -101,13 +101,15 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
 
 int64_t gradient_rows_bytes(const Gradient &g) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    return (rows * 4 + 1 + 63) / 64 * 256;
+    return (rows * (sizeof(LargeRow) + 8) + (rows / kRowsOfTile + 1) * 4 + 255) / 256 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    float *const lse = (float *)workspace;
-    return {lse, lse + rows, (LargeRow *)(lse + 2 * rows), padded_rows(g.a), (int *)(lse + 4 * rows)};
+    float *const lse = (float *)workspace, *const D = lse + rows;
+    LargeRow *const large = (LargeRow *)(D + rows);
+    int *const any_large = (int *)(large + rows);
+    return {lse, D, large, any_large, padded_rows(g.a), any_large + rows / kRowsOfTile};
 }
 
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {

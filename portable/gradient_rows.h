@@ -12,20 +12,25 @@ inline int64_t padded_rows(const Attention &a) {
     return (a.Nq + kGradientRows - 1) / kGradientRows * (int64_t)kGradientRows;
 }
 
-// How P is computed in a row with a large lse: P = exp2(c (S - m) - log2_l), with c = softmax_scale log2(e), and at most
-// 1. Neighbours have an exact difference, so P is as good as where scores are small.
+// What replaces a large lse: P = exp2(c (S - m) - log2_l), with c = softmax_scale log2(e), and at most 1. m is a score
+// before the scaling. Neighbours have an exact difference, so P is as good as where scores are small.
 struct LargeRow {
     float m, log2_l;
+    float m_low, D, D_low, unused;  // for float32: what m lacks, D, and what that lacks
 };
 
-// float32, head h of batch b at (b * Hq + h) * head_stride. lse is that of lse_of_P, D that of D_of_dS. Rows that see no
-// key and padding rows have lse = +inf, so that P = 0, and D = 0. `large` is set where is_large(lse).
+// float32, head h of batch b at (b * Hq + h) * head_stride. lse is what lse_of_P returns, D what D_of_dS does. Rows that
+// see no key and padding rows have lse = +inf, so that P = 0, and D = 0. In a large row lse is kLarge.
 struct GradientRows {
     float *lse, *D;
-    LargeRow *large;
+    LargeRow *large;  // of large rows
+    int *any_large;   // for each kRowsOfTile rows, whether one is large
     int64_t head_stride;
     int *tile_counter;  // hopper/backward_dq.cu takes work tiles from it; 0 before
 };
+
+constexpr int kRowsOfTile = 64;
+constexpr float kLarge = 0x1p-100f;  // no lse of another row; exp2(x - kLarge) is exp2(x)
 
 // Beside 131072 keys P is 7.6e-6, where float16 has 7 bits. So in float16 P is computed times 2^15, and dP - D times
 // 2^-15: then dS = P o (dP - D) is what it is, and dV is divided by 2^15 in the end.
@@ -36,10 +41,19 @@ constexpr float kLog2OfP = kScalesP<T> ? 15.f : 0.f;
 template <class T>
 constexpr float kPScale = kScalesP<T> ? 0x1p15f : 1.f;
 
+// Whether a row is large. Half types round P by more than an lse below 512 is off by. In float32 rows with few keys count
+// as large, too: there the rounding of scores is all the error that there is.
+template <class T>
+__device__ bool is_large_for(const Attention &a, float lse) {
+    constexpr bool is_float32 = std::is_same_v<T, float>;
+    const float bound = !is_float32 ? 512.f : a.Nk <= 8 ? 0.f : 16.f;
+    return is_large(lse, bound) && fabsf(a.softmax_scale) > 1e-30f;
+}
+
 // In P = exp2(c S - lse): in base 2, less the logarithm of P's scale.
 template <class T>
-__device__ float lse_of_P(float lse) {
-    return fmaf(lse, kLog2e, -kLog2OfP<T>);
+__device__ float lse_of_P(const Attention &a, float lse) {
+    return is_large_for<T>(a, lse) ? kLarge : fmaf(lse, kLog2e, -kLog2OfP<T>);
 }
 
 // In dS = P (dP - D).
@@ -52,36 +66,36 @@ __device__ float subtract_D(float dP, float D) {
     return kScalesP<T> ? fmaf(dP, 1.f / kPScale<T>, -D) : dP - D;
 }
 
-// Whether a row's lse, as lse_of_P returns it, is so large that a float32 is too coarse for it, beside T's own rounding.
-template <class T>
-__device__ bool is_large_of_P(float lse) {
-    return is_large(lse, std::is_same_v<T, float> ? 24.f : 768.f);
-}
-
-// Whether one of Count rows is. All lanes of a warp ask.
-template <class T, int Count>
-__device__ bool any_is_large(const float *lse) {
+// Whether there is a large row among `count` tiles. All lanes of a warp ask.
+__device__ inline bool any_large_row(const GradientRows &rows, int64_t first_tile, int count) {
     bool any = false;
-#pragma unroll
-    for (int row = threadIdx.x % 32; row < Count; row += 32) any |= is_large_of_P<T>(lse[row]);
+    for (int tile = threadIdx.x % 32; tile < count; tile += 32) any |= __ldcg(rows.any_large + first_tile + tile);
     return __any_sync(~0u, any);
 }
 
-// P of a score. `large` is null where no row is large.
+// What turns a score S of a large row into the one that makes exp2(c S - kLarge) the row's P. Scores of other rows stay.
 template <class T>
-__device__ float exp_of(float S, float c, float lse, const LargeRow *large) {
-    if (!large || !is_large_of_P<T>(lse)) return exp2_fast(fmaf(S, c, -lse));
-    // Past L1, which may have these rows of an earlier launch.
-    const float2 row = __ldcg((const float2 *)large);
-    return exp2_fast(fminf(fmaf(S - row.x, c, -row.y), 0.f) + kLog2OfP<T>);
-}
+struct ScoreChange {
+    float m, log2_l, c, inverse_c;
+    bool is_large;
+
+    __device__ ScoreChange(float lse, const LargeRow *row, float c) : c(c), inverse_c(1.f / c), is_large(lse == kLarge) {
+        // Past L1, which may have these rows of an earlier launch.
+        const float2 two = is_large ? __ldcg((const float2 *)row) : float2{};
+        m = two.x, log2_l = two.y;
+    }
+    __device__ void operator()(float &S) const {
+        const float x = fminf(fmaf(S - m, c, -log2_l), 0.f) + kLog2OfP<T>;
+        if (is_large) S = x * inverse_c;
+    }
+};
 
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
 // Fills lse and D, and sets the counter to 0.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
-// Fills `large`, by large_rows.cu.
+// After it, or before where the caller fills lse and D: fills `large`, any_large, and D of large rows if g.is_complete.
 const char *launch_large_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn

@@ -159,6 +159,11 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     const unsigned B0 = lane_address<D>((T *)stages, lane / 16 * 8 + lane % 8, lane / 8 % 2);
     const unsigned transposed0 = lane_address<D>((T *)stages, lane % 16, lane / 16) + 16 * part * Tile::X;
     const int walked_heads = walks_queries ? heads : 1;
+    // Whether a query that the block owns, or one of the heads that it walks, may be a large row.
+    const int tiles_of_head = (int)rows.head_stride / kRowsOfTile;
+    const bool may_be_large =
+        walks_queries ? any_large_row(rows, (owned.b * a.Hq + owned.h * heads) * tiles_of_head, heads * tiles_of_head)
+                      : any_large_row(rows, (owned.b * a.Hq + owned.h) * tiles_of_head, tiles_of_head);
     Sums<Tile> sums;
     // 6., 9. For each head that the block walks, for each tile that its rows see
     int n = 0, column0 = empty(seen) ? INT_MAX : first;
@@ -182,23 +187,15 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             float S[Tile::M][Tile::N][4] = {}, dP[Tile::M][Tile::N][4] = {};
             multiply<T, Tile>(S, A, B0 + bytes + 2 * D * c0);
             multiply<T, Tile>(dP, A + Tile::OwnBytes, B0 + bytes + Tile::WalkBytes + 2 * D * c0);
-            const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0;
-            const int64_t row0 = walks_queries ? (owned.b * a.Hq + owned.h * heads + n) * rows.head_stride + column
-                                               : (owned.b * a.Hq + owned.h) * rows.head_stride + row_warp;
-            const auto compute = [&](const LargeRow *large) {
-                const int first = lane % 4 * 2;
-                compute_P_dS<T, Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse + first : row_lse,
-                                      walks_queries ? lse + Walk + first : row_D, large);
-            };
-            bool any_large = false;
-            if constexpr (walks_queries)
-                any_large = any_is_large<T, Tile::Columns>(lse);
-            else
-                for (int r = 0; r < R; ++r) any_large |= is_large_of_P<T>(row_lse[r]);
-            if (__any_sync(~0u, any_large))
-                compute(rows.large + row0 + (walks_queries ? lane % 4 * 2 : lane / 4));
-            else
-                compute(nullptr);
+            const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0 + lane % 4 * 2;
+            if (__builtin_expect(may_be_large, false)) {
+                const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
+                const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;
+                change_scores<T, Tile>(S, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
+                                       rows.large + head * rows.head_stride + first);
+            }
+            compute_P_dS<T, Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
+                               walks_queries ? lse + Walk : row_D);
             if (column < seen_by_all.begin || column + Tile::Columns > seen_by_all.end)
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);

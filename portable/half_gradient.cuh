@@ -84,12 +84,23 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
     }
 }
 
+// ScoreChange of S. lse and `rows` are of the columns or of the rows, as in compute_P_dS.
+template <class T, class Tile>
+__device__ void change_scores(float (&S)[Tile::M][Tile::N][4], float c, const float *lse, const LargeRow *rows) {
+#pragma unroll
+    for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
+        const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4, r = 2 * m + e / 2;
+        const int at = Tile::walks_queries ? 8 * n + e % 2 : 8 * r;
+        const ScoreChange<T> change(lse[Tile::walks_queries ? at : r], rows + at, c);
+        change(S[m][n][e]);
+    }
+}
+
 // 13., 20. P = exp2(c S - lse), c = softmax_scale * log2(e), and dS = P o (dP - D), in the places of S and dP. lse and
-// D are of the columns (in shared memory, from this thread's first) or of the rows (registers). `large` points to the same
-// column or row, or is null if no row is large.
+// D are of the columns (in shared memory, from this thread's first) or of the rows (registers).
 template <class T, class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
-                             const float *lse, const float *D, const LargeRow *large) {
+                             const float *lse, const float *D) {
     constexpr bool by_column = Tile::walks_queries;
 #pragma unroll
     for (int n = 0; n < Tile::N; ++n) {
@@ -101,8 +112,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
             for (int e = 0; e < 4; ++e) {
                 const int r = 2 * m + e / 2;
                 float &p = S[m][n][e], &ds = dP[m][n][e];
-                const int row = by_column ? 8 * n + e % 2 : 8 * r;
-                p = exp_of<T>(p, c, !by_column ? lse[r] : e % 2 ? lse_n.y : lse_n.x, large ? large + row : nullptr);
+                p = exp2_fast(fmaf(p, c, -(!by_column ? lse[r] : e % 2 ? lse_n.y : lse_n.x)));
                 ds = p * subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x);
             }
     }

@@ -1,20 +1,23 @@
-// large_rows.cu: m and log2(l) of rows with a large lse, before a backward pass. There a float32 is too coarse for lse:
-// P = exp(S - lse) would be off by 2^-24 of it, and by what other kernels round S differently. So this kernel normalises
-// such rows again, from scores with the bits of the backward kernels' own S^T = Kj Qi^T. docs/numerics.md says more.
+// large_rows.cu: rows with a large lse, before a backward pass. There a float32 is too coarse for lse: P = exp(S - lse)
+// would be off by 2^-24 of it, and by what other kernels round S differently. So m, l and D of such rows are computed
+// again, from the backward kernels' own S^T = Kj Qi^T and dP^T = Vj dOi^T, bit for bit. docs/numerics.md says more.
 //
-//     role        | warps | does
-//     every warp  | 4     | looks at lse; in a tile with a large row: loads a part of Qi and Kj, computes S^T of 16 queries
+//     role       | warps | does
+//     every warp | 8     | looks at lse of some tiles of 64 rows. If one is large: loads a part of all operands, computes
+//                |       | S^T and dP^T of 32 keys and 16 queries
 //
-//     shared memory | size   | written              | read
-//     Qi            | 64 x D | once a tile          | by the warp of its rows
-//     Kj            | 32 x D | for 32 keys at a time | by all
+//     shared memory | size    | written                     | read
+//     Kj or Vj      | 64 x 64 | for each 64 columns of d    | by all
+//     Qi or dOi     | 64 x 64 | likewise                    | by the warps of its rows
+//     RowSums       | 64      | in the place of Kj, at last | by the warps of the first 32 keys of each tile
 //
-//     barrier                     | arrives and waits | then
-//     __syncthreads_or, each tile | the block         | all know whether a row is large; all have read the last Kj
-//     wait_for_tiles              | the block         | Kj has arrived, and the first time Qi
-//     __syncthreads, each Kj      | the block         | all have read Kj, so the next one may overwrite it
+//     barrier                      | arrives and waits | then
+//     __syncthreads in add_product | the block         | all have read the operands, so the next ones may overwrite them
+//     wait_for_tiles               | the block         | both operands have arrived
+//     __syncthreads, at last       | the block         | twice: all have read the operands; RowSums are there
 //
-// multiply is half_gradient.cuh's, multiply_rows tf32.cuh's; load_swizzled and lane_address are mma.cuh's.
+// multiply is half_gradient.cuh's, multiply_rows and multiply_rows_double tf32.cuh's; load_swizzled and lane_address are
+// mma.cuh's, wait_for_tiles is common.cuh's.
 #include "portable/gradient_rows.h"
 #include "portable/half_gradient.cuh"
 #include "portable/tf32.cuh"
@@ -22,154 +25,193 @@
 namespace minimal_attn {
 namespace {
 
-constexpr int kThreads = 128, kMostGrid = 512;
-
-template <int D_>
 struct RowsTile {
-    static constexpr int D = D_, Br = 64, Bc = 32, Threads = kThreads;
-    static constexpr int WarpRows = Br / (Threads / 32), M = Bc / 16, N = WarpRows / 8;  // accumulators of S^T, 16 x 8
-    static constexpr int Columns = 2 * N;                                                // queries of a thread
+    static constexpr int D = 64, Br = kRowsOfTile, Bc = 64, Threads = 256;  // D: columns in shared memory at a time
+    static constexpr int KeyWarps = 2, QueryWarps = 4;
+    static constexpr int M = Bc / KeyWarps / 16, N = Br / QueryWarps / 8;  // a warp's accumulators of S^T, 16 x 8 each
+    static constexpr int Columns = 2 * N, Keys = 2 * M;                    // queries and keys of a thread
 };
+template <class T>
+constexpr int kRowsBytes = (RowsTile::Br + RowsTile::Bc) * RowsTile::D * sizeof(T);  // 32 KB in float32
 
-template <class T, class Tile>
-constexpr int kSharedBytes = (Tile::Br + Tile::Bc) * Tile::D * sizeof(T);
-
-// m and l of a thread's queries, of its own keys. m is of scores times the sign of c.
-template <class Tile>
-struct Softmax {
-    float m[Tile::Columns];
-    double l[Tile::Columns] = {};
-    __device__ Softmax() {
-        for (float &x : m) x = -INFINITY;
-    }
-    __device__ void join(int column, float other_m, double other_l, float c) {
-        const float m_new = fmaxf(m[column], other_m);
+// m, l and D of a query, of some keys; D is not divided by l. m is of scores times the sign of c.
+struct RowSums {
+    double m = -INFINITY, l = 0., D = 0.;
+    __device__ void join(const RowSums &x, float c) {
+        const double m_new = fmax(m, x.m);
         if (m_new == -INFINITY) return;
-        l[column] = l[column] * exp2_fast(c * (m[column] - m_new)) + other_l * exp2_fast(c * (other_m - m_new));
-        m[column] = m_new;
+        const float alpha = exp2_fast(c * (float)(m - m_new)), beta = exp2_fast(c * (float)(x.m - m_new));
+        *this = {m_new, alpha * l + beta * x.l, alpha * D + beta * x.D};
     }
 };
 
-// Joins a tile of S^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled; c > 0.
-template <class Tile>
-__device__ void add_scores(Softmax<Tile> &softmax, const float (&S)[Tile::M][Tile::N][4], float sign, float c,
+// Rows of a head of a (B, H, N, d) tensor, of which `count` exist.
+template <class T>
+struct HeadRows {
+    const T *first;
+    int64_t stride;
+    int count;
+    __device__ HeadRows(const void *x, const Strides &s, int64_t b, int64_t h, int row, int end)
+        : first((const T *)x + b * s.batch + h * s.head + row * s.row), stride(s.row), count(end - row) {}
+};
+
+// C += A B^T: this warp's keys of K or V, and its queries of Q or dO.
+template <class T, class Sum>
+__device__ void add_product(Sum (&C)[RowsTile::M][RowsTile::N][4], const HeadRows<T> &keys, const HeadRows<T> &queries,
+                            int d, bool aligned) {
+    constexpr int D = RowsTile::D, Threads = RowsTile::Threads;
+    extern __shared__ __align__(128) unsigned char shared[];
+    T *const key_tile = (T *)shared, *const query_tile = key_tile + RowsTile::Bc * D;
+    const int warp = broadcast_lane0(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const int key0 = warp / RowsTile::QueryWarps * 16 * RowsTile::M;
+    const int query0 = warp % RowsTile::QueryWarps * 8 * RowsTile::N;
+#pragma unroll 1
+    for (int x0 = 0; x0 < d; x0 += D) {
+        __syncthreads();
+        load_swizzled<RowsTile::Bc, D, Threads>(key_tile, keys.first + x0, keys.stride, keys.count, d - x0, aligned);
+        load_swizzled<RowsTile::Br, D, Threads>(query_tile, queries.first + x0, queries.stride, queries.count, d - x0,
+                                                aligned);
+        wait_for_tiles();
+        const unsigned A = lane_address<D>(key_tile, key0 + lane % 16, lane / 16);
+        const unsigned B = lane_address<D>(query_tile, query0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        if constexpr (std::is_same_v<Sum, double>)
+            multiply_rows_double<D>(C, key_tile, key0, query_tile, query0, d - x0);
+        else if constexpr (std::is_same_v<T, float>)
+            multiply_rows<D>(C, A, B, d - x0);
+        else
+            multiply<T, RowsTile>(C, A, B);
+    }
+}
+
+// Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled; c > 0.
+template <class Sum>
+__device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[RowsTile::M][RowsTile::N][4],
+                           const float (&dP)[RowsTile::M][RowsTile::N][4], float sign, float c,
                            const BandOf<int> &band, int i, int j) {
 #pragma unroll
-    for (int column = 0; column < Tile::Columns; ++column) {
+    for (int column = 0; column < RowsTile::Columns; ++column) {
         const Keys seen = keys_of_row(band, i + column / 2 * 8 + column % 2);
-        const auto score = [&](int r) {
+        Sum score[RowsTile::Keys], m = -INFINITY;
+        RowSums tile;
+#pragma unroll
+        for (int r = 0; r < RowsTile::Keys; ++r) {
             const bool is_seen = seen.begin <= j + 8 * r && j + 8 * r < seen.end;
-            return is_seen ? sign * S[r / 2][column / 2][r % 2 * 2 + column % 2] : -INFINITY;
-        };
-        float m = -INFINITY, l = 0.f;
-#pragma unroll
-        for (int r = 0; r < 2 * Tile::M; ++r) m = fmaxf(m, score(r));
+            score[r] = is_seen ? sign * S[r / 2][column / 2][r % 2 * 2 + column % 2] : -INFINITY;
+            m = score[r] > m ? score[r] : m;
+        }
         if (m == -INFINITY) continue;
+        tile.m = m;
 #pragma unroll
-        for (int r = 0; r < 2 * Tile::M; ++r) l += exp2_fast(c * (score(r) - m));
-        softmax.join(column, m, l, c);
+        for (int r = 0; r < RowsTile::Keys; ++r) {
+            const float p = exp2_fast(c * (float)(score[r] - m));
+            if (p == 0.f) continue;  // a hidden dP may be NaN
+            tile.l += p, tile.D += (double)p * dP[r / 2][column / 2][r % 2 * 2 + column % 2];
+        }
+        rows[column].join(tile, c);
     }
 }
 
-// The rows from i0 on of a head.
-template <class T, class Tile>
+// Fills `large` and D of the large rows among 64 of a head, from i0 on. All threads of the block call it.
+template <class T>
 __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int head, int i0, bool aligned) {
-    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = g.a;
-    const int64_t b = head / unsigned(a.Hq), h = head % unsigned(a.Hq), h_kv = h / (a.Hq / a.Hkv);
+    const int b = head / unsigned(a.Hq), h = head % unsigned(a.Hq), h_kv = h / int(a.Hq / a.Hkv);
     const BandOf<int> band = narrow(band_of(a, b));
-    const Keys seen = keys_of_any(band, i0, min(i0 + Br, a.Nq));
-    extern __shared__ __align__(128) unsigned char shared[];
-    T *const Q_tile = (T *)shared, *const K_tile = Q_tile + Br * D;
-    const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
-    const int i = i0 + warp_row + lane % 4 * 2;  // the thread's first query
+    const Keys seen = keys_of_any(band, i0, min(i0 + RowsTile::Br, a.Nq));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_warp = warp / RowsTile::QueryWarps;
+    const int query = warp % RowsTile::QueryWarps * 8 * RowsTile::N + lane % 4 * 2;
     const float sign = a.softmax_scale < 0.f ? -1.f : 1.f, c = fabsf(a.softmax_scale * kLog2e);
-    const unsigned A = lane_address<D>(K_tile, lane % 16, lane / 16);
-    const unsigned B = lane_address<D>(Q_tile, warp_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-
-    const T *const Q = (const T *)a.q + b * a.q_stride.batch + h * a.q_stride.head + i0 * a.q_stride.row;
-    const T *const K = (const T *)a.k + b * a.k_stride.batch + h_kv * a.k_stride.head;
-    load_swizzled<Br, D, kThreads>(Q_tile, Q, a.q_stride.row, a.Nq - i0, a.d, aligned);
-    Softmax<Tile> softmax;
-    for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
-        load_swizzled<Bc, D, kThreads>(K_tile, K + j0 * a.k_stride.row, a.k_stride.row, band.keys.end - j0, a.d,
-                                       aligned);
-        wait_for_tiles();
-        float S[Tile::M][Tile::N][4] = {};
-        if constexpr (std::is_same_v<T, float>)
-            multiply_rows<D>(S, A, B, a.d);
-        else
-            multiply<T, Tile>(S, A, B);
-        add_scores<Tile>(softmax, S, sign, c, band, i, j0 + lane / 4);
-        __syncthreads();
+    const HeadRows<T> Q(a.q, a.q_stride, b, h, i0, a.Nq), dO(g.do_, g.do_stride, b, h, i0, a.Nq);
+    RowSums sums[RowsTile::Columns];
+#pragma unroll 1
+    for (int j0 = seen.begin; j0 < seen.end; j0 += RowsTile::Bc) {
+        Score<T> S[RowsTile::M][RowsTile::N][4] = {};
+        float dP[RowsTile::M][RowsTile::N][4] = {};
+        add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, band.keys.end}, Q, a.d, aligned);
+        add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, band.keys.end}, dO, a.d, aligned);
+        add_scores(sums, S, dP, sign, c, band, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
     }
+    extern __shared__ __align__(128) unsigned char shared[];
+    RowSums *const of_later_keys = (RowSums *)shared;
+    __syncthreads();
+    const auto for_queries = [&](const auto &use) {
 #pragma unroll
-    for (int column = 0; column < Tile::Columns; ++column) {
+        for (int column = 0; column < RowsTile::Columns; ++column) use(sums[column], query + column / 2 * 8 + column % 2);
+    };
+    for_queries([&](RowSums &sum, int row) {
 #pragma unroll
         for (int other = 4; other < 32; other *= 2)
-            softmax.join(column, __shfl_xor_sync(~0u, softmax.m[column], other),
-                         __shfl_xor_sync(~0u, softmax.l[column], other), c);
-        const int row = i + column / 2 * 8 + column % 2;
-        if (lane < 4 && row < a.Nq)
-            rows.large[head * rows.head_stride + row] = {sign * softmax.m[column], log2f((float)softmax.l[column])};
-    }
+            sum.join({__shfl_xor_sync(~0u, sum.m, other), __shfl_xor_sync(~0u, sum.l, other),
+                      __shfl_xor_sync(~0u, sum.D, other)},
+                     c);
+        if (key_warp == 1 && lane < 4) of_later_keys[row] = sum;
+    });
+    __syncthreads();
+    if (key_warp == 1 || lane >= 4) return;
+    for_queries([&](RowSums &sum, int row) {
+        const int64_t dense = int64_t(head) * a.Nq + i0 + row, padded = head * rows.head_stride + i0 + row;
+        if (i0 + row >= a.Nq || !is_large_for<T>(a, g.lse[dense])) return;
+        sum.join(of_later_keys[row], c);
+        if (sum.l == 0.) return;  // the row sees no key
+        const double factor = std::is_same_v<T, float> ? kUndoTruncation : 1.f;
+        const double D = factor * (sum.D / sum.l) - (g.dlse ? g.dlse[dense] : 0.f);
+        const double m = sign * sum.m;
+        const auto low = [](double x) { return (float)(x - (float)x); };
+        rows.large[padded] = {(float)m, log2f((float)sum.l), low(m), (float)D, low(D), 0.f};
+        rows.D[padded] = std::is_same_v<T, float> ? 0.f : D_of_dS<T>((float)D);
+    });
 }
 
-template <class T, class Tile>
-__global__ void __launch_bounds__(kThreads)
+constexpr int kMostGrid = 264;  // two blocks a multiprocessor of an H100
+
+template <class T>
+__global__ void __launch_bounds__(RowsTile::Threads)
     large_rows_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, bool aligned) {
     if constexpr (!on_tensor_cores<T>() && !std::is_same_v<T, float>) return;  // bfloat16 before 8.0
-    constexpr int Br = Tile::Br, Lanes = kThreads / Br;  // tiles that the block looks at together
+    constexpr int kWarps = RowsTile::Threads / 32;
     const Attention &a = g.a;
-    const int tiles_of_head = (a.Nq + Br - 1) / Br, tiles = (int)(a.B * a.Hq) * tiles_of_head;
-    // The lse of one of a tile's rows, as the backward kernels have it, or 0.
-    const auto lse_at = [&](int tile) {
-        const int head = tile / tiles_of_head, i = tile % tiles_of_head * Br + threadIdx.x % Br;
-        return tile < tiles && i < a.Nq ? g.lse[int64_t(head) * a.Nq + i] : 0.f;
+    const int tiles_of_head = rows.head_stride / kRowsOfTile, tiles = (int)(a.B * a.Hq) * tiles_of_head;
+    const auto is_large_at = [&](int tile, int row) {
+        const int i = tile % tiles_of_head * kRowsOfTile + row;
+        return i < a.Nq && is_large_for<T>(a, __ldg(g.lse + int64_t(tile / tiles_of_head) * a.Nq + i));
     };
-    // Mostly there is no large row: loads don't wait for each other until that is known.
-    bool any = false;
+    // Mostly there is no large row. A warp looks at a tile at a time; no load waits for the one before.
+    bool any_large = false;
+    const int lane = threadIdx.x % 32;
 #pragma unroll 8
-    for (int tile = blockIdx.x; tile < tiles; tile += Lanes * gridDim.x)
-        any |= is_large_of_P<T>(lse_of_P<T>(lse_at(tile + threadIdx.x / Br * gridDim.x)));
-    if (!__syncthreads_or(any)) return;
+    for (int tile = blockIdx.x + threadIdx.x / 32 * gridDim.x; tile < tiles; tile += kWarps * gridDim.x) {
+        const bool is_large = __any_sync(~0u, is_large_at(tile, lane) || is_large_at(tile, lane + 32));
+        if (lane == 0) rows.any_large[tile] = is_large;
+        any_large |= is_large;
+    }
+    if (!__syncthreads_or(any_large)) return;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const float lse = lse_at(tile);
-        if (!__syncthreads_or(is_large_of_P<T>(lse_of_P<T>(lse)))) continue;
-        const int head = tile / tiles_of_head, i0 = tile % tiles_of_head * Br, row = i0 + threadIdx.x;
+        const int head = tile / tiles_of_head, i0 = tile % tiles_of_head * kRowsOfTile;
+        const bool is_large = threadIdx.x < kRowsOfTile && is_large_at(tile, threadIdx.x);
+        if (!__syncthreads_or(is_large)) continue;
         if (g.is_complete) {
-            normalize_rows<T, Tile>(g, rows, head, i0, aligned);
-        } else if (threadIdx.x < Br && row < a.Nq) {
+            normalize_rows<T>(g, rows, head, i0, aligned);
+        } else if (is_large) {
             // lse covers other keys, too: it remains a float32, with its rounding.
-            const float m = a.softmax_scale == 0.f ? 0.f : lse / a.softmax_scale;
-            rows.large[head * rows.head_stride + row] = {m, fmaf(-a.softmax_scale, m, lse) * kLog2e};
+            const int64_t dense = int64_t(head) * a.Nq + i0 + threadIdx.x;
+            const int64_t padded = head * rows.head_stride + i0 + threadIdx.x;
+            const double m = (double)g.lse[dense] / a.softmax_scale;
+            rows.large[padded] = {(float)m, 0.f, (float)(m - (float)m), rows.D[padded], 0.f, 0.f};
+            if (std::is_same_v<T, float>) rows.D[padded] = 0.f;
         }
     }
 }
 
-struct RowsKernels {
-    using D64 = TileList<RowsTile<64>>;    // 24 KB in float32
-    using D128 = TileList<RowsTile<128>>;  // 48
-    using D256 = TileList<RowsTile<256>>;  // 96; fits 99
-};
-
 template <class T>
 cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {
-    return with_tiles_for<RowsKernels>(g.a.d, [&](auto list) {
-        return with_tile(0, list, [&](auto tile) {
-            using Tile = decltype(tile);
-            const bool aligned =
-                is_aligned(g.a.q, g.a.q_stride, sizeof(T), g.a.d) && is_aligned(g.a.k, g.a.k_stride, sizeof(T), g.a.d);
-            const auto kernel = large_rows_kernel<T, Tile>;
-            const cudaError_t error = allow_shared_memory(kernel);
-            if (error != cudaSuccess) return error;
-            const int64_t tiles = g.a.B * g.a.Hq * ((g.a.Nq + Tile::Br - 1) / Tile::Br);
-            const int grid = (int)std::min<int64_t>(tiles, kMostGrid);
-            kernel<<<grid, kThreads, kSharedBytes<T, Tile>, stream>>>(g, rows, aligned);
-            return cudaGetLastError();
-        });
-    });
+    const Attention &a = g.a;
+    const auto is = [&](const void *x, const Strides &stride) { return is_aligned(x, stride, sizeof(T), a.d); };
+    const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
+    const int64_t tiles = a.B * a.Hq * (rows.head_stride / kRowsOfTile);
+    const int grid = (int)std::min<int64_t>(tiles, kMostGrid);
+    large_rows_kernel<T><<<grid, RowsTile::Threads, kRowsBytes<T>, stream>>>(g, rows, aligned);
+    return cudaGetLastError();
 }
 
 }  // namespace

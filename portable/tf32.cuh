@@ -9,6 +9,23 @@
 namespace minimal_attn {
 namespace {
 
+// Tensor cores truncate sums: on an H100 dP, dV, dK and dQ would be 0.7 to 1.1 times 2^-23 too small on average. Other
+// GPUs take the same factor.
+constexpr float kUndoTruncation = 1 + 0x1p-23f;
+
+// Whether tensor cores multiply float64 about as fast as float32: by data sheets of the A100, H100 and B200; elsewhere
+// float64 has 1/64 of float32's speed.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+constexpr bool kFastFloat64 = true;
+#else
+constexpr bool kFastFloat64 = false;
+#endif
+
+// The scores of large rows (gradient_rows.h). Where a GPU multiplies float64 fast, those of float32 are float64: a
+// float32 would round them by more than P may be off.
+template <class T>
+using Score = std::conditional_t<std::is_same_v<T, float> && kFastFloat64, double, float>;
+
 // Two operands that add up to x: hi is x rounded to 11 bits. lo is exact, and tensor cores ignore its last bit or none.
 __device__ void split(float x, unsigned &hi, unsigned &lo) {
     hi = __float_as_uint(x) + 0x1000;  // tensor cores ignore the last 13 bits
@@ -56,6 +73,32 @@ __device__ void multiply_rows(float (&C)[M][N][4], unsigned A, unsigned B, int d
 #pragma unroll
                     for (int e = 0; e < 4; ++e) C[m][n][e] += sum[m][n][e];
         }
+}
+
+// The same in float64: rows from A_row on of a swizzled tile, and from B_row on of another.
+template <int D, int M, int N>
+__device__ void multiply_rows_double(double (&C)[M][N][4], const float *A, int A_row, const float *B, int B_row, int d) {
+#if __CUDA_ARCH__ >= 800
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int x = 0; x < min(d, D); x += 4) {
+        const auto at = [&](const float *tile, int row) -> double {
+            return tile[swizzle<D, float>(row + lane / 4, x / 4) + lane % 4];
+        };
+        double a[M][2], b[N];
+#pragma unroll
+        for (int m = 0; m < M; ++m) a[m][0] = at(A, A_row + 16 * m), a[m][1] = at(A, A_row + 16 * m + 8);
+#pragma unroll
+        for (int n = 0; n < N; ++n) b[n] = at(B, B_row + 8 * n);
+#pragma unroll
+        for (int y = 0; y < 2 * M * N; ++y) {
+            double *const c = &C[y / 2 / N][y / 2 % N][y % 2 * 2];
+            asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                         : "+d"(c[0]), "+d"(c[1])
+                         : "d"(a[y / 2 / N][y % 2]), "d"(b[y / 2 % N]));
+        }
+    }
+#endif
 }
 
 __device__ void load_floats(float (&x)[4], unsigned address) {

@@ -48,9 +48,6 @@ struct BackwardTile {
     static_assert(Br % 16 == 0 && Bc % 32 == 0 && X % XAtOnce == 0 && XQ % XQAtOnce == 0);
 };
 
-// Tensor cores truncate sums: on an H100 dP, dV, dK and dQ would be 0.7 to 1.1 times 2^-23 too small on average. Other
-// GPUs take the same factor.
-constexpr float kUndoTruncation = 1 + 0x1p-23f;
 constexpr int kQueriesOfSum = 32;        // queries or keys whose products are one sum on tensor cores
 constexpr int kTilesOfRegisterSum = 64;  // tiles of queries after which dKj and dVj are added to HBM
 
@@ -92,13 +89,34 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
     }
 }
 
+// As ScoreChange in float64, and dP^T less D: then compute_P_dS has nothing large to subtract. `rows` points to query i0.
+// S^T is computed again, as Score<float>.
+template <class Tile>
+__device__ void change_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
+                                  float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
+                                  int d) {
+    Score<float> exact[Tile::M][Tile::N][4] = {};
+    if constexpr (kFastFloat64) multiply_rows_double<Tile::D>(exact, K_tile, warp_key, Q_tile, 0, d);
+#pragma unroll
+    for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
+        const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4;
+        const int row = 8 * n + threadIdx.x % 4 * 2 + e % 2;
+        float &s = S[m][n][e], &dp = dP[m][n][e];
+        if (lse_i[row] != kLarge) continue;
+        const LargeRow *const large = rows + row;
+        const Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
+        const float from_m = exact_s - __ldcg(&large->m) - __ldcg(&large->m_low);
+        s = fminf(fmaf(from_m, c, -__ldcg(&large->log2_l)), 0.f) / c;
+        dp = (fmaf(dp, kUndoTruncation, -__ldcg(&large->D)) - __ldcg(&large->D_low)) / kUndoTruncation;
+    }
+}
+
 // Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
-// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7. `large` points to query i0, or is null if
-// no row is large.
+// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
-                             const float *Di, const LargeRow *large, const float *dS_tile, float c,
-                             const BandOf<int> &band, int i0, int j0, int warp_key, bool masked) {
+                             const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
+                             int warp_key, bool masked) {
     const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
     unsigned to[2];
 #pragma unroll
@@ -117,7 +135,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
                     float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y];
-                    s = exp_of<float>(s, c, y ? lse.y : lse.x, large ? large + row0 + 8 * n + y : nullptr);
+                    s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
                     if (masked && (8 * n + y < begin || 8 * n + y >= end)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
@@ -248,6 +266,9 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     };
     if (steps > 0) load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(0), load_dO(0);
 
+    const int tiles_of_head = (int)gradient_rows.head_stride / kRowsOfTile;
+    const bool may_be_large =
+        any_large_row(gradient_rows, (block.b * a.Hq + block.h_kv * group) * tiles_of_head, group * tiles_of_head);
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
     int *last_added = nullptr;
     for (int step = 0; step < steps; ++step) {
@@ -269,13 +290,11 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             multiply_rows<D>(dP, lane_address<D>(V_tile, A_row, lane / 16),
                              lane_address<D>(dO_tile, B_row, lane / 8 % 2), a.d);
         }
-        const auto compute = [&](const LargeRow *large) {
-            compute_P_dS<Tile>(S, dP, lse_i, Di, large, dS_tile, c, block.band, i0, j0, warp_key, masked);
-        };
-        if (any_is_large<float, Br>(lse_i))
-            compute(gradient_rows.large + (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0);
-        else
-            compute(nullptr);
+        if (__builtin_expect(may_be_large && is_seen, false)) {
+            const int64_t row = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
+            change_scores<Tile>(S, dP, lse_i, c, gradient_rows.large + row, K_tile, Q_tile, warp_key, a.d);
+        }
+        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.band, i0, j0, warp_key, masked);
         if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
         __syncthreads();
         if (step + 1 < steps) load_dO(step + 1);
