@@ -114,7 +114,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         of_S.consumer_wait();
         issue_ABt<T, D>(S, K_or_V, tiles + kOfS + of_S.stage() * Tile::TileBytes);
     };
-    const bool may_be_large = is_dV && may_see_large_row(p, keys);
+    const bool may_be_large = is_dV && __ldcg(p.rows.any_large);
     wait(is_dV ? shared.K_full : shared.V_full, 0);
     issue_S();
 #pragma unroll

@@ -238,6 +238,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     const int consumer = consumer_index(), thread = threadIdx.x % 128;
     const PingPong<Tile> ping_pong{consumer};
     if (consumer == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is consumer 0's
+    const bool may_be_large = __ldcg(p.rows.any_large);
     Pipeline<1> KV{shared.KV}, dQ_staged{shared.dQ[consumer]};
     Pipeline<Tile::QStages> Q{shared.Q};
     Pipeline<Tile::dOStages> dO{shared.dO};
@@ -276,7 +277,6 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             producer_commit(dQ_staged);
         };
 
-        const bool may_be_large = may_see_large_row(p, keys);
         KV.consumer_wait();
         zero_hidden(shared.Kj), zero_hidden(shared.Vj);
 #pragma unroll
@@ -369,7 +369,7 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
     return is_banded(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
-// The workspace behind lse and D: counters, dQ, then dK and dV of slices. The counters are tile_counter, units_taken,
+// The workspace behind lse and D: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large, units_taken,
 // `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a split tile.
 // Zeros may place them in memory of its own instead.
 template <class Tile>
@@ -381,7 +381,7 @@ struct Workspace {
           key_heads(g.a.B * g.a.Hkv),
           units(g.a.B * g.a.Hq * padded_rows(g.a) / 64),
           parts(units * Tile::D / 64),
-          counter_bytes((2 + 2 * key_heads + parts + split.warps<Tile>() + 63) / 64 * 256),
+          counter_bytes((3 + 2 * key_heads + parts + split.warps<Tile>() + 63) / 64 * 256),
           slices_begin(counter_bytes + parts * (64 * 64 * 4)),
           bytes(slices_begin + split.bytes<Tile>()) {}
 };
@@ -420,9 +420,10 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
         p.keeps_large = g.is_complete;
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
-        if (const char *why = launch_large_rows(g, rows, stream)) return why;
         const Zeros counters(memory, workspace.counter_bytes, stream);
-        p.units_taken = (int *)counters.memory + 1, p.added = p.units_taken + 1;
+        p.rows.any_large = (int *)counters.memory + 1, p.units_taken = p.rows.any_large + 1;
+        if (const char *why = launch_large_rows(g, p.rows, stream)) return why;
+        p.added = p.units_taken + 1;
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
         p.steps_stored = p.stored + workspace.parts;
         p.slices = (float4 *)((char *)memory + workspace.slices_begin);

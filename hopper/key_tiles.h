@@ -86,13 +86,6 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
                                              barrier);
 }
 
-// Whether one of the queries that see a tile of keys may be a large row.
-template <class Tile>
-__device__ bool may_see_large_row(const KeyParameters &p, const KeyTile<Tile> &keys) {
-    const int tiles_of_head = (int)p.rows.head_stride / kRowsOfTile;
-    return any_large_row(p.rows, int64_t(keys.b * p.Hq + keys.h0) * tiles_of_head, (int)p.group * tiles_of_head);
-}
-
 // ScoreChange of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one.
 template <class T, int Count>
 __device__ void change_scores(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *rows) {

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
         const float whole = row_sum<kLanes>(sum[r]);
         if (lane == r) D = D_of_dS<T>(whole - dlse);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *rows.tile_counter = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *rows.tile_counter = *rows.any_large = 0;
     if (stores) rows.lse[head * rows.head_stride + i] = lse, rows.D[head * rows.head_stride + i] = D;
 }
 
@@ -101,15 +101,15 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
 
 int64_t gradient_rows_bytes(const Gradient &g) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    return (rows * (sizeof(LargeRow) + 8) + (rows / kRowsOfTile + 1) * 4 + 255) / 256 * 256;
+    return (rows * (sizeof(LargeRow) + 8) + 8 + 255) / 256 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
     float *const lse = (float *)workspace, *const D = lse + rows;
     LargeRow *const large = (LargeRow *)(D + rows);
-    int *const any_large = (int *)(large + rows);
-    return {lse, D, large, any_large, padded_rows(g.a), any_large + rows / kRowsOfTile};
+    int *const counter = (int *)(large + rows);
+    return {lse, D, large, padded_rows(g.a), counter, counter + 1};
 }
 
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {

@@ -24,12 +24,11 @@ struct LargeRow {
 struct GradientRows {
     float *lse, *D;
     LargeRow *large;  // of large rows
-    int *any_large;   // for each kRowsOfTile rows, whether one is large
     int64_t head_stride;
     int *tile_counter;  // hopper/backward_dq.cu takes work tiles from it; 0 before
+    int *any_large;     // whether there is a large row; 0 before launch_large_rows
 };
 
-constexpr int kRowsOfTile = 64;
 constexpr float kLarge = 0x1p-100f;  // no lse of another row; exp2(x - kLarge) is exp2(x)
 
 // Beside 131072 keys P is 7.6e-6, where float16 has 7 bits. So in float16 P is computed times 2^15, and dP - D times
@@ -66,10 +65,11 @@ __device__ float subtract_D(float dP, float D) {
     return kScalesP<T> ? fmaf(dP, 1.f / kPScale<T>, -D) : dP - D;
 }
 
-// Whether there is a large row among `count` tiles. All lanes of a warp ask.
-__device__ inline bool any_large_row(const GradientRows &rows, int64_t first_tile, int count) {
+// Whether one of Count rows is large. All lanes of a warp ask.
+template <int Count>
+__device__ bool any_is_large(const float *lse) {
     bool any = false;
-    for (int tile = threadIdx.x % 32; tile < count; tile += 32) any |= __ldcg(rows.any_large + first_tile + tile);
+    for (int row = threadIdx.x % 32; row < Count; row += 32) any |= lse[row] == kLarge;
     return __any_sync(~0u, any);
 }
 
@@ -93,9 +93,9 @@ struct ScoreChange {
 int64_t gradient_rows_bytes(const Gradient &g);  // of the workspace, a multiple of 256
 GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
-// Fills lse and D, and sets the counter to 0.
+// Fills lse and D, and sets *tile_counter and *any_large to 0.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
-// After it, or before where the caller fills lse and D: fills `large`, any_large, and D of large rows if g.is_complete.
+// After it, or before where the caller fills lse and D: fills `large`, *any_large, and D of large rows if g.is_complete.
 const char *launch_large_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn

@@ -159,11 +159,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     const unsigned B0 = lane_address<D>((T *)stages, lane / 16 * 8 + lane % 8, lane / 8 % 2);
     const unsigned transposed0 = lane_address<D>((T *)stages, lane % 16, lane / 16) + 16 * part * Tile::X;
     const int walked_heads = walks_queries ? heads : 1;
-    // Whether a query that the block owns, or one of the heads that it walks, may be a large row.
-    const int tiles_of_head = (int)rows.head_stride / kRowsOfTile;
-    const bool may_be_large =
-        walks_queries ? any_large_row(rows, (owned.b * a.Hq + owned.h * heads) * tiles_of_head, heads * tiles_of_head)
-                      : any_large_row(rows, (owned.b * a.Hq + owned.h) * tiles_of_head, tiles_of_head);
+    const bool may_be_large = __ldcg(rows.any_large);
     Sums<Tile> sums;
     // 6., 9. For each head that the block walks, for each tile that its rows see
     int n = 0, column0 = empty(seen) ? INT_MAX : first;

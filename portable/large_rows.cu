@@ -26,7 +26,7 @@ namespace minimal_attn {
 namespace {
 
 struct RowsTile {
-    static constexpr int D = 64, Br = kRowsOfTile, Bc = 64, Threads = 256;  // D: columns in shared memory at a time
+    static constexpr int D = 64, Br = 64, Bc = 64, Threads = 256;  // D: columns in shared memory at a time
     static constexpr int KeyWarps = 2, QueryWarps = 4;
     static constexpr int M = Bc / KeyWarps / 16, N = Br / QueryWarps / 8;  // a warp's accumulators of S^T, 16 x 8 each
     static constexpr int Columns = 2 * N, Keys = 2 * M;                    // queries and keys of a thread
@@ -162,7 +162,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
     });
 }
 
-constexpr int kMostGrid = 264;  // two blocks a multiprocessor of an H100
+constexpr int kMostGrid = 132;  // the multiprocessors of an H100
 
 template <class T>
 __global__ void __launch_bounds__(RowsTile::Threads)
@@ -170,25 +170,23 @@ __global__ void __launch_bounds__(RowsTile::Threads)
     if constexpr (!on_tensor_cores<T>() && !std::is_same_v<T, float>) return;  // bfloat16 before 8.0
     constexpr int kWarps = RowsTile::Threads / 32;
     const Attention &a = g.a;
-    const int tiles_of_head = rows.head_stride / kRowsOfTile, tiles = (int)(a.B * a.Hq) * tiles_of_head;
+    const int tiles_of_head = rows.head_stride / RowsTile::Br, tiles = (int)(a.B * a.Hq) * tiles_of_head;
     const auto is_large_at = [&](int tile, int row) {
-        const int i = tile % tiles_of_head * kRowsOfTile + row;
+        const int i = tile % tiles_of_head * RowsTile::Br + row;
         return i < a.Nq && is_large_for<T>(a, __ldg(g.lse + int64_t(tile / tiles_of_head) * a.Nq + i));
     };
-    // Mostly there is no large row. A warp looks at a tile at a time; no load waits for the one before.
+    // Mostly there is no large row: a warp looks at a tile at a time, and no load waits for the one before.
     bool any_large = false;
     const int lane = threadIdx.x % 32;
 #pragma unroll 8
-    for (int tile = blockIdx.x + threadIdx.x / 32 * gridDim.x; tile < tiles; tile += kWarps * gridDim.x) {
-        const bool is_large = __any_sync(~0u, is_large_at(tile, lane) || is_large_at(tile, lane + 32));
-        if (lane == 0) rows.any_large[tile] = is_large;
-        any_large |= is_large;
-    }
+    for (int tile = blockIdx.x + threadIdx.x / 32 * gridDim.x; tile < tiles; tile += kWarps * gridDim.x)
+        any_large |= is_large_at(tile, lane) | is_large_at(tile, lane + 32);
     if (!__syncthreads_or(any_large)) return;
+    if (threadIdx.x == 0) *rows.any_large = 1;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int head = tile / tiles_of_head, i0 = tile % tiles_of_head * kRowsOfTile;
-        const bool is_large = threadIdx.x < kRowsOfTile && is_large_at(tile, threadIdx.x);
+        const int head = tile / tiles_of_head, i0 = tile % tiles_of_head * RowsTile::Br;
+        const bool is_large = threadIdx.x < RowsTile::Br && is_large_at(tile, threadIdx.x);
         if (!__syncthreads_or(is_large)) continue;
         if (g.is_complete) {
             normalize_rows<T>(g, rows, head, i0, aligned);
@@ -208,7 +206,7 @@ cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *str
     const Attention &a = g.a;
     const auto is = [&](const void *x, const Strides &stride) { return is_aligned(x, stride, sizeof(T), a.d); };
     const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
-    const int64_t tiles = a.B * a.Hq * (rows.head_stride / kRowsOfTile);
+    const int64_t tiles = a.B * a.Hq * (rows.head_stride / RowsTile::Br);
     const int grid = (int)std::min<int64_t>(tiles, kMostGrid);
     large_rows_kernel<T><<<grid, RowsTile::Threads, kRowsBytes<T>, stream>>>(g, rows, aligned);
     return cudaGetLastError();

@@ -266,9 +266,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     };
     if (steps > 0) load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(0), load_dO(0);
 
-    const int tiles_of_head = (int)gradient_rows.head_stride / kRowsOfTile;
-    const bool may_be_large =
-        any_large_row(gradient_rows, (block.b * a.Hq + block.h_kv * group) * tiles_of_head, group * tiles_of_head);
+    const bool may_be_large = __ldcg(gradient_rows.any_large);
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
     int *last_added = nullptr;
     for (int step = 0; step < steps; ++step) {
@@ -290,7 +288,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             multiply_rows<D>(dP, lane_address<D>(V_tile, A_row, lane / 16),
                              lane_address<D>(dO_tile, B_row, lane / 8 % 2), a.d);
         }
-        if (__builtin_expect(may_be_large && is_seen, false)) {
+        if (__builtin_expect(may_be_large && is_seen && any_is_large<Br>(lse_i), false)) {
             const int64_t row = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
             change_scores<Tile>(S, dP, lse_i, c, gradient_rows.large + row, K_tile, Q_tile, warp_key, a.d);
         }
