@@ -61,6 +61,17 @@ inline void check_like_q(const Tensor &q, const Tensor &t, const char *name, at:
                       name_of(t.scalar_type()));
 }
 
+// What the shapes of q and k betray, for an error: heads and tokens in each other's place.
+inline const char *hint_at_layout(const Arguments &a) {
+    const SymInt Hkv = a.k.sym_size(2);
+    if (Hkv <= 0) return "";
+    if (a.block_table && a.q.sym_size(1) % Hkv == 0)
+        return "; if the pages are (pages, page_size, Hkv, d), as in vLLM, pass k.transpose(1, 2), v.transpose(1, 2)";
+    if (a.q.sym_size(2) % Hkv == 0)
+        return "; if they are (B, N, H, d), as in flash_attn, pass x.transpose(1, 2) of each";
+    return "";
+}
+
 inline void check_q_k_v(const Arguments &a) {
     const auto dtype = a.q.scalar_type();
     TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
@@ -82,7 +93,7 @@ inline void check_q_k_v(const Arguments &a) {
     TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ", k,
                       ", but has shape ", v);
     TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0, "q must have a multiple of k's heads, but q has ", q[1],
-                      " and k has ", k[1]);
+                      " and k has ", k[1], hint_at_layout(a));
 }
 
 inline void check_ints(const Tensor &q, const Tensor &t, const char *name) {

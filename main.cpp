@@ -50,6 +50,13 @@ struct Flag {
     operator bool() const { return value; }
 };
 
+// Python's int or float, or NumPy's. pybind11's own caster takes True and False, too, and a float tensor as an int.
+template <class T>
+struct Number {
+    T value;
+    operator T() const { return value; }
+};
+
 }  // namespace minimal_attn
 
 template <>
@@ -58,6 +65,17 @@ struct pybind11::detail::type_caster<minimal_attn::Flag> {
     bool load(handle x, bool) {
         value.value = x.ptr() == Py_True;
         return PyBool_Check(x.ptr());
+    }
+};
+
+template <class T>
+struct pybind11::detail::type_caster<minimal_attn::Number<T>> {
+    PYBIND11_TYPE_CASTER(minimal_attn::Number<T>, const_name("number"));
+    bool load(handle x, bool) {
+        make_caster<T> caster;
+        if (PyBool_Check(x.ptr()) || !caster.load(x, /*convert=*/std::is_floating_point_v<T>)) return false;
+        value.value = cast_op<T>(caster);
+        return true;
     }
 };
 
@@ -432,15 +450,17 @@ Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c
     }
 }
 
+using Window = std::pair<Number<int64_t>, Number<int64_t>>;
+
 // What Python calls while not compiling: the same operator.
 std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
-                                       std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
+                                       Window window_size, std::optional<Number<double>> softmax_scale,
                                        const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-                                       std::optional<int64_t> offset, const MaybeTensor &offsets,
+                                       std::optional<Number<int64_t>> offset, const MaybeTensor &offsets,
                                        const std::string &backend, const std::optional<State> &state, Flag return_state,
                                        const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
                                        const MaybeTensor &block_table) {
-    const std::array<SymInt, 2> window = {window_size.first, window_size.second};
+    const std::array<SymInt, 2> window = {window_size.first.value, window_size.second.value};
     const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;
@@ -455,14 +475,14 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
 }
 
 // What forward or backward would do with these arguments, for minimal_attn.explain; launches nothing.
-pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
-                       std::pair<int64_t, int64_t> window_size, std::optional<double> softmax_scale,
-                       const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k, std::optional<int64_t> offset,
-                       const MaybeTensor &offsets, const std::string &backend, const std::optional<State> &state,
-                       Flag return_state, const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
+pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal, Window window_size,
+                       std::optional<Number<double>> softmax_scale, const MaybeTensor &seqlens_k,
+                       const MaybeTensor &leftpad_k, std::optional<Number<int64_t>> offset, const MaybeTensor &offsets,
+                       const std::string &backend, const std::optional<State> &state, Flag return_state,
+                       const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
                        const MaybeTensor &block_table, Flag backward) {
     using namespace pybind11::literals;
-    const std::array<SymInt, 2> window = {window_size.first, window_size.second};
+    const std::array<SymInt, 2> window = {window_size.first.value, window_size.second.value};
     const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
     MaybeTensor o, l, m;
     if (state) std::tie(o, l, m) = *state;

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minimal_attn._errors import unknown_keyword, wrong_type
+from minimal_attn._errors import wrong_call, wrong_type
 from minimal_attn._load import _C
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def backward(
     o: Tensor,
     l: Tensor,
     m: Tensor | None,
-    *,
+    *surplus: Never,
     dlse: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -86,8 +86,8 @@ def backward(
         TypeError, ValueError: as forward raises them.
         RuntimeError: a result is differentiated.
     """
-    if unknown:
-        raise unknown_keyword("backward", unknown)
+    if unknown or surplus:
+        raise wrong_call("backward", "do, q, k, v, o, l, m", surplus, unknown)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if not torch.compiler.is_compiling() and (error := wrong_type(locals())):
         raise error

@@ -1,5 +1,7 @@
 """One line that names the argument, in place of pybind11's and the dispatcher's dozens that don't."""
 
+from operator import index
+
 import torch
 
 # Keywords of other libraries' attention, and what to do here.
@@ -49,14 +51,29 @@ _ELSEWHERE = {
 }
 
 
-def unknown_keyword(function, unknown):
+def wrong_call(function, positional, surplus, unknown):
+    """A TypeError about arguments behind the positional ones, or about a keyword that the function hasn't."""
+    if surplus:
+        more = ", ".join(type(x).__name__ for x in surplus)
+        todo = "name the others, as in causal=True"
+        return TypeError(f"{function}() takes {positional} as positional arguments, not {more}: {todo}")
     name = next(iter(unknown))
     hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     return TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
 
 
+def as_int(x):
+    """x, or the int that it stands for (NumPy's, a tensor of one integer); TypeError for True, 2.0, ..."""
+    if isinstance(x, bool):
+        raise TypeError("a bool is no number")
+    return x if isinstance(x, (int, torch.SymInt)) else index(x)
+
+
 def _is_int(x):
-    return isinstance(x, int) and -(2**63) <= x < 2**63
+    try:
+        return -(2**63) <= as_int(x) < 2**63
+    except TypeError:
+        return False
 
 
 def _is_tuple(x, length, is_element):
@@ -64,7 +81,10 @@ def _is_tuple(x, length, is_element):
 
 
 def _is_number(x):
-    return isinstance(x, float) or _is_int(x)
+    try:  # but not strings, which float() reads
+        return hasattr(x, "__float__") and not isinstance(x, bool) and float(x) is not None
+    except (ValueError, OverflowError, RuntimeError):
+        return False
 
 
 def _is_tensor(x):
@@ -106,6 +126,12 @@ _MUST_BE = {
 }
 
 
+def _tensor_in_words(x):
+    if x.is_quantized:
+        return "a quantized one, which x.dequantize() makes dense"
+    return f"a tensor of shape {tuple(x.shape)}" if x.layout == torch.strided else f"one of layout {x.layout}"
+
+
 def wrong_type(arguments):
     """A TypeError about the first of a function's `arguments` that has a wrong type, or None."""
     for name, (is_right, must_be) in _MUST_BE.items():
@@ -114,7 +140,7 @@ def wrong_type(arguments):
             if isinstance(value, torch.Tensor) and value.is_nested:
                 todo = "torch.nested.to_padded_tensor pads it, and seqlens_k says where the padding begins"
                 return TypeError(f"{name} must be {must_be}, but was a nested one: {todo}")
-            was = f"one of layout {value.layout}" if isinstance(value, torch.Tensor) else repr(value)
+            was = _tensor_in_words(value) if isinstance(value, torch.Tensor) else repr(value)
             was = " ".join(was.split())
             was = was if len(was) <= 80 else was[:77] + "..."
             kind = type(value).__qualname__
@@ -169,8 +195,10 @@ def is_known(x):
 
 
 def check_range(name, x, end):
-    """Refuses numbers outside 0 to end - 1, as far as the host knows them."""
-    low, high = -known_max(-x), known_max(x)
+    """Refuses an int, or a tensor's numbers, outside 0 to end - 1, as far as the host knows them."""
+    if torch.compiler.is_compiling():
+        return
+    low, high = (-known_max(-x), known_max(x)) if isinstance(x, torch.Tensor) else (x, x)
     if low < 0 or high >= end:
         raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
 

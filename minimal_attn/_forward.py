@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from minimal_attn._errors import clearer, unknown_keyword
+from minimal_attn._errors import clearer, wrong_call
 from minimal_attn._load import _C
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *surplus: Never,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -162,8 +162,8 @@ def forward(
     and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),
     as merge and further calls do. There are no second derivatives.
     """
-    if unknown:
-        raise unknown_keyword("forward", unknown)
+    if unknown or surplus:
+        raise wrong_call("forward", "q, k, v", surplus, unknown)
     if return_lse is True and return_state is True:
         raise ValueError("return_lse must be False with return_state=True: the log-sum-exp is m + log(l)")
     if out is not None and (return_lse is True or return_state is True or state is not None):
@@ -266,7 +266,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *surplus: Never,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -288,8 +288,8 @@ def explain(
     The arguments and their errors are those of `forward`. With backward=True the answer is about the call of
     `backward` that gives the gradients. Nothing is launched, copied or allocated.
     """
-    if unknown:
-        raise unknown_keyword("explain", unknown)
+    if unknown or surplus:
+        raise wrong_call("explain", "q, k, v", surplus, unknown)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     try:
         return Explanation(

@@ -91,6 +91,19 @@ def test_heads(backend, Hq, Hkv):
     refuses(backend, ValueError, r"^q ", "multiple", rf"\b{Hq}\b", rf"\b{Hkv}\b", q=q, k=k, v=k)
 
 
+def test_heads_and_tokens_in_each_other_s_place(backend):
+    """Where the shapes betray flash_attn's layout, or vLLM's of pages, the error says so."""
+    q, k = zeros(backend, 2, 5, 4, 8), zeros(backend, 2, 7, 2, 8)
+    todo = r"multiple .* q has 5 and k has 7; .*\(B, N, H, d\), as in flash_attn, pass x.transpose\(1, 2\)"
+    refuses(backend, ValueError, todo, q=q, k=k, v=k)
+    pages, table = zeros(backend, 3, 16, 2, 8), backend.ints(0, 1).view(2, 1)
+    for x, hint in (q.transpose(1, 2), r"\(pages, page_size, Hkv, d\), as in vLLM"), (q, r"\(B, N, H, d\)"):
+        wrong = dict(q=x, k=pages, v=pages, block_table=table)
+        refuses(backend, ValueError, f"multiple .* and k has 16; .*{hint}.*transpose", **wrong)
+    q, k = zeros(backend, 2, 3, 5, 8), zeros(backend, 2, 2, 7, 8)
+    refuses(backend, ValueError, "q has 3 and k has 2$", q=q, k=k, v=k)
+
+
 @pytest.mark.parametrize("d", [0, 257, 320, 512])
 def test_head_dimension(backend, d):
     q, k = zeros(backend, 2, 4, 5, d), zeros(backend, 2, 2, 7, d)
@@ -135,6 +148,37 @@ def test_one_int_a_batch(backend, name):
     for wrong in [3, 4], "3", 3.5, (1, 2), object():
         must_be = "int.*tensor" if name == "offset" else "tensor"
         refuses(backend, TypeError, rf"^{name} ", must_be, re.escape(str(wrong)), **{name: wrong})
+
+
+NO_INTS = [2.0, 12.5, True, numpy.True_, numpy.float64(3), torch.tensor(2.0)]
+
+
+@pytest.mark.parametrize("wrong", NO_INTS, ids=repr)
+def test_what_is_no_int(backend, wrong):
+    """Bools and floats; NumPy's ints and tensors of one integer are ints."""
+    window = "^window_size must be two ints"
+    refuses(backend, TypeError, window, window_size=(wrong, 3))
+    refuses(backend, TypeError, window, window_size=(3, wrong))
+    if not isinstance(wrong, torch.Tensor):
+        refuses(backend, TypeError, "^offset must be an int of 64 bits", offset=wrong)
+    refuses(backend, TypeError, "^softmax_scale must be a number", softmax_scale=True)
+    q, k, v = backend.qkv()
+    o, l, m = backend.forward(q, k, v, return_state=True)
+    with pytest.raises(TypeError, match=window):
+        minimal_attn.backward(o, q, k, v, o, l, m, window_size=(wrong, 3))
+
+
+@pytest.mark.parametrize("number", [numpy.int64, numpy.int32, torch.tensor])
+def test_numbers_of_numpy_and_tensors_of_one(backend, number):
+    q, k, v = backend.qkv()
+    expected = dict(window_size=(9, 3), offset=2, softmax_scale=2.0)
+    same = dict(window_size=(number(9), number(3)), softmax_scale=number(2), offset=2)
+    if number is not torch.tensor:
+        same["offset"] = number(2)
+    state = backend.forward(q, k, v, **expected, return_state=True)
+    assert all(map(torch.equal, backend.forward(q, k, v, **same, return_state=True), state))
+    gradients = [minimal_attn.backward(q, q, k, v, *state, **options) for options in (expected, same)]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_offset_beyond_64_bits(backend):
@@ -204,7 +248,8 @@ def test_sparse_and_quantized(backend, name):
     )
     if backend.device.type == "cpu":
         quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
-        refuses(backend, TypeError, rf"^{name} must be a dense tensor", **{name: quantized})
+        todo = rf"^{name} must be a dense tensor, but was a quantized one, .*dequantize"
+        refuses(backend, TypeError, todo, **{name: quantized})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -319,8 +364,15 @@ def test_missing_and_surplus_arguments(backend):
     q, k, v = backend.qkv()
     with pytest.raises(TypeError, match="'v'"):
         minimal_attn.forward(q, k)
-    with pytest.raises(TypeError, match="positional"):
-        minimal_attn.forward(q, k, v, True)
+    for function in minimal_attn.forward, minimal_attn.explain:
+        with pytest.raises(
+            TypeError, match="q, k, v as positional arguments, not bool, NoneType: .*causal=True"
+        ):
+            function(q, k, v, True, None)
+    with pytest.raises(
+        TypeError, match="do, q, k, v, o, l, m as positional arguments, not NoneType: .*causal=True"
+    ):
+        minimal_attn.backward(q, q, k, v, q, q[..., 0], None, None)
 
 
 def test_backend(backend):
