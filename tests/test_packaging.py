@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*command, **options):
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    """Also where the tests run in the background of a script: there children would ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------ bootstrap.py
