@@ -167,6 +167,9 @@ def _functional():
 
 
 def register():
+    """Once a process: the package may be imported again, by importlib.reload or after a removal."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("minimal_attn::forward", "FuncTorchBatched"):
+        return
     for operator in _functional():
         library.register_vmap(operator, _vmap_rule(operator))
     functions = {

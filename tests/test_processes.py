@@ -74,6 +74,40 @@ def test_first_calls_of_a_process_at_once():
     assert done.stdout == f"{8 * len(names)} {8 * len(names)}\n", done
 
 
+IMPORT_AGAIN = """
+import importlib, sys, torch, minimal_attn
+from torch.utils.flop_counter import FlopCounterMode
+
+def use():
+    import minimal_attn
+    from minimal_attn.flash_attn import flash_attn_func
+    x = torch.randn(2, 3, 9, 8, requires_grad=True)
+    o = minimal_attn.forward(x, x, x, causal=True)
+    o.sum().backward()
+    many = torch.vmap(minimal_attn.forward)(*[x[:, None]] * 3)[:, 0]
+    with minimal_attn.activate() as activation, FlopCounterMode(display=False) as count:
+        y = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        minimal_attn.forward(x, x, x)
+    heads_last = flash_attn_func(*[x.transpose(1, 2)] * 3, deterministic=True)
+    equal = torch.allclose(many, y) and torch.allclose(heads_last.transpose(1, 2), y)
+    print(equal, activation.calls, count.get_total_flops() > 0)
+
+use()
+importlib.reload(minimal_attn)
+use()
+for name in [name for name in sys.modules if name.partition(".")[0] == "minimal_attn"]:
+    del sys.modules[name]
+use()
+"""
+
+
+def test_imports_of_a_process():
+    """importlib.reload, and an import after a removal from sys.modules: operators are registered once."""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", IMPORT_AGAIN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True {'minimal_attn': 1} True\n" * 3, done
+
+
 FORK = """
 import os, signal, torch, minimal_attn
 import torch.nn.functional as F
