@@ -227,13 +227,18 @@ def forward(
         raise clearer(error, locals()) from None
 
 
+def autocast_dtype(x):
+    """The dtype to which autocast casts on x's device, None where it is off."""
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def cast_by_autocast(*tensors):
     """The tensors in autocast's dtype, if it is on for their device: as forward casts q, k and v."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype, casts = torch.get_autocast_dtype(device), (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(x.to(dtype) if x.dtype in casts else x for x in tensors)
+    dtype, casts = autocast_dtype(tensors[0]), (torch.float32, torch.float16, torch.bfloat16)
+    return tensors if dtype is None else tuple(x.to(dtype) if x.dtype in casts else x for x in tensors)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import torch
 from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
 
+_MAX_KEYS = 1 << 28  # of a batch, and more: checks.h
+
 
 def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
     """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
@@ -95,11 +97,37 @@ def _distinct(*tensors):
     return [x.view_as(x) if is_again(i) else x for i, x in enumerate(tensors)]
 
 
-def attend_pages(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """attend_packed with a block_table. Like flash_attn it refuses only the backward pass."""
+def attend_pages(
+    q, k, v, block_table, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, s_aux, wants_lse, **options
+):
+    """attend_packed where the keys of sequence b are the first lengths[b] of the pages in block_table (B, n).
+
+    Like flash_attn it refuses only the backward pass.
+    """
+    q, k, v = tensors = cast_by_autocast(q, k, v)
+
+    def attend_tables(table, cu_seqlens_q, lengths):
+        (B, n), page_size = table.shape, k.shape[1]
+        is_long = B * n * page_size >= _MAX_KEYS
+        table = table[:, : divide_up(max_seqlen_k, page_size)]
+        room = table.shape[1] * page_size
+        if is_long and room >= _MAX_KEYS:
+            raise ValueError(f"max_seqlen_k must be less than {_MAX_KEYS} with pages, but was {max_seqlen_k}")
+        if is_long and B * room >= _MAX_KEYS:
+            half = B // 2
+            first = attend_tables(table[:half], cu_seqlens_q[: half + 1], lengths[:half])
+            second = attend_tables(table[half:], cu_seqlens_q[half:], lengths[half:])
+            is_second = torch.arange(len(q), device=q.device) >= cu_seqlens_q[half]
+            out = torch.where(is_second[:, None, None], second[0], first[0])
+            return out, torch.where(is_second, second[1], first[1]) if wants_lse else None
+        # One row has the pages of all sequences, so that a backend that copies pages copies each once.
+        begin = torch.arange(B, device=q.device) * room
+        keys = begin, begin + lengths, max_seqlen_q, s_aux, wants_lse
+        return attend_packed(q, k, v, cu_seqlens_q, *keys, **options, block_table=table.reshape(1, -1))
+
     with torch.set_grad_enabled(False):
-        results = attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options)
-    tensors = q, k, v, s_aux
+        results = attend_tables(block_table, cu_seqlens_q, lengths)
+    tensors = *tensors, s_aux
     return _WithoutGradients.apply(*results, *_distinct(*tensors)) if wants_grad(*tensors) else results
 
 

@@ -161,7 +161,7 @@ class Peers:
         with contextlib.suppress(RuntimeError):
             self.group.abort()
             if not self.is_cuda:  # gloo has no abort, but a wait that times out closes all connections
-                work = dist.irecv(torch.empty(1), group=self.group, group_src=self.after, tag=1)
+                work = dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=self.after, tag=1)
                 work.wait(timedelta(milliseconds=1))
 
 

@@ -18,19 +18,18 @@ What is copied. Nothing synchronises with a GPU, and memory is O(N d):
     block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
     and cache_batch_idx     pages (minimal_attn.explain says so)
 
-With s_aux, half dtypes cost a float32 result in memory besides.
+With s_aux, half dtypes cost a float32 result in memory besides. Under torch.autocast, q, k and v are cast to
+its dtype first, as SDPA casts them. A cache stays as it is: new keys and values take its dtype.
 """
 
 from __future__ import annotations
 
-from operator import index
-
 import torch
 from torch import Tensor
 
-from minimal_attn._errors import check_range, is_known, known_max, refuse_grad
-from minimal_attn._forward import forward
-from minimal_attn._packed import attend, attend_pages, attend_sequences, divide_up
+from minimal_attn._errors import as_int, check_range, is_known, known_max, refuse_grad
+from minimal_attn._forward import autocast_dtype, forward
+from minimal_attn._packed import attend, attend_pages, attend_sequences
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
@@ -146,22 +145,18 @@ def flash_attn_varlen_func(
     if B < 1:
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
     _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
-    _check_packed("q", cu_seqlens_q, max_seqlen_q, len(q))
-    _check_packed("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else float("inf"))
+    max_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q, len(q))
+    max_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else float("inf"))
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
         lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
         if (longest := known_max(lengths)) > room:
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
-        # One row has the pages of all sequences, so that a backend that copies pages copies each once.
-        block_table = block_table[:, : divide_up(int(max_seqlen_k), k.shape[1])]
-        begin = torch.arange(B, device=q.device) * (block_table.shape[1] * k.shape[1])
-        end, options["block_table"] = begin + lengths, block_table.reshape(1, -1)
-        arguments = cu_seqlens_q, begin, end, int(max_seqlen_q), s_aux, return_attn_probs
+        arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        bounds = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+        bounds = cu_seqlens_q, cu_seqlens_k, max_q, max_k
         out, lse = attend_sequences(q, k, v, s_aux, *bounds, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -208,7 +203,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (C, N, Hkv, d) of q's dtype and device, C >= B. With a block_table: pages
             (pages, page size, Hkv, d); a sequence then has N = n * page size.
         k, v: new keys and values (B, N_new, Hkv, d), or None. Key j of sequence b is written to position
-            cache_seqlens[b] + j, where the cache must have room.
+            cache_seqlens[b] + j, where the cache must have room. They may be views of the cache.
         rotary_cos, rotary_sin: must be None: rotate q and k before the call.
         cache_seqlens: an int or (B,) int32 or int64 on q's device: how many keys each sequence has, left
             padding included, before k is appended. None: N; with k it must be given.
@@ -250,13 +245,15 @@ def flash_attn_with_kvcache(
     if k is not None or v is not None:
         if cache_seqlens is None:
             raise ValueError("cache_seqlens must be given with k and v, but was None")
-        _check("k", k, q, (B, "N_new", Hkv, d), (q.dtype,))
-        _check("v", v, q, k.shape, (q.dtype,))
+        _check("k", k, q, (B, "N_new", Hkv, d))
+        _check("v", v, q, k.shape)
         N_new = k.shape[1]
     lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
     if block_table is not None:
         _check_pages(block_table, lengths, "k_cache", k_cache)
     if N_new:
+        _check_is_writable("k_cache", k_cache)
+        _check_is_writable("v_cache", v_cache)
         for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
             forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), sinks=s_aux, **options)
         position = lengths[:, None] + torch.arange(-N_new, 0, device=q.device)
@@ -264,8 +261,9 @@ def flash_attn_with_kvcache(
             row, position = block_table.long().gather(1, position // N), position % N
         else:
             row = torch.arange(B, device=q.device)[:, None]
-        k_cache[row, position] = k
-        v_cache[row, position] = v
+        q, k, v = (x.clone() if _may_be_written(x, k_cache, v_cache) else x for x in (q, k, v))
+        k_cache[row, position] = k.to(k_cache.dtype)
+        v_cache[row, position] = v.to(v_cache.dtype)
     k, v = (k_cache, v_cache) if block_table is not None else (k_cache[:B], v_cache[:B])
     options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad, block_table=block_table)
     out, lse = attend(q, k, v, s_aux, return_softmax_lse, **options)
@@ -280,14 +278,14 @@ def _check_pages(block_table, lengths, name, cache):
     if 0 in cache.shape[:2]:
         raise ValueError(f"{name} must have pages, of at least 1 key, but has shape {tuple(cache.shape)}")
     if lengths is not None and is_known(block_table):
-        first_key = torch.arange(block_table.shape[1]) * cache.shape[1]
+        first_key = torch.arange(block_table.shape[1], device=block_table.device) * cache.shape[1]
         block_table = torch.where(first_key < lengths[:, None], block_table, 0)
     check_range("block_table", block_table, len(cache))
 
 
 def _options(softmax_scale, causal, window_size):
     try:
-        window_size = tuple(max(index(bound), -1) for bound in window_size)
+        window_size = tuple(max(as_int(bound), -1) for bound in window_size)
     except TypeError:
         raise TypeError(f"window_size must be two ints (left, right), but was {window_size!r}") from None
     return dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
@@ -300,48 +298,88 @@ def _refuse(**missing):
             raise NotImplementedError(f"{name} must be 0 or None, but was {was}: minimal_attn has none yet")
 
 
-def _check(name, x, q, shape, dtypes):
-    """x must be on q's device, of one of the dtypes and of this shape, where a word is any number."""
+def _check(name, x, q, shape, dtypes=None):
+    """x must be on q's device, of this shape, where a word is any number, and of one of the dtypes.
+
+    Without dtypes x must have q's, but for autocast, which casts it. The result is x's shape.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, but was {x!r}")
-    pairs = zip(x.shape, shape, strict=False)
-    if len(x.shape) != len(shape) or any(n != must for n, must in pairs if not isinstance(must, str)):
+    was = x.shape
+    fits = len(was) == len(shape)
+    for n, must in zip(was, shape, strict=False):
+        fits = fits and (isinstance(must, str) or n == must)
+    if not fits:
         must = ", ".join(map(str, shape)) + "," * (len(shape) == 1)
-        raise ValueError(f"{name} must have shape ({must}), but has shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape ({must}), but has shape {tuple(was)}")
+    if dtypes is None:
+        dtypes = (q.dtype,) if x.dtype == q.dtype or autocast_dtype(q) is None else _FLOATS
     if x.dtype not in dtypes:
         raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, but is {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, but is on {x.device}")
+    return was
 
 
 def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
     """Words that are in both shapes are the same number."""
-    _check("q", q, q, q_shape, _FLOATS)
-    of_q = dict(zip(q_shape, q.shape, strict=True))
-    _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape], (q.dtype,))
-    _check("v" + suffix, v, q, k.shape, (q.dtype,))
+    sizes = _check("q", q, q, q_shape, _FLOATS)
+    of_q = dict(zip(q_shape, sizes, strict=True))
+    of_k = _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape])
+    _check("v" + suffix, v, q, of_k)
+    if not 1 <= of_q["d"] <= 256:
+        raise ValueError(f"q must have a head dimension d from 1 to 256, but has shape {tuple(sizes)}")
+    Hq, Hkv = of_q["Hq"], of_k[-2]
+    if Hq % Hkv if Hkv else Hq:
+        hint = "; with heads in front of tokens, as in SDPA, pass x.transpose(-3, -2)"
+        is_swapped = of_k[-3] and (Hq % of_k[-3] == 0 or sizes[-3] % of_k[-3] == 0)
+        text = f"q must have a multiple of k{suffix}'s heads, but q has {Hq} and k{suffix} has {Hkv}"
+        raise ValueError(text + hint * bool(is_swapped))
     if s_aux is not None:
-        _check("s_aux", s_aux, q, (q.shape[-2],), _FLOATS)
+        _check("s_aux", s_aux, q, (Hq,), _FLOATS)
 
 
-def _check_packed(name, cu_seqlens, max_seqlen, total):
-    # Dynamo has no hasattr of a SymInt.
-    if not (isinstance(max_seqlen, int) or hasattr(max_seqlen, "__int__")):
-        raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}")
+def _check_is_writable(name, cache):
+    """A cache whose elements share memory with each other can't be written."""
+    if torch.compiler.is_compiling():  # PyTorch refuses it
+        return
+    least = 1
+    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
+        if size > 1 and stride < least:
+            raise ValueError(f"{name} must not overlap itself, but has strides {cache.stride()}")
+        least = stride * size if size > 1 else least
+
+
+def _may_be_written(x, *caches):
+    """Whether x may share memory with one of the caches."""
+    return torch.compiler.is_compiling() or any(torch._C._is_alias_of(x, cache) for cache in caches)
+
+
+def _checked_longest(name, cu_seqlens, max_seqlen, total):
+    """max_seqlen as an int."""
+    try:
+        max_seqlen = as_int(max_seqlen)
+    except TypeError:
+        raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}") from None
     longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
     if longest > max_seqlen:
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
     if end > total:
         raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
+    return max_seqlen
 
 
 def _lengths(cache_seqlens, N_new, N, q):
     """How many keys each sequence has, with the new ones: (B,) on q's device, or None: all."""
     if cache_seqlens is None:
         return None
-    if type(cache_seqlens) is int:
-        check_range("cache_seqlens", torch.tensor([cache_seqlens]), N - N_new + 1)
-        cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    if not isinstance(cache_seqlens, Tensor):
+        try:
+            n = as_int(cache_seqlens)
+        except TypeError:
+            raise TypeError(f"cache_seqlens must be an int or a tensor, but was {cache_seqlens!r}") from None
+        check_range("cache_seqlens", n, N - N_new + 1)
+        return torch.full((len(q),), n + N_new, dtype=torch.int32, device=q.device)
     _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)
     check_range("cache_seqlens", cache_seqlens, N - N_new + 1)
     return cache_seqlens + N_new

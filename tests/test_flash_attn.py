@@ -404,6 +404,19 @@ def test_one_long_sequence_among_short_ones_takes_little_memory(backend, monkeyp
     assert len(seen) == 31 and max(t.numel() for tensors in seen for t in tensors[:5]) <= 2 * q.numel()
 
 
+def test_tables_for_more_keys_than_a_call_may_have(forced_backend):
+    """max_seqlen_k bounds each sequence, as where one graph serves any length: several calls of forward."""
+    backend, B, room = forced_backend, 3, 2**27
+    pages, q = backend.randn(20, 16, 2, 8), backend.randn(11, 4, 8)
+    table = backend.integers(0, 19, B, 2, dtype=torch.int32)
+    wide = torch.cat([table, table[:1, :1].expand(B, room // 16 - 2)], 1)
+    cu_q, cu_k = backend.ints(1, 4, 4, 9), backend.ints(0, 20, 23, 28)
+    options = dict(causal=True, return_attn_probs=True, s_aux=backend.randn(4))
+    expected = flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 5, 20, block_table=table, **options)
+    results = flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 5, room, block_table=wide, **options)
+    assert all(map(torch.equal, results, expected))
+
+
 def test_negative_windows_are_unbounded(forced_backend):
     q, k, v = (x.transpose(1, 2) for x in forced_backend.qkv())
     for window_size in (-7, 3), (3, -2), [-1, -9]:
@@ -430,6 +443,28 @@ def test_layout_of_results(forced_backend):
     q, k, v, cu_seqlens = packed(forced_backend, [30, 20])
     out, lse, _ = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 30, 30, return_attn_probs=True)
     assert out.is_contiguous() and lse.is_contiguous()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("cache", [0, 1])
+def test_new_keys_that_are_views_of_the_cache(backend, name, cache, compiled):
+    """As if they had been copied first."""
+    q, *keys = (x.transpose(1, 2) for x in backend.qkv(Hq=2, Nq=90))
+    lengths = backend.ints(3, 2)
+
+    def call(q, k, v, view):
+        caches = k.clone(), v.clone()
+        tensors = dict(q=q, k=q[:, 10:15], v=q[:, 20:25])
+        tensors[name] = view(caches[cache][:, 1:6])
+        queries, *new = tensors.values()
+        return flash_attn_with_kvcache(queries, *caches, *new, cache_seqlens=lengths), *caches
+
+    expected = call(q, *keys, torch.clone)
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, call(q, *keys, lambda x: x), expected))
 
 
 def one_call_of_each(backend):
@@ -585,6 +620,43 @@ def test_gradients_of_packed_sequences_under_autocast(backend):
     results = torch.autograd.grad(out, inputs, do), torch.autograd.grad(expected, rounded, do)
     for x, y in zip(*results, strict=True):
         assert x.dtype == torch.float32 and torch.equal(x, y.float())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast(backend, name):
+    """q, k and v of any two dtypes are cast to autocast's. Caches are written in their own dtype."""
+
+    def calls(float32, other):
+        (q, k), v = (x.transpose(1, 2).to(float32) for x in qkv[:2]), qkv[2].transpose(1, 2).to(other)
+        new, lengths = (q[:, :5, :2], v[:, :5]), backend.ints(11, 3)
+        if name == "func":
+            return flash_attn_func(q, k, v, causal=True), flash_attn_func(v.repeat(1, 1, 2, 1), k, v)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        bounds = backend.ints(0, 70, 140), backend.ints(0, 90, 180), 70, 90
+        if name == "varlen":
+            packs = flash_attn.flash_attn_varlen_kvpacked_func(
+                flat[0], torch.stack([flat[2]] * 2, 1), *bounds
+            )
+            return flash_attn_varlen_func(*flat, *bounds, causal=True), packs
+        caches, options = [k.clone(), v.clone()], {}
+        if name == "paged":
+            caches = [x.unflatten(1, (9, 10)).flatten(0, 1) for x in caches]
+            options["block_table"] = torch.arange(18, device=q.device).flip(0).view(2, 9)
+            out = [flash_attn_varlen_func(flat[0], *caches, *bounds, **options)]
+        else:
+            out = [flash_attn_with_kvcache(q, *caches, cache_seqlens=7)]
+        out += [flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths, **options)]
+        assert caches[0].dtype == float32 and caches[1].dtype == other
+        return *out, *caches
+
+    qkv = backend.qkv(dtype=torch.bfloat16)  # so that no cast rounds
+    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+        results = calls(torch.float32, torch.bfloat16)
+    for x, expected in zip(results, calls(torch.bfloat16, torch.bfloat16), strict=True):
+        assert torch.equal(x, expected.to(x.dtype))
+        assert x.dtype == torch.bfloat16 or x is results[-2]  # k_cache
+    with pytest.raises(ValueError, match=" must be torch.float32, but is torch.bfloat16"):
+        calls(torch.float32, torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

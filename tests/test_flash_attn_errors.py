@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 
+import numpy
 import pytest
 import torch
 from conftest import Backend
@@ -36,6 +37,7 @@ def good(backend, function):
     )
 
 
+NO_INTS = [None, "9", 12.5, 9.0, True, numpy.True_, numpy.float64(9), torch.tensor(9.0)]
 FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
 
 
@@ -67,7 +69,9 @@ def test_tensors_of_another_kind(backend, function):
     for name in names:
         x = options[name]
         integers = not x.is_floating_point()
-        refuses(TypeError, function, options | {name: 3.5}, f"^{name} must be a tensor, but was 3.5")
+        refuses(
+            TypeError, function, options | {name: 3.5}, f"^{name} must be (an int or )?a tensor, but was 3.5"
+        )
         wrong = options | {name: x[None]}
         refuses(ValueError, function, wrong, rf"^{name} must have shape \(.*\), but has shape \(1, ")
         other = x.short() if integers else x.double()
@@ -116,12 +120,42 @@ def test_no_query_is_checked_as_well(backend):
 
 def test_lengths_of_another_type(backend):
     options = good(backend, flash_attn_varlen_func)
-    for name in "max_seqlen_q", "max_seqlen_k":
-        refuses(
-            TypeError, flash_attn_varlen_func, options | {name: None}, f"^{name} must be an int, but was None"
-        )
-    options = good(backend, flash_attn_with_kvcache) | dict(cache_seqlens=True)
-    refuses(TypeError, flash_attn_with_kvcache, options, "^cache_seqlens must be a tensor, but was True")
+    for name, wrong in itertools.product(("max_seqlen_q", "max_seqlen_k"), NO_INTS):
+        message = f"^{name} must be an int, but was {re.escape(repr(wrong))}"
+        refuses(TypeError, flash_attn_varlen_func, options | {name: wrong}, message)
+    options = good(backend, flash_attn_with_kvcache)
+    for wrong in set(NO_INTS) - {None}:
+        if not isinstance(wrong, torch.Tensor):
+            message = f"^cache_seqlens must be an int or a tensor, but was {re.escape(repr(wrong))}"
+            refuses(TypeError, flash_attn_with_kvcache, options | dict(cache_seqlens=wrong), message)
+
+
+@pytest.mark.parametrize("number", [numpy.int64, torch.tensor])
+def test_lengths_that_stand_for_an_int(backend, number):
+    options = good(backend, flash_attn_varlen_func) | dict(causal=True)
+    same = dict(max_seqlen_q=number(5), max_seqlen_k=number(7), window_size=(number(-1), number(0)))
+    assert torch.equal(flash_attn_varlen_func(**options | same), flash_attn_varlen_func(**options))
+    if number is not torch.tensor:
+        options = good(backend, flash_attn_with_kvcache)
+        calls = [flash_attn_with_kvcache(**options | dict(cache_seqlens=n(4))) for n in (int, number)]
+        assert torch.equal(*calls)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_heads_and_tokens_in_each_other_s_place(backend, function):
+    """And shapes in errors are those of the caller."""
+    options = good(backend, function)
+    names = [name for name in options if name in ("q", "k", "v", "k_cache", "v_cache")]
+    swapped = options | {name: options[name].transpose(-3, -2) for name in names}
+    if function is flash_attn_varlen_func:
+        del swapped["cu_seqlens_q"], swapped["cu_seqlens_k"]
+        swapped |= dict(cu_seqlens_q=backend.ints(0, 4), cu_seqlens_k=backend.ints(0, 2))
+    keys = "k_cache" if "k_cache" in options else "k"
+    todo = rf"^q must have a multiple of {keys}'s heads, .*SDPA.*transpose\(-3, -2\)"
+    refuses(ValueError, function, swapped, todo)
+    wide = {name: options[name].repeat_interleave(40, -1) for name in names}
+    shape = re.escape(str(tuple(wide["q"].shape)))
+    refuses(ValueError, function, options | wide, rf"^q must have .* d from 1 to 256, but has shape {shape}")
 
 
 @pytest.mark.parametrize("size", [(0, 3), (3, 0)])
@@ -203,6 +237,29 @@ def test_lengths_that_do_not_fit():
     refuses(ValueError, flash_attn_varlen_func, narrow, "^block_table must have pages for 7 keys.* 6")
 
 
+def test_more_keys_than_a_call_may_have(backend):
+    """The error has what the caller passed, not the sizes of blocks."""
+    options = good(backend, flash_attn_varlen_func)
+    pages = backend.randn(9, 16, 2, 8)
+    options |= dict(k=pages, v=pages, block_table=backend.ints(3, 4).view(2, 1).expand(2, 2**24))
+    flash_attn_varlen_func(**options)
+    wrong = options | dict(max_seqlen_k=2**28)
+    refuses(
+        ValueError, flash_attn_varlen_func, wrong, "^max_seqlen_k must be less than 268435456 .*268435456$"
+    )
+
+
+def test_caches_that_overlap_themselves(backend):
+    """A row for all sequences is read, but not written."""
+    options = good(backend, flash_attn_with_kvcache)
+    for name in "k_cache", "v_cache":
+        expanded = options | {name: options[name][:1].expand(2, -1, -1, -1)}
+        refuses(ValueError, flash_attn_with_kvcache, expanded, rf"^{name} must not overlap itself, .*\(0, ")
+        windows = options[name].flatten()[: 2 * 7 * 4 * 8].as_strided((2, 7, 2, 8), (56, 8, 8, 1))
+        refuses(ValueError, flash_attn_with_kvcache, options | {name: windows}, f"^{name} must not overlap")
+        flash_attn_with_kvcache(**expanded | dict(k=None, v=None))
+
+
 def test_a_cache_is_as_before_after_an_error():
     backend = Backend("cpu", 0)
     options = good(backend, flash_attn_with_kvcache)
@@ -231,7 +288,7 @@ def test_a_cache_is_as_before_after_an_error():
             dict(k_cache=before[0][:1], v_cache=before[1][:1]),
             "^k_cache must have at least q's 2 .* 1",
         ),
-        (ValueError, dict(q=backend.randn(2, 5, 3, 8)), "^q must have a multiple of k's heads"),
+        (ValueError, dict(q=backend.randn(2, 5, 3, 8)), "^q must have a multiple of k_cache's heads"),
         (ValueError, dict(softmax_scale=math.inf), "^softmax_scale"),
     ):
         refuses(error, flash_attn_with_kvcache, options | wrong, *patterns)
