@@ -335,7 +335,8 @@ def choose(needs):
     if "torch" in needs and "torch" not in base["has"]:
         check_headers(base)  # before the long download
         names = [name for name in PINS if name not in NEEDS["lint"]]
-        what = f"{no_torch(base)}: installing one into .venv (2 to 3 GB)"
+        smaller = "" if cuda_targets() else "; README.md has a smaller way for the CPU backend alone"
+        what = f"{no_torch(base)}: installing one into .venv (2 to 3 GB{smaller})"
     else:
         names = [name for name in needs if name not in base["has"]]
         what = f"{base['python']} has no {', '.join(names)}: installing into .venv"

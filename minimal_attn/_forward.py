@@ -118,6 +118,8 @@ def forward(
         softmax_scale: any finite float32. None: 1 / sqrt(d).
         seqlens_k: (B,) of an integer dtype on q's device: batch b has only its first seqlens_k[b] keys,
             clamped to 0..Nk. int32 is read as it is, another dtype is converted first.
+            **With causal: where q is padded on the right like k and v, give offset=0.** Without it the last
+            padding query sees the last key that counts, and real queries see too few keys.
         leftpad_k: (B,) likewise: the keys of batch b begin at leftpad_k[b], clamped likewise. The position of
             a key stays its index.
         offset: position of query 0 among the keys, of any sign: an int, or (B,) of an integer dtype on q's

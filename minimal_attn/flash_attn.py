@@ -124,7 +124,8 @@ def flash_attn_varlen_func(
             (pages, page size, Hkv, d).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64 on q's device, B >= 1, never decreasing. Values
             are not checked, which would cost a synchronisation.
-        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's number of queries and of keys.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's number of queries and of keys. Below
+            2^28 with a block_table.
         block_table: (B, n) int32 or int64 on q's device: keys j * page size and up of sequence b lie in page
             block_table[b, j]. Pages behind the last key may have any number.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
