@@ -107,7 +107,7 @@ _MUST_BE = {
     "window_size": (lambda x: _is_tuple(x, 2, _is_int), "two ints (left, right)"),
     "softmax_scale": (lambda x: x is None or _is_number(x), "a number or None"),
     "offset": (
-        lambda x: x is None or _is_int(x) or _is_tensor(x),
+        lambda x: _is_tensor(x) if isinstance(x, torch.Tensor) else x is None or _is_int(x),
         "an int of 64 bits, a dense tensor or None",
     ),
     "sinks": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
@@ -126,7 +126,18 @@ _MUST_BE = {
 }
 
 
-def _tensor_in_words(x):
+def in_words(x):
+    """What x is, if it isn't what it must be. For tensors, why they aren't dense."""
+    if not isinstance(x, torch.Tensor):
+        text = " ".join(repr(x).split())
+        text = text if len(text) <= 80 else text[:77] + "..."
+        kind = type(x).__qualname__
+        if type(x).__module__ == "numpy":  # it calls its own types bool, float64, ...
+            kind = "numpy." + kind
+        return f"{text} ({kind})"
+    if x.is_nested:
+        todo = "torch.nested.to_padded_tensor pads it, and seqlens_k says where the padding begins"
+        return f"a nested one: {todo}"
     if x.is_quantized:
         return "a quantized one, which x.dequantize() makes dense"
     return f"a tensor of shape {tuple(x.shape)}" if x.layout == torch.strided else f"one of layout {x.layout}"
@@ -137,16 +148,7 @@ def wrong_type(arguments):
     for name, (is_right, must_be) in _MUST_BE.items():
         value = arguments.get(name)
         if name in arguments and not is_right(value):
-            if isinstance(value, torch.Tensor) and value.is_nested:
-                todo = "torch.nested.to_padded_tensor pads it, and seqlens_k says where the padding begins"
-                return TypeError(f"{name} must be {must_be}, but was a nested one: {todo}")
-            was = _tensor_in_words(value) if isinstance(value, torch.Tensor) else repr(value)
-            was = " ".join(was.split())
-            was = was if len(was) <= 80 else was[:77] + "..."
-            kind = type(value).__qualname__
-            if type(value).__module__ == "numpy":  # it calls its own types bool, float64, ...
-                kind = "numpy." + kind
-            return TypeError(f"{name} must be {must_be}, but was {was} ({kind})")
+            return TypeError(f"{name} must be {must_be}, but was {in_words(value)}")
     return None
 
 
@@ -159,16 +161,29 @@ def clearer(error, arguments):
     return error
 
 
+def check_results(state, return_state, return_lse, out):
+    """Refuses what forward can't return together."""
+    if return_lse is True and return_state is True:
+        raise ValueError("return_lse must be False with return_state=True: the log-sum-exp is m + log(l)")
+    if out is not None and (return_lse is True or return_state is True or state is not None):
+        raise ValueError(
+            "out must be None with return_lse, return_state and state, which return several tensors"
+        )
+
+
 def check_states(states):
     """Refuses what merge can't take, in one line."""
     if len(states) < 2:
         raise ValueError(f"merge must be given at least 2 states (o, l, m), but was given {len(states)}")
     for number, state in enumerate(states):
         name = f"states[{number}]"
-        if not _is_tuple(state, 3, _is_tensor):
+        if not _is_tuple(state, 3, lambda x: isinstance(x, torch.Tensor)):
             raise TypeError(
                 f"{name} must be three dense tensors (o, l, m), but was of type {type(state).__name__}"
             )
+        for t, letter in zip(state, "olm", strict=True):
+            if not _is_tensor(t):
+                raise TypeError(f"{name}'s {letter} must be a dense tensor, but was {in_words(t)}")
         shape, device = states[0][0].shape, states[0][0].device
         for t, letter, expected in zip(state, "olm", (shape, shape[:-1], shape[:-1]), strict=True):
             if t.dtype != torch.float32:

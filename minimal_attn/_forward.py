@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from minimal_attn._errors import clearer, wrong_call
+from minimal_attn._errors import check_results, clearer, wrong_call, wrong_type
 from minimal_attn._load import _C
 
 if TYPE_CHECKING:
@@ -166,12 +166,8 @@ def forward(
     """
     if unknown or surplus:
         raise wrong_call("forward", "q, k, v", surplus, unknown)
-    if return_lse is True and return_state is True:
-        raise ValueError("return_lse must be False with return_state=True: the log-sum-exp is m + log(l)")
-    if out is not None and (return_lse is True or return_state is True or state is not None):
-        raise ValueError(
-            "out must be None with return_lse, return_state and state, which return several tensors"
-        )
+    if return_lse is True or out is not None:
+        check_results(state, return_state, return_lse, out)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         o, l, m = (None, None, None) if state is None else state
@@ -298,28 +294,28 @@ def explain(
     if unknown or surplus:
         raise wrong_call("explain", "q, k, v", surplus, unknown)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
-    try:
-        return Explanation(
-            **_C.explain(
-                q,
-                k,
-                v,
-                causal,
-                window_size,
-                softmax_scale,
-                seqlens_k,
-                leftpad_k,
-                position,
-                offsets,
-                backend,
-                state,
-                return_state,
-                sinks,
-                return_lse,
-                out,
-                block_table,
-                backward,
-            )
+    if error := wrong_type(locals()):
+        raise error
+    check_results(state, return_state, return_lse, out)
+    return Explanation(
+        **_C.explain(
+            q,
+            k,
+            v,
+            causal,
+            window_size,
+            softmax_scale,
+            seqlens_k,
+            leftpad_k,
+            position,
+            offsets,
+            backend,
+            state,
+            return_state,
+            sinks,
+            return_lse,
+            out,
+            block_table,
+            backward,
         )
-    except TypeError as error:
-        raise clearer(error, locals()) from None
+    )

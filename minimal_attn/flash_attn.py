@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minimal_attn._errors import as_int, check_range, is_known, known_max, refuse_grad
+from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
 from minimal_attn._packed import attend, attend_pages, attend_sequences
 
@@ -306,6 +306,8 @@ def _check(name, x, q, shape, dtypes=None):
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, but was {x!r}")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, but was {in_words(x)}")
     was = x.shape
     fits = len(was) == len(shape)
     for n, must in zip(was, shape, strict=False):
@@ -316,7 +318,8 @@ def _check(name, x, q, shape, dtypes=None):
     if dtypes is None:
         dtypes = (q.dtype,) if x.dtype == q.dtype or autocast_dtype(q) is None else _FLOATS
     if x.dtype not in dtypes:
-        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, but is {x.dtype}")
+        hint = ": x.dequantize() makes it dense" if x.is_quantized else ""
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, but is {x.dtype}{hint}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, but is on {x.device}")
     return was

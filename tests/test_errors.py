@@ -12,15 +12,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 
 
 def refuses(backend, error, /, *patterns, **changes):
-    """A good call but for `changes` raises `error`, in one line with all of `patterns`; the next is right."""
+    """A good call but for `changes` raises `error`, in one line with all of `patterns`; the next is right.
+
+    So does explain.
+    """
     q, k, v = backend.qkv(B=2, Hq=4, Hkv=2, Nq=5, Nk=7, d=8)
     call = {"q": q, "k": k, "v": v, "backend": backend.name, **changes}
-    with pytest.raises(error) as caught:
-        minimal_attn.forward(**call)
-    message = str(caught.value)
-    assert "\n" not in message.strip() and len(message) < 400, message
-    for pattern in patterns:
-        assert re.search(pattern, message), f"no {pattern!r} in {message!r}"
+    for function in minimal_attn.forward, minimal_attn.explain:
+        with pytest.raises(error) as caught:
+            function(**call)
+        message = str(caught.value)
+        assert "\n" not in message.strip() and len(message) < 400, message
+        for pattern in patterns:
+            assert re.search(pattern, message), f"no {pattern!r} in {message!r}"
     backend.check(q, k, v)
 
 

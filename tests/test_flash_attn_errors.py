@@ -94,6 +94,23 @@ def test_tensors_of_another_kind(backend, function):
     )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*torch.jit.script")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_tensors_that_are_not_dense(backend, function):
+    options = good(backend, function)
+    for name, x in list(options.items()):
+        if not isinstance(x, torch.Tensor):
+            continue
+        nested = torch.nested.nested_tensor([torch.ones(2, 3)] * 2, device=backend.device)
+        for wrong, words in (x.to_sparse(), "one of layout torch.sparse_coo"), (nested, "a nested one"):
+            message = f"^{name} must be a dense tensor, but was {words}"
+            refuses(TypeError, function, options | {name: wrong}, message)
+        if backend.device.type == "cpu" and x.is_floating_point():
+            wrong = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+            message = f"^{name} must be torch.* but is torch.qint8: x.dequantize"
+            refuses(ValueError, function, options | {name: wrong}, message)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values(backend, function):
     options = good(backend, function)
