@@ -66,7 +66,12 @@ def as_int(x):
     """x, or the int that it stands for (NumPy's, a tensor of one integer); TypeError for True, 2.0, ..."""
     if isinstance(x, bool):
         raise TypeError("a bool is no number")
-    return x if isinstance(x, (int, torch.SymInt)) else index(x)
+    if torch.compiler.is_compiling() and isinstance(x, torch.Tensor) and not x.is_floating_point():
+        return x.item()  # index can't be traced
+    try:
+        return x if isinstance(x, (int, torch.SymInt)) else index(x)
+    except RuntimeError as error:  # of a meta tensor
+        raise TypeError(str(error)) from None
 
 
 def _is_int(x):

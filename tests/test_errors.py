@@ -154,7 +154,7 @@ def test_one_int_a_batch(backend, name):
         refuses(backend, TypeError, rf"^{name} ", must_be, re.escape(str(wrong)), **{name: wrong})
 
 
-NO_INTS = [2.0, 12.5, True, numpy.True_, numpy.float64(3), torch.tensor(2.0)]
+NO_INTS = [2.0, 12.5, True, numpy.True_, numpy.float64(3), torch.tensor(2.0), torch.tensor(2, device="meta")]
 
 
 @pytest.mark.parametrize("wrong", NO_INTS, ids=repr)

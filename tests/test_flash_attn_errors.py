@@ -38,6 +38,7 @@ def good(backend, function):
 
 
 NO_INTS = [None, "9", 12.5, 9.0, True, numpy.True_, numpy.float64(9), torch.tensor(9.0)]
+NO_INTS += [torch.tensor(9, device="meta")]
 FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
 
 
