@@ -116,7 +116,7 @@ struct Overload<compute> {
         return std::forward<T>(t);
     }
 
-    // torch.vmap's rule (minimal_attn/_torch.py) returns new tensors.
+    // torch.vmap's rule (minimal_attn/_operator_rules.py) returns new tensors.
     static Result refuse_vmap(Args...) {
         TORCH_CHECK_VALUE(false, "out must be None under torch.vmap, which makes one call of all elements");
     }

@@ -1,6 +1,6 @@
 """FlashAttention (Dao et al. 2022), small enough to read and fast enough to use."""
 
-from minimal_attn import _torch
+from minimal_attn import _operator_rules
 from minimal_attn._backward import backward
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._merge import merge
@@ -24,4 +24,4 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_torch.register()
+_operator_rules.register()

@@ -13,7 +13,7 @@ flash_attn/flash_attn_interface.py). What differs:
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
     flash_attn_func         nothing
-    ..._varlen_func         q and the result, once each; for gradients all tensors, padded (_packed.py)
+    ..._varlen_func         q and the result, once each; for gradients all tensors, padded (_varlen.py)
     ..._with_kvcache        k and v into the cache
     block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
     and cache_batch_idx     pages (minimal_attn.explain says so)
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
-from minimal_attn._packed import attend, attend_pages, attend_sequences
+from minimal_attn._varlen import attend, attend_pages, attend_sequences
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)

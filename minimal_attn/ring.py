@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import minimal_attn
-from minimal_attn._around import Ring
 from minimal_attn._forward import cast_by_autocast
 from minimal_attn._peers import Peers, RingError, named
+from minimal_attn._ring_passes import Ring
 from minimal_attn._zigzag import length, segments, shard, unshard
 
 if TYPE_CHECKING:

@@ -287,7 +287,7 @@ Share share_for(const Attention &a, const Device &device, const Decode &p, int s
     return rows >= kLeastFull * waves * resident ? kWholeRow : kOneChunk;
 }
 
-// Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_packed.py). Each
+// Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_varlen.py). Each
 // could see all of the keys, so the workspace would grow with the square of the number of sequences.
 bool share_keys(const Attention &a) {
     return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);

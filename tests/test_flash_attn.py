@@ -15,7 +15,7 @@ import torch
 from conftest import DTYPES, Backend, check_o
 from reference import Attention, attention, gradients, relative_error
 
-from minimal_attn import _packed, flash_attn
+from minimal_attn import _varlen, flash_attn
 from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 # flash-attention's own sizes: dropout, ALiBi, softcap, rotary embedding and the backward pass aside.
@@ -31,14 +31,14 @@ SELF_LENGTHS = [97, 128, 200, 257, 384, 512, 768, 1024, 1025, 2048]
 @contextlib.contextmanager
 def forced(backend):
     """The functions have no argument for a backend."""
-    before = _packed.forward, _packed.backward
+    before = _varlen.forward, _varlen.backward
 
     def force(function):
         return lambda *tensors, **options: function(*tensors, **options | {"backend": backend.name})
 
-    _packed.forward, _packed.backward = map(force, before)
+    _varlen.forward, _varlen.backward = map(force, before)
     yield
-    _packed.forward, _packed.backward = before
+    _varlen.forward, _varlen.backward = before
 
 
 @pytest.fixture
@@ -384,13 +384,13 @@ def test_one_long_sequence_among_short_ones_takes_little_memory(backend, monkeyp
     seen = []
 
     def spy(name):
-        real = getattr(_packed, name)
+        real = getattr(_varlen, name)
 
         def function(*tensors, **options):
             seen.append(tensors)
             return real(*tensors, **options)
 
-        monkeypatch.setattr(_packed, name, function)
+        monkeypatch.setattr(_varlen, name, function)
 
     spy("forward")
     spy("backward")
@@ -409,7 +409,7 @@ def test_tables_for_more_keys_than_a_call_may_have(forced_backend, monkeypatch, 
     """max_seqlen_k bounds each sequence, as where one graph serves any length: several calls of forward."""
     backend, B = forced_backend, 5
     if room == 64:
-        monkeypatch.setattr(_packed, "_MAX_KEYS", 150)
+        monkeypatch.setattr(_varlen, "_MAX_KEYS", 150)
     elif backend.name != "cpu":
         pytest.skip("some backends copy the pages of the whole table")
     pages, q = backend.randn(20, 32, 2, 8), backend.randn(16, 4, 8)
