@@ -1,7 +1,8 @@
 // checks.h: a call: its arguments, its results, and the checks that refuse bad ones before anything is launched.
 //
 // Each error is one line: the argument's name, what it must be, what it was. All checks work on symbolic sizes, so that
-// Meta (shapes without data, torch.compile) refuses what the backends refuse.
+// Meta (shapes without data, torch.compile) refuses what the backends refuse. A size that depends on data is "unbacked":
+// an ordinary comparison of it can't be traced.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -51,6 +52,23 @@ struct Results {
 // `results` has, which are not checked. What is missing is allocated.
 Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
+// A relation between sizes. Where symbols don't decide it, the graph that is traced asserts it when it runs.
+inline bool holds(const c10::SymBool &relation) {
+    return relation.is_heap_allocated() ? relation.expect_true(__FILE__, __LINE__) : relation.as_bool_unchecked();
+}
+
+// A limit. Where symbols don't decide it, nothing is added to the graph: the operator checks it when the graph runs.
+inline bool may_hold(const c10::SymBool &limit) {
+    return limit.is_heap_allocated() ? !limit.sym_not().statically_known_true(__FILE__, __LINE__)
+                                     : limit.as_bool_unchecked();
+}
+
+inline bool has_shape(const Tensor &t, c10::SymIntArrayRef shape) {
+    const auto sizes = t.sym_sizes();
+    return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
+                      [](const SymInt &x, const SymInt &y) { return holds(x.sym_eq(y)); });
+}
+
 inline std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
 inline void check_like_q(const Tensor &q, const Tensor &t, const char *name, at::ScalarType dtype) {
@@ -64,10 +82,11 @@ inline void check_like_q(const Tensor &q, const Tensor &t, const char *name, at:
 // What the shapes of q and k betray, for an error: heads and tokens in each other's place.
 inline const char *hint_at_layout(const Arguments &a) {
     const SymInt Hkv = a.k.sym_size(2);
-    if (Hkv <= 0) return "";
-    if (a.block_table && a.q.sym_size(1) % Hkv == 0)
+    const auto is_multiple = [&](const SymInt &n) { return TORCH_GUARD_OR_FALSE((n % Hkv).sym_eq(0)); };
+    if (!TORCH_GUARD_OR_FALSE(Hkv.sym_gt(0))) return "";
+    if (a.block_table && is_multiple(a.q.sym_size(1)))
         return "; if the pages are (pages, page_size, Hkv, d), as in vLLM, pass k.transpose(1, 2), v.transpose(1, 2)";
-    if (a.q.sym_size(2) % Hkv == 0)
+    if (is_multiple(a.q.sym_size(2)))
         return "; if they are (B, N, H, d), as in flash_attn, pass x.transpose(1, 2) of each";
     return "";
 }
@@ -79,21 +98,23 @@ inline void check_q_k_v(const Arguments &a) {
     for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) {
         check_like_q(a.q, *t, name, dtype);
         TORCH_CHECK_VALUE(t->dim() == 4, name, " must have 4 dimensions, (B, H, N, d), but has shape ", t->sym_sizes());
-        TORCH_CHECK_VALUE(t->sym_size(2) < kMaxTokens, name, " must have fewer than ", kMaxTokens,
+        TORCH_CHECK_VALUE(may_hold(t->sym_size(2).sym_lt(kMaxTokens)), name, " must have fewer than ", kMaxTokens,
                           " tokens, but has shape ", t->sym_sizes());
     }
     const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
-    TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= 256, "q must have a head dimension d from 1 to 256, but has shape ", q);
-    TORCH_CHECK_VALUE(a.block_table || (k[0] == q[0] && k[3] == q[3]),
+    TORCH_CHECK_VALUE(may_hold(q[3].sym_ge(1)) && may_hold(q[3].sym_le(256)),
+                      "q must have a head dimension d from 1 to 256, but has shape ", q);
+    const bool has_d = holds(k[3].sym_eq(q[3]));
+    TORCH_CHECK_VALUE(a.block_table || (has_d && holds(k[0].sym_eq(q[0]))),
                       "k must have q's batch size and head dimension, (", q[0], ", Hkv, Nk, ", q[3],
                       "), but has shape ", k);
-    TORCH_CHECK_VALUE(!a.block_table || (k[0] >= 1 && k[0] < kMaxPages && k[2] >= 1 && k[3] == q[3]),
+    TORCH_CHECK_VALUE(!a.block_table || (has_d && may_hold(k[0].sym_ge(1)) && may_hold(k[0].sym_lt(kMaxPages)) &&
+                                         may_hold(k[2].sym_ge(1))),
                       "k must be pages of q's head dimension with block_table, (pages, Hkv, page_size, ", q[3],
                       "), at least 1 page of 1 key, but has shape ", k);
-    TORCH_CHECK_VALUE(v[0] == k[0] && v[1] == k[1] && v[2] == k[2] && v[3] == k[3], "v must have k's shape ", k,
-                      ", but has shape ", v);
-    TORCH_CHECK_VALUE(k[1] > 0 ? q[1] % k[1] == 0 : q[1] == 0, "q must have a multiple of k's heads, but q has ", q[1],
-                      " and k has ", k[1], hint_at_layout(a));
+    TORCH_CHECK_VALUE(has_shape(a.v, k), "v must have k's shape ", k, ", but has shape ", v);
+    TORCH_CHECK_VALUE(may_hold((q[1] % k[1].max(1)).sym_eq(0)) && may_hold(k[1].sym_gt(0) | q[1].sym_eq(0)),
+                      "q must have a multiple of k's heads, but q has ", q[1], " and k has ", k[1], hint_at_layout(a));
 }
 
 inline void check_ints(const Tensor &q, const Tensor &t, const char *name) {
@@ -106,26 +127,27 @@ inline void check_ints(const Tensor &q, const Tensor &t, const char *name) {
 inline void check_per_batch(const Tensor &q, const MaybeTensor &t, const char *name) {
     if (!t) return;
     check_ints(q, *t, name);
-    TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == q.sym_size(0), name, " must have shape (B,) = (",
-                      q.sym_size(0), ",), but has shape ", t->sym_sizes());
+    TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes().slice(0, 1)), name, " must have shape (B,) = (", q.sym_size(0),
+                      ",), but has shape ", t->sym_sizes());
 }
 
 inline void check_block_table(const Arguments &a) {
     if (!a.block_table) return;
     check_ints(a.q, *a.block_table, "block_table");
     const auto shape = a.block_table->sym_sizes();
-    TORCH_CHECK_VALUE(shape.size() == 2 && shape[0] == a.q.sym_size(0), "block_table must have shape (B, n) = (",
-                      a.q.sym_size(0), ", n), but has shape ", shape);
-    TORCH_CHECK_VALUE(shape[1] < kMaxTokens && shape[1] * a.k.sym_size(2) < kMaxTokens,
-                      "block_table must have pages for fewer than ", kMaxTokens, " keys a batch, but has shape ", shape,
-                      " and pages of ", a.k.sym_size(2));
+    TORCH_CHECK_VALUE(shape.size() == 2 && holds(shape[0].sym_eq(a.q.sym_size(0))),
+                      "block_table must have shape (B, n) = (", a.q.sym_size(0), ", n), but has shape ", shape);
+    TORCH_CHECK_VALUE(
+        may_hold(shape[1].sym_lt(kMaxTokens)) && may_hold((shape[1] * a.k.sym_size(2)).sym_lt(kMaxTokens)),
+        "block_table must have pages for fewer than ", kMaxTokens, " keys a batch, but has shape ", shape,
+        " and pages of ", a.k.sym_size(2));
 }
 
 inline void check_options(const Arguments &a) {
     check_block_table(a);
-    TORCH_CHECK_VALUE(a.window_size.size() == 2 && a.window_size[0] >= -1 && a.window_size[1] >= -1,
-                      "window_size must be (left, right), each at least 0, or -1 for no bound, but was ",
-                      a.window_size);
+    const auto window = a.window_size;
+    TORCH_CHECK_VALUE(window.size() == 2 && may_hold(window[0].sym_ge(-1)) && may_hold(window[1].sym_ge(-1)),
+                      "window_size must be (left, right), each at least 0, or -1 for no bound, but was ", window);
     TORCH_CHECK_VALUE(!a.softmax_scale || std::isfinite((float)*a.softmax_scale),
                       "softmax_scale must be a finite float32, but was ", *a.softmax_scale);
     TORCH_CHECK_VALUE(!(a.offset && a.offsets), "offset must be an int or a tensor, but was both");
@@ -140,8 +162,8 @@ inline void check_sinks(const Arguments &a) {
     TORCH_CHECK_VALUE(at::isFloatingType(dtype), "sinks must be of a floating dtype, but is ", name_of(dtype));
     check_like_q(a.q, *a.sinks, "sinks", dtype);
     const auto heads = a.q.sym_sizes().slice(0, 2), shape = a.sinks->sym_sizes();
-    TORCH_CHECK_VALUE(shape == heads || shape == heads.slice(1), "sinks must have shape (Hq,) = (", heads[1],
-                      ",) or (B, Hq), but has shape ", shape);
+    TORCH_CHECK_VALUE(has_shape(*a.sinks, shape.size() == 1 ? heads.slice(1) : heads),
+                      "sinks must have shape (Hq,) = (", heads[1], ",) or (B, Hq), but has shape ", shape);
     TORCH_CHECK_VALUE(!a.o, "sinks must be None with a state: give them to the call with the first keys");
 }
 
@@ -152,11 +174,11 @@ inline void check_state(const Arguments &a) {
     TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
     if (!any) return;
     check_like_q(q, *a.o, "state's o", at::kFloat);
-    TORCH_CHECK_VALUE(a.o->sym_sizes() == q.sym_sizes(), "state's o must have q's shape ", q.sym_sizes(),
+    TORCH_CHECK_VALUE(has_shape(*a.o, q.sym_sizes()), "state's o must have q's shape ", q.sym_sizes(),
                       ", but has shape ", a.o->sym_sizes());
     for (const auto &[t, name] : {std::pair{&*a.l, "state's l"}, {&*a.m, "state's m"}}) {
         check_like_q(q, *t, name, at::kFloat);
-        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
+        TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes().slice(0, 3)), name,
                           " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
                           t->sym_sizes());
     }
@@ -164,12 +186,12 @@ inline void check_state(const Arguments &a) {
 
 inline void check_out(const Arguments &a, const Tensor &out) {
     check_like_q(a.q, out, "out", a.q.scalar_type());
-    TORCH_CHECK_VALUE(out.sym_sizes() == a.q.sym_sizes(), "out must have q's shape ", a.q.sym_sizes(),
-                      ", but has shape ", out.sym_sizes());
-    bool is_own = out.sym_size(3) == 1 || out.sym_stride(3) == 1;
-    for (int i = 0; i < 3; ++i) is_own = is_own && (out.sym_size(i) <= 1 || out.sym_stride(i) != 0);
-    TORCH_CHECK_VALUE(is_own, "out must have a contiguous last dimension and no stride of 0, but has strides ",
-                      out.sym_strides());
+    TORCH_CHECK_VALUE(has_shape(out, a.q.sym_sizes()), "out must have q's shape ", a.q.sym_sizes(), ", but has shape ",
+                      out.sym_sizes());
+    const auto size = out.sym_sizes(), stride = out.sym_strides();
+    bool is_own = may_hold(size[3].sym_eq(1) | stride[3].sym_eq(1));
+    for (int i = 0; i < 3; ++i) is_own = is_own && may_hold(size[i].sym_le(1) | stride[i].sym_ne(0));
+    TORCH_CHECK_VALUE(is_own, "out must have a contiguous last dimension and no stride of 0, but has strides ", stride);
 }
 
 // The arguments that backward has and forward has not.
@@ -179,12 +201,12 @@ inline void check_gradients(const Arguments &a, const Tensor &do_, const Tensor 
     const auto dtype = q.scalar_type();
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}}) {
         check_like_q(q, *t, name, t->scalar_type() == at::kFloat ? at::kFloat : dtype);
-        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes(), name, " must have q's shape ", q.sym_sizes(),
+        TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes()), name, " must have q's shape ", q.sym_sizes(),
                           ", but has shape ", t->sym_sizes());
     }
     for (const auto &[t, name] : {std::pair{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}}) {
         check_like_q(q, *t, name, at::kFloat);
-        TORCH_CHECK_VALUE(t->sym_sizes() == q.sym_sizes().slice(0, 3), name,
+        TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes().slice(0, 3)), name,
                           " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
                           t->sym_sizes());
     }

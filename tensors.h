@@ -52,14 +52,21 @@ inline bool has_aligned_rows(const Tensor &t) {
 // A dense tensor of q's shape in the order of its strides, so that transpose(1, 2) of it is as free as of q.
 inline Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
     const auto size = q.sym_sizes(), stride = q.sym_strides();
+    const auto is_known = [](const c10::SymBool &x) { return TORCH_GUARD_OR_FALSE(x); };
+    // A dimension of size 1 or stride 0 has no place of its own.
+    const auto has_place = [&](int i) { return !is_known(size[i].sym_eq(1)) && !is_known(stride[i].sym_eq(0)); };
+    const auto is_outer = [&](int i, int inner) {
+        const c10::SymBool has_stride = stride[i].sym_ge(stride[inner]);
+        if (is_known(has_stride) || is_known(has_stride.sym_not())) return is_known(has_stride);
+        // Symbols leave it open where a size could be 0, too. Other strides are multiples of those further in.
+        return !is_known((stride[inner] % stride[i]).sym_eq(0));
+    };
     std::array<int, 3> order = {0, 1, 2};  // outermost first; sorted by insertion
     for (int i = 1; i < 3; ++i) {
         int at = i;
         for (int j = i - 1; j >= 0; --j) {
-            const int outer = order[j], inner = order[at];
-            // A dimension of size 1 or stride 0 has no place of its own.
-            if (size[outer] == 1 || size[inner] == 1 || stride[outer] == 0 || stride[inner] == 0) continue;
-            if (stride[outer] >= stride[inner]) break;
+            if (!has_place(order[j]) || !has_place(order[at])) continue;
+            if (is_outer(order[j], order[at])) break;
             std::swap(order[j], order[at]);
             at = j;
         }

@@ -11,6 +11,7 @@ import torch
 
 from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
+from minimal_attn._sizes import divide_up, known, larger, smaller
 
 _MAX_KEYS = 1 << 28  # of a batch, and more: checks.h
 
@@ -35,13 +36,15 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
     The sum of the lengths bounds the number of blocks. The last block has no query and no key.
     """
-    total, B, device = len(q), len(begin), q.device
-    if total == 0:  # forward's checks, and its empty results
+    total, B, device = q.shape[0], begin.shape[0], q.device
+    if known(total == 0):  # forward's checks, and its empty results
         out, lse = attend(q[None], k, v, s_aux, wants_lse, **options)
         return out[0], lse[0] if wants_lse else None
-    blocks_of_longest = max(1, divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
-    rows = max(1, divide_up(max_seqlen_q, blocks_of_longest))
-    n_blocks = min(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
+    if not known(total > 0):
+        q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 1))  # a row that blocks without queries can read
+    blocks_of_longest = larger(1, divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
+    rows = larger(1, divide_up(max_seqlen_q, blocks_of_longest))
+    n_blocks = smaller(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
     q_begin, q_end = cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
     blocks = divide_up(q_end - q_begin, rows)
     next_block = blocks.cumsum(0)
@@ -55,7 +58,7 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     b = b.clamp(max=B - 1)
     to_end = (block - first_block[b] + 1) * rows  # from the block's first query to the sequence's end
     token = (q_end[b] - to_end)[:, None] + torch.arange(rows, device=device)
-    queries = q.index_select(0, token.clamp(0, total - 1).flatten()).unflatten(0, (n_blocks, rows))
+    queries = q.index_select(0, token.clamp(0, q.shape[0] - 1).flatten()).unflatten(0, (n_blocks, rows))
     options |= dict(seqlens_k=end[b] * is_used, leftpad_k=begin[b] * is_used, offset=end[b] - to_end)
     # hopper splits float32 keys once a batch, here for each block: O(N^2) of workspace.
     if q.is_cuda and q.dtype == torch.float32:
@@ -75,10 +78,6 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     row = torch.where(is_inside, row, n_blocks * rows - 1)
     lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
     return out.flatten(0, 1).index_select(0, row), lse
-
-
-def divide_up(x, y):
-    return (x + y - 1) // y
 
 
 # ---------------------------------------------------------------------------------------------- gradients
@@ -108,16 +107,16 @@ def attend_pages(
 
     def attend_tables(table, cu_seqlens_q, lengths):
         (B, n), page_size = table.shape, k.shape[1]
-        is_long = B * n * page_size >= _MAX_KEYS
+        is_long = known(B * n * page_size >= _MAX_KEYS)
         table = table[:, : divide_up(max_seqlen_k, page_size)]
         room = table.shape[1] * page_size
-        if is_long and room >= _MAX_KEYS:
+        if is_long and known(room >= _MAX_KEYS):
             raise ValueError(f"max_seqlen_k must be less than {_MAX_KEYS} with pages, but was {max_seqlen_k}")
-        if is_long and B * room >= _MAX_KEYS:
+        if is_long and known(B * room >= _MAX_KEYS):
             half = B // 2
             first = attend_tables(table[:half], cu_seqlens_q[: half + 1], lengths[:half])
             second = attend_tables(table[half:], cu_seqlens_q[half:], lengths[half:])
-            is_second = torch.arange(len(q), device=q.device) >= cu_seqlens_q[half]
+            is_second = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[half]
             out = torch.where(is_second[:, None, None], second[0], first[0])
             return out, torch.where(is_second, second[1], first[1]) if wants_lse else None
         # One row has the pages of all sequences, so that a backend that copies pages copies each once.
@@ -149,7 +148,7 @@ def attend_sequences(
 
 
 class _Sequences(torch.autograd.Function):
-    """attend_packed's results with gradients. In here Dynamo couldn't trace its dynamic sizes."""
+    """attend_packed's results with gradients."""
 
     generate_vmap_rule = True
 
@@ -165,7 +164,9 @@ class _Sequences(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, s_aux, out, lse, *bounds = ctx.saved_tensors
-        dq, dk, dv = gradients(do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, **ctx.options)
+        # A graph can't have a loop over sizes, so it gets an operator.
+        compute = torch.ops.minimal_attn.packed_backward if torch.compiler.is_compiling() else gradients
+        dq, dk, dv = compute(do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, **ctx.options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
         return dq, dk, dv, dsinks, *[None] * 7
 
@@ -240,6 +241,22 @@ def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
         for x, index, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
             x.index_copy_(0, index.flatten(), part.transpose(1, 2).flatten(0, 1))
     return dq[:total_q], dk[:total_k], dv[:total_k]
+
+
+@torch.library.custom_op(
+    "minimal_attn::packed_backward",
+    mutates_args=(),
+    schema="(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dlse, Tensor cu_q, "
+    "Tensor cu_k, SymInt max_q, SymInt max_k, *, float? softmax_scale, bool causal, SymInt[2] window_size, "
+    "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+def _gradients(*arguments, **options):
+    return gradients(*arguments, **options)
+
+
+@_gradients.register_fake
+def _(do, q, k, v, *arguments, **options):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _pad(x, index, fill):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
+from minimal_attn._sizes import known
 from minimal_attn._varlen import attend, attend_pages, attend_sequences
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -142,16 +143,17 @@ def flash_attn_varlen_func(
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
-    B = len(cu_seqlens_q) - 1
-    if B < 1:
+    B = cu_seqlens_q.shape[0] - 1
+    if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
     _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
-    max_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q, len(q))
-    max_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k, len(k) if block_table is None else float("inf"))
+    total_k = k.shape[0] if block_table is None else float("inf")
+    max_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
+    max_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k, total_k)
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
         lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
-        if (longest := known_max(lengths)) > room:
+        if known((longest := known_max(lengths)) > room):
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
         arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
@@ -229,7 +231,7 @@ def flash_attn_with_kvcache(
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
     refuse_grad("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
-    B, (C, N, Hkv, d) = len(q), k_cache.shape
+    B, (C, N, Hkv, d) = q.shape[0], k_cache.shape
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
         if cache_batch_idx is not None:
@@ -238,7 +240,7 @@ def flash_attn_with_kvcache(
         _check("cache_batch_idx", cache_batch_idx, q, (B,), _INTS)
         check_range("cache_batch_idx", cache_batch_idx, C)
         block_table = cache_batch_idx[:, None]  # a sequence is a page of N keys
-    elif C < B:
+    elif known(C < B):
         raise ValueError(f"k_cache must have at least q's {B} sequences, but has {C}")
     if cache_leftpad is not None:
         _check("cache_leftpad", cache_leftpad, q, (B,), _INTS)
@@ -252,7 +254,7 @@ def flash_attn_with_kvcache(
     lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
     if block_table is not None:
         _check_pages(block_table, lengths, "k_cache", k_cache)
-    if N_new:
+    if not known(N_new == 0):
         _check_is_writable("k_cache", k_cache)
         _check_is_writable("v_cache", v_cache)
         for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
@@ -276,12 +278,12 @@ def flash_attn_with_kvcache(
 
 def _check_pages(block_table, lengths, name, cache):
     """Checks the numbers of the pages, but not of those behind a sequence's last key."""
-    if 0 in cache.shape[:2]:
+    if known(*(n == 0 for n in cache.shape[:2])):
         raise ValueError(f"{name} must have pages, of at least 1 key, but has shape {tuple(cache.shape)}")
     if lengths is not None and is_known(block_table):
         first_key = torch.arange(block_table.shape[1], device=block_table.device) * cache.shape[1]
         block_table = torch.where(first_key < lengths[:, None], block_table, 0)
-    check_range("block_table", block_table, len(cache))
+    check_range("block_table", block_table, cache.shape[0])
 
 
 def _options(softmax_scale, causal, window_size):
@@ -309,10 +311,8 @@ def _check(name, x, q, shape, dtypes=None):
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(f"{name} must be a dense tensor, but was {in_words(x)}")
     was = x.shape
-    fits = len(was) == len(shape)
-    for n, must in zip(was, shape, strict=False):
-        fits = fits and (isinstance(must, str) or n == must)
-    if not fits:
+    differ = [n != must for n, must in zip(was, shape, strict=False) if not isinstance(must, str)]
+    if len(was) != len(shape) or (differ and known(*differ)):
         must = ", ".join(map(str, shape)) + "," * (len(shape) == 1)
         raise ValueError(f"{name} must have shape ({must}), but has shape {tuple(was)}")
     if dtypes is None:
@@ -331,10 +331,10 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
     of_q = dict(zip(q_shape, sizes, strict=True))
     of_k = _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape])
     _check("v" + suffix, v, q, of_k)
-    if not 1 <= of_q["d"] <= 256:
+    if known(of_q["d"] < 1, of_q["d"] > 256):
         raise ValueError(f"q must have a head dimension d from 1 to 256, but has shape {tuple(sizes)}")
     Hq, Hkv = of_q["Hq"], of_k[-2]
-    if Hq % Hkv if Hkv else Hq:
+    if known(Hq != Hkv) and known((Hq % Hkv if Hkv else Hq) != 0):
         hint = "; with heads in front of tokens, as in SDPA, pass x.transpose(-3, -2)"
         is_swapped = of_k[-3] and (Hq % of_k[-3] == 0 or sizes[-3] % of_k[-3] == 0)
         text = f"q must have a multiple of k{suffix}'s heads, but q has {Hq} and k{suffix} has {Hkv}"
@@ -366,9 +366,9 @@ def _checked_longest(name, cu_seqlens, max_seqlen, total):
     except TypeError:
         raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}") from None
     longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
-    if longest > max_seqlen:
+    if known(longest > max_seqlen):
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
-    if end > total:
+    if known(end > total):
         raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
     return max_seqlen
 
@@ -383,7 +383,7 @@ def _lengths(cache_seqlens, N_new, N, q):
         except TypeError:
             raise TypeError(f"cache_seqlens must be an int or a tensor, but was {cache_seqlens!r}") from None
         check_range("cache_seqlens", n, N - N_new + 1)
-        return torch.full((len(q),), n + N_new, dtype=torch.int32, device=q.device)
-    _check("cache_seqlens", cache_seqlens, q, (len(q),), _INTS)
+        return torch.full((q.shape[0],), n + N_new, dtype=torch.int32, device=q.device)
+    _check("cache_seqlens", cache_seqlens, q, (q.shape[0],), _INTS)
     check_range("cache_seqlens", cache_seqlens, N - N_new + 1)
     return cache_seqlens + N_new

@@ -25,7 +25,17 @@ def grads(backend, do, q, k, v, dlse=None, **options):
     complete = options.pop("sinks", None) is None
     with torch.no_grad():
         by_hand = minimal_attn.backward(
-            do, q, k, v, o.detach(), lse.detach(), None, dlse=dlse, backend=backend.name, complete=complete, **options
+            do,
+            q,
+            k,
+            v,
+            o.detach(),
+            lse.detach(),
+            None,
+            dlse=dlse,
+            backend=backend.name,
+            complete=complete,
+            **options,
         )
     if torch.are_deterministic_algorithms_enabled():
         assert all(map(torch.equal, results, by_hand))
