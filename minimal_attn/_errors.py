@@ -211,7 +211,8 @@ def known_max(x):
 
 
 def is_known(x):
-    return type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_data = type(x) is torch.Tensor and not torch._C._functorch.is_batchedtensor(x)  # of torch.vmap
+    return is_data and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_range(name, x, end):

@@ -23,7 +23,8 @@ def _vmap_rule(operator):
     def rule(info, in_dims, *args):
         arguments = dict(zip(names, args, strict=False))
         dims = dict(zip(names, in_dims, strict=False))
-        B = next(_without(arguments[name], dims[name]).shape[0] for name in ("q", "k", "v"))
+        shapes = {name: _shape_of_element(arguments[name], dims[name], name) for name in "qkv"}
+        B = shapes["q"][0]
 
         def in_front(name):  # (mapped, ...), expanded where it isn't mapped
             t, dim = arguments[name], dims[name]
@@ -31,10 +32,13 @@ def _vmap_rule(operator):
 
         pages = []
         if arguments.get("block_table") is not None:
+            if info.batch_size == 0:  # the operator wants pages even then
+                for name in "kv":
+                    arguments[name], dims[name] = arguments[name].new_zeros(shapes[name]), None
             if dims["k"] is None and dims["v"] is None:  # all elements read the same pages
                 pages = ["k", "v"]
             else:
-                table, n_pages = in_front("block_table"), _without(arguments["k"], dims["k"]).shape[0]
+                table, n_pages = in_front("block_table"), shapes["k"][0]
                 first_page = torch.arange(info.batch_size, device=table.device) * n_pages
                 table = table.long().clamp(0, n_pages - 1) + first_page[:, None, None]
                 arguments["block_table"], dims["block_table"] = table, 0
@@ -54,9 +58,12 @@ def _vmap_rule(operator):
     return rule
 
 
-def _without(t, dim):
-    """The first of the elements that are mapped over."""
-    return t if dim is None else t.select(dim, 0)
+def _shape_of_element(t, dim, name):
+    """The shape of one of the elements that are mapped over, of which there may be none."""
+    shape = [size for i, size in enumerate(t.shape) if i != dim]
+    if len(shape) != 4:
+        raise ValueError(f"{name} must have 4 dimensions, (B, H, N, d), but has shape {shape}")
+    return shape
 
 
 def _flops(q, k, v, *args, out_shape=None, **kwargs):

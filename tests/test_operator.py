@@ -10,6 +10,7 @@ from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minimal_attn
+from minimal_attn.flash_attn import flash_attn_varlen_func as varlen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -229,6 +230,64 @@ def test_vmap(backend, returns):
         assert counts["minimal_attn::forward"] <= 2  # the call that is mapped, and that with the larger batch
         for x, *elements in zip(actual, *calls, strict=True):
             torch.testing.assert_close(x, torch.stack(elements), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "seqlens_k", "offset tensor", "sinks", "block_table", "return_lse", "return_state"]
+)
+def test_vmap_of_no_elements(backend, name):
+    """Empty results of the right shapes, whatever is mapped over; likewise gradients."""
+    options = keywords(backend)[name]
+    mapped = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    tensors = backend.qkv()
+    expected = [(0, *x.shape) for x in flat(backend.forward(*tensors, **options))]
+
+    def forward(q, k, v, mapped):
+        return backend.forward(q, k, v, **options | mapped)
+
+    for dims in (0, 0, 0, 0), (0, None, None, None), (None, 1, None, 0), (None, None, 4, None), (-1, 2, 0, 0):
+        dims = dims if mapped else (*dims[:3], None)
+        inputs = [
+            x if d is None else x.unsqueeze(d).narrow(d, 0, 0) for x, d in zip(tensors, dims, strict=False)
+        ]
+        emptied = {name: x if dims[3] is None else x[None][:0] for name, x in mapped.items()}
+        results = torch.vmap(forward, dims)(*inputs, emptied)
+        assert [x.shape for x in flat(results)] == expected
+    inputs = [x[None, None].expand(3, 2, *x.shape) for x in tensors]
+    for one in (slice(0), slice(3)), (slice(3), slice(0)):
+        results = torch.vmap(torch.vmap(forward, (0, 0, 0, None)), (0, 0, 0, None))(
+            *(x[one] for x in inputs), mapped
+        )
+        sizes = inputs[0][one].shape[:2]
+        assert [x.shape for x in flat(results)] == [(*sizes, *shape[1:]) for shape in expected]
+    if "block_table" not in options:
+
+        def loss(q, k, v):
+            return flat(forward(q, k, v, mapped))[0].sum()
+
+        gradients = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(*(x[None][:0] for x in tensors))
+        assert [x.shape for x in gradients] == [(0, *x.shape) for x in tensors]
+
+
+def test_vmap_of_bad_input(backend):
+    q, k, v = backend.qkv()
+    with pytest.raises(
+        ValueError, match=r"^q must have 4 dimensions, \(B, H, N, d\), but has shape \[4, 70, 64\]$"
+    ):
+        torch.vmap(backend.forward)(q, k, v)
+
+
+def test_vmap_of_packed_sequences(backend):
+    """Also over other lengths in each element."""
+    q, k, v = (backend.randn(3, 20, H, 16) for H in (4, 2, 2))
+    ends = torch.stack([backend.ints(0, 7, 20), backend.ints(0, 0, 9), backend.ints(2, 3, 20)])
+
+    def packed(q, k, v, ends):
+        return varlen(q, k, v, ends, ends, 18, 18, causal=True)
+
+    expected = torch.stack([packed(*element) for element in zip(q, k, v, ends, strict=True)])
+    torch.testing.assert_close(torch.vmap(packed)(q, k, v, ends), expected)
+    assert torch.vmap(packed)(q[:0], k[:0], v[:0], ends[:0]).shape == (0, 20, 4, 16)
 
 
 def test_vmap_of_out(backend):
