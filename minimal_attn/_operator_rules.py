@@ -1,4 +1,4 @@
-"""What PyTorch's tools ask besides the dispatcher: vmap's rule, the count of FLOPs, DTensor's sharding."""
+"""What PyTorch's tools ask besides the dispatcher: vmap's rule, FLOPs, DTensor's sharding, ONNX."""
 
 import math
 import sys
@@ -139,6 +139,15 @@ def _register_sharding(tensor):
         propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(3, needs_pytree=True)
 
 
+def _register_onnx(ops):
+    from torch.onnx._internal.exporter._torchlib._torchlib_registry import onnx_impl
+
+    from minimal_attn.onnx import translation_table
+
+    for operator, translation in translation_table().items():
+        onnx_impl(operator, no_compile=True)(translation)
+
+
 def _try(function, module):
     """The function uses details of PyTorch, which may change. PyTorch's module must still be importable."""
     try:
@@ -182,6 +191,7 @@ def register():
     functions = {
         "torch.utils.flop_counter": _register_flops,
         "torch.distributed.tensor": _register_sharding,
+        "torch.onnx._internal.exporter._torchlib.ops": _register_onnx,
     }
     for name in [name for name in functions if name in sys.modules]:
         _try(functions.pop(name), sys.modules[name])

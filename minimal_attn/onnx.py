@@ -1,0 +1,178 @@
+"""torch.onnx.export(dynamo=True) of models that call minimal_attn.forward, or what is built on it.
+
+Opset 23 and newer have an operator Attention, which computes o where softmax_scale is positive and there
+are no sinks. Else, and in older opsets, each step is an operator. Attention aligns the first query with the
+first key, and runtimes differ in what a row without keys gets. So other alignments, windows and lengths
+become a bool mask, and rows that see no key become 0.
+
+Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
+exported yet, since torch.onnx has no torch.searchsorted.
+"""
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+_FAR = 2**40  # beyond all positions; sums of a few stay within int64
+_FLOAT, _INT64 = 1, 7  # onnx.TensorProto's
+
+
+def translation_table() -> dict[Callable, Callable]:
+    """What torch.onnx.export(dynamo=True) does with our operators, at any opset_version.
+
+    `import minimal_attn` adds it to torch.onnx's own list, which is private. Where a later PyTorch refuses
+    that, a warning says so: then pass it to the export as `custom_translation_table`.
+
+    The summary of the export's error names `state` or `block_table` where a call has them: ONNX has neither.
+    """
+    if find_spec("onnxscript") is None:
+        raise ImportError(
+            "minimal_attn.onnx needs onnxscript, as torch.onnx.export does: pip install onnxscript"
+        )
+    forward = torch.ops.minimal_attn.forward
+    return {forward.default: _forward, forward.lse: _forward_lse, forward.state: _forward_state}
+
+
+def _forward(*arguments, **options):
+    call = _Call(*arguments, **options)
+    op, q, number = call.op, call.q, call.constant
+    if op.version < 23 or call.scale <= 0 or call.sinks is not None:
+        return op.CastLike(_explicit(call)[0], q)
+    visible, how = None, {"scale": call.scale, "softmax_precision": _FLOAT}
+    if call.is_top_left():
+        how["is_causal"] = 1
+    else:
+        visible = call.visible()
+    o, *_ = op.Attention(q, call.k, call.v, visible, **how)
+    if visible is None:
+        return o
+    is_hidden = op.Equal(op.ReduceMax(op.Cast(visible, to=_INT64), number(-1)), number(0))
+    return op.Where(is_hidden, op.CastLike(number(0.0), q), o)
+
+
+def _forward_lse(*arguments, **options):
+    call = _Call(*arguments, **options)
+    o, l, m = _explicit(call)
+    return call.op.CastLike(o, call.q), call.op.Add(m, call.op.Log(l))
+
+
+def _forward_state(*arguments, **options):
+    return _explicit(_Call(*arguments, **options))
+
+
+def _explicit(call):
+    """o, l, m in float32, by steps. The query heads of a key head are more rows of it."""
+    op, number = call.op, call.constant
+    q, k, v = (op.Cast(x, to=_FLOAT) for x in (call.q, call.k, call.v))
+    B, Hq, Nq, _ = (op.Shape(q, start=i, end=i + 1) for i in range(4))
+    _, Hkv, Nk, d = (op.Shape(k, start=i, end=i + 1) for i in range(4))
+    rows = op.Div(op.Mul(Hq, Nq), Hkv)
+
+    def product(x, y, columns_of_x, columns):
+        grouped = op.Reshape(x, op.Concat(B, Hkv, rows, columns_of_x, axis=0), allowzero=1)
+        return op.Reshape(op.MatMul(grouped, y), op.Concat(B, Hq, Nq, columns, axis=0), allowzero=1)
+
+    S = op.Mul(product(q, op.Transpose(k, perm=[0, 1, 3, 2]), d, Nk), number(call.scale))
+    if (visible := call.visible()) is not None:
+        S = op.Where(visible, S, number(-math.inf))
+    m = op.ReduceMax(S, number(-1))
+    if call.sinks is not None:  # (Hq,) or (B, Hq)
+        sinks = op.Unsqueeze(op.Cast(call.sinks, to=_FLOAT), number(-2, -1))
+        m = op.Max(m, sinks)
+    m_finite = op.Where(op.Equal(m, number(-math.inf)), number(0.0), m)
+    P = op.Exp(op.Sub(S, m_finite))
+    l = op.ReduceSum(P, number(-1))
+    if call.sinks is not None:
+        l = op.Add(l, op.Exp(op.Sub(sinks, m_finite)))
+    is_hidden = op.Equal(l, number(0.0))
+    o = op.Div(product(P, v, Nk, d), op.Where(is_hidden, number(1.0), l))
+    return o, op.Squeeze(l, number(-1)), op.Squeeze(m, number(-1))
+
+
+class _Call:
+    """A call of the operator, which becomes nodes of the model that is exported."""
+
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        causal=False,
+        window_size=(-1, -1),
+        softmax_scale=None,
+        seqlens_k=None,
+        leftpad_k=None,
+        offset=None,
+        offsets=None,
+        backend="auto",
+        o=None,
+        l=None,
+        m=None,
+        sinks=None,
+        block_table=None,
+    ):
+        import onnxscript
+
+        if o is not None or block_table is not None:
+            name = "state" if o is not None else "block_table"
+            raise NotImplementedError(f"{name} must be None in an export to ONNX, but was given")
+        self.op = onnxscript.evaluator.default().opset
+        self.q, self.k, self.v, self.sinks = q, k, v, sinks
+        self.scale = float(1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale)
+        left, right = window_size
+        self.left, self.right = left, 0 if causal else right
+        self.seqlens_k, self.leftpad_k, self.offset, self.offsets = seqlens_k, leftpad_k, offset, offsets
+
+    def constant(self, *values):
+        """A float, or one or several ints in a list, as axes are."""
+        is_float = isinstance(values[0], float)
+        return self.op.Constant(**{"value_float": values[0]} if is_float else {"value_ints": list(values)})
+
+    def is_top_left(self):
+        """Whether query i sees keys 0 to i: ONNX's is_causal."""
+        is_square = isinstance(self.q.shape[2], int) and self.q.shape[2] == self.k.shape[2]
+        is_aligned = self.offset == 0 if isinstance(self.offset, int) else self.offset is None and is_square
+        others = self.seqlens_k, self.leftpad_k, self.offsets
+        return is_aligned and (self.left, self.right) == (-1, 0) and all(x is None for x in others)
+
+    def visible(self):
+        """Which keys a row sees, as band_of in flash.h: (1 or B, 1, Nq, Nk), or None: all."""
+        op, number = self.op, self.constant
+        Nq, Nk = op.Shape(self.q, start=2, end=3), op.Shape(self.k, start=2, end=3)
+
+        def positions(n):
+            scalar = op.Squeeze(n)
+            return op.Range(op.Sub(scalar, scalar), scalar, op.Squeeze(number(1)))
+
+        def of_batches(x):
+            return op.Unsqueeze(op.Cast(x, to=_INT64), number(1, 2, 3))
+
+        i, j = op.Unsqueeze(positions(Nq), number(1)), positions(Nk)
+        end, conditions = Nk, []
+        if self.seqlens_k is not None:
+            end = op.Max(op.Min(of_batches(self.seqlens_k), Nk), number(0))
+            conditions.append(op.Less(j, end))
+        if self.leftpad_k is not None:
+            conditions.append(op.GreaterOrEqual(j, of_batches(self.leftpad_k)))
+        if isinstance(self.offset, int):
+            offset = number(max(-_FAR, min(self.offset, _FAR)))
+        elif self.offset is not None:
+            offset = self.offset
+        elif self.offsets is not None:
+            offset = op.Max(op.Min(of_batches(self.offsets), number(_FAR)), number(-_FAR))
+        else:
+            offset = op.Sub(end, Nq)
+        position = op.Add(i, offset)
+        if self.left >= 0:
+            conditions.append(op.GreaterOrEqual(j, op.Sub(position, number(min(self.left, _FAR)))))
+        if self.right >= 0:
+            conditions.append(op.LessOrEqual(j, op.Add(position, number(min(self.right, _FAR)))))
+        if not conditions:
+            return None
+        visible = conditions[0]
+        for condition in conditions[1:]:
+            visible = op.And(visible, condition)
+        # Those of lengths alone have one row.
+        return op.Expand(visible, op.Concat(number(1, 1), Nq, Nk, axis=0))
