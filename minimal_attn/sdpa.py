@@ -24,6 +24,7 @@ from torch.overrides import has_torch_function_variadic
 from minimal_attn._backward import has_fast_backward
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._load import _C
+from minimal_attn._sizes import known
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda") if _C.cuda_architectures() else ("cpu",)
@@ -148,7 +149,8 @@ def _served(
     if scale is not None and not abs(scale) < _LARGEST:
         return "scale is not finite"
     q, k, v = query.shape, key.shape, value.shape
-    if min(len(q), len(k), len(v)) < 2 or 0 in q or 0 in k or 0 in v or k[-2] != v[-2]:
+    is_empty = query.numel() == 0, key.numel() == 0, value.numel() == 0
+    if min(len(q), len(k), len(v)) < 2 or known(*is_empty, k[-2] != v[-2]):
         return _UNFIT
     if not k[-1] == v[-1] == q[-1] <= 256:
         return "a head dimension above 256, or two different ones"
