@@ -10,7 +10,7 @@ def known(*conditions):
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
         return any([guard_or_false(x) for x in conditions])
-    return any(conditions)
+    return True in conditions
 
 
 def smaller(x, y):

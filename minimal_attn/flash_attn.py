@@ -311,8 +311,8 @@ def _check(name, x, q, shape, dtypes=None):
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(f"{name} must be a dense tensor, but was {in_words(x)}")
     was = x.shape
-    differ = [n != must for n, must in zip(was, shape, strict=False) if not isinstance(must, str)]
-    if len(was) != len(shape) or (differ and known(*differ)):
+    differ = [n != must for n, must in zip(was, shape, strict=False) if type(must) is not str]
+    if len(was) != len(shape) or known(*differ):
         must = ", ".join(map(str, shape)) + "," * (len(shape) == 1)
         raise ValueError(f"{name} must have shape ({must}), but has shape {tuple(was)}")
     if dtypes is None:
