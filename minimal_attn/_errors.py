@@ -3,6 +3,8 @@
 from operator import index
 
 import torch
+from torch._C._functorch import is_batchedtensor
+from torch.compiler import is_compiling
 
 # Keywords of other libraries' attention, and what to do here.
 _ELSEWHERE = {
@@ -211,8 +213,8 @@ def known_max(x):
 
 
 def is_known(x):
-    is_data = type(x) is torch.Tensor and not torch._C._functorch.is_batchedtensor(x)  # of torch.vmap
-    return is_data and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_data = type(x) is torch.Tensor and not is_batchedtensor(x)  # of torch.vmap
+    return is_data and x.device.type == "cpu" and not is_compiling()
 
 
 def check_range(name, x, end):
