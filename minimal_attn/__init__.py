@@ -2,6 +2,7 @@
 
 from minimal_attn import _operator_rules
 from minimal_attn._backward import backward
+from minimal_attn._fallback import FallbackWarning
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._merge import merge
 from minimal_attn.sdpa import (
@@ -14,6 +15,7 @@ from minimal_attn.sdpa import (
 __all__ = [
     "Activation",
     "Explanation",
+    "FallbackWarning",
     "activate",
     "backward",
     "explain",

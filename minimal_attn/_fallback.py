@@ -1,0 +1,30 @@
+"""The word that a call leaves these kernels: a warning once for each reason, or an error."""
+
+from __future__ import annotations
+
+import warnings
+
+
+class FallbackWarning(UserWarning):
+    """A call went to another library's kernels. Given once for each reason in a process.
+
+    warnings.filterwarnings("ignore", category=minimal_attn.FallbackWarning) hides it. strict=True, of
+    activate() for one, makes it a RuntimeError.
+    """
+
+
+_told: set[str] = set()  # the reasons already warned of; a test clears it
+
+
+def passed_on(why: str, strict: bool = False) -> None:
+    """Say that other kernels compute a call, why being one line such as "PyTorch: attn_mask is given".
+
+    Raises:
+        RuntimeError: if strict, in each call.
+    """
+    if strict:
+        raise RuntimeError(f"minimal_attn does not serve this call, and strict=True. {why}")
+    if why not in _told:
+        _told.add(why)
+        # Python shows a warning once for each text and line of code: each text comes here once.
+        warnings.warn(f"minimal_attn does not serve this call. {why}", FallbackWarning, stacklevel=3)
