@@ -548,6 +548,7 @@ TORCH_LIBRARY(minimal_attn, m) {
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
         m.impl("backward", torch::dispatch(key, &backward));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&backward)));
+    sdpa::define_operators(m);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -557,6 +558,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("explain", torch::wrap_pybind_function(explain), "What minimal_attn.explain returns, as a dict");
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
+    m.def("set_sdpa_strict", &sdpa::set_strict, "Whether a call that leaves our kernels raises");
     m.def("restore_sdpa", &sdpa::restore_operators, "Undo override_sdpa");
     m.def("has_fast_backward", &has_fast_backward, "Whether our gradients of q are as fast as PyTorch's");
     m.def("sdpa_calls", &sdpa::calls, "Calls of those operators since the import, by outcome");

@@ -19,6 +19,7 @@
 namespace at::autocast {
 TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor &arg, c10::DeviceType device_type);
 TORCH_API ScalarType get_autocast_dtype(c10::DeviceType device_type);
+TORCH_API bool is_autocast_enabled(c10::DeviceType device_type);
 }  // namespace at::autocast
 
 namespace minimal_attn {

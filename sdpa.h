@@ -3,17 +3,34 @@
 // PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
 // which is replaced as well. Both passes exchange o and the log-sum-exp as PyTorch's do, so that each works with PyTorch's
 // other one. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
+//
+// Three more operators are replaced only to see what PyTorch does: the function itself, which then avoids cuDNN's kernel
+// for masks; the separate steps that PyTorch takes where no fused kernel fits; and MultiheadAttention's fast path.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/_native_multi_head_attention_native.h>
+#include <ATen/ops/_scaled_dot_product_attention_math_native.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #ifdef WITH_CUDA
+#include <ATen/SDPBackend.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_fused_sdp_choice_cuda_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_cuda_dispatch.h>
@@ -35,27 +52,68 @@
 
 #include "autograd.h"
 #include "checks.h"
+#include "overload.h"
 #include "tensors.h"
 
 namespace minimal_attn::sdpa {
 
-// What becomes of a call: our kernels serve it, or it is passed on to PyTorch's, for one of these reasons.
-enum Outcome { served, mask, dropout, dtype, shapes, head_dimension, scale_value, debug_mask };
-inline constexpr std::array<const char *, 8> kOutcomes = {"minimal_attn",
-                                                          "PyTorch: attn_mask is given",
-                                                          "PyTorch: dropout_p is not 0",
-                                                          "PyTorch: the dtype is not float32, float16 or bfloat16",
-                                                          "PyTorch: the shapes are empty or don't fit together",
-                                                          "PyTorch: a head dimension above 256, or two different ones",
-                                                          "PyTorch: scale is not finite",
-                                                          "PyTorch: return_debug_mask is set"};
+// What becomes of a call: our kernels serve it, or PyTorch's do, for one of these reasons.
+enum Outcome {
+    served,
+    mask,
+    dropout,
+    dtype,
+    shapes,
+    head_dimension,
+    scale_value,
+    debug_mask,
+    unfused,
+    unfused_wanted,
+    fast_path
+};
+struct Description {
+    const char *name;
+    const char *advice = "";
+};
+inline constexpr std::array<Description, 11> kOutcomes = {
+    {{"minimal_attn"},
+     {"PyTorch: attn_mask is given"},
+     {"PyTorch: dropout_p is not 0"},
+     {"PyTorch: the dtype is not float32, float16 or bfloat16"},
+     {"PyTorch: the shapes are empty or don't fit together"},
+     {"PyTorch: a head dimension above 256, or two different ones"},
+     {"PyTorch: scale is not finite"},
+     {"PyTorch: return_debug_mask is set"},
+     {"PyTorch chose no fused kernel",
+      ", but separate steps. minimal_attn.explain_scaled_dot_product_attention says whether "
+      "minimal_attn.scaled_dot_product_attention would serve the arguments"},
+     {"PyTorch: sdpa_kernel allows no fused kernel"},
+     {"PyTorch: MultiheadAttention's fast path",
+      ", which calls no F.scaled_dot_product_attention. torch.backends.mha.set_fastpath_enabled(False) lets it"}}};
 inline std::array<std::atomic<int64_t>, kOutcomes.size()> counts{};  // they only grow
+inline std::array<std::atomic<bool>, kOutcomes.size()> told{};       // since the last activate()
+inline std::atomic<bool> is_strict{false};
+inline thread_local int64_t calls_of_thread = 0;
 
 inline std::map<std::string, int64_t> calls() {
     std::map<std::string, int64_t> calls;
     for (size_t i = 0; i < counts.size(); ++i)
-        if (counts[i]) calls[kOutcomes[i]] = counts[i];
+        if (counts[i]) calls[kOutcomes[i].name] = counts[i];
     return calls;
+}
+
+inline void tell(Outcome outcome) {
+    const auto &[name, advice] = kOutcomes[outcome];
+    const pybind11::gil_scoped_acquire gil;
+    pybind11::module_::import("minimal_attn._fallback")
+        .attr("passed_on")(std::string(name) + advice, is_strict.load(), pybind11::arg("stacklevel") = 2);
+}
+
+// Counts a call. One that leaves our kernels warns once for each reason, or raises if that was asked for.
+inline void count(Outcome outcome) {
+    ++calls_of_thread;
+    counts[outcome].fetch_add(1, std::memory_order_relaxed);
+    if (outcome != served && (is_strict || !told[outcome].exchange(true))) tell(outcome);
 }
 
 struct Call {
@@ -84,7 +142,7 @@ inline Outcome outcome_of(const Call &c, bool return_debug_mask) {
 // Whether our kernels serve the call; counts it.
 inline bool serves(const Call &call, bool return_debug_mask = false) {
     const Outcome outcome = outcome_of(call, return_debug_mask);
-    counts[outcome].fetch_add(1, std::memory_order_relaxed);
+    count(outcome);
     return outcome == served;
 }
 
@@ -251,14 +309,146 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
 }
 #endif
 
+// ------------------------------------------------------------------------------- what PyTorch does itself
+
+#ifdef WITH_CUDA
+// Whether PyTorch would give a call with a mask to cuDNN's kernel, its first choice for half types on Hopper.
+inline bool takes_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_mask, double dropout_p,
+                        bool is_causal, std::optional<double> scale, bool enable_gqa) {
+    const auto type = q.scalar_type();
+    const bool may = q.is_cuda() && k.is_cuda() && v.is_cuda() && attn_mask.is_cuda() && !is_causal &&
+                     (type == at::kHalf || type == at::kBFloat16) && k.scalar_type() == type &&
+                     v.scalar_type() == type && q.dim() == 4 && k.dim() == 4 && v.dim() == 4 &&
+                     at::globalContext().userEnabledCuDNNSDP();
+    if (!may) return false;
+    const auto choice = at::cuda::_fused_sdp_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+    return choice == (int64_t)at::SDPBackend::cudnn_attention;
+}
+
+// What the memory-efficient kernel reads: rows of a multiple of 16 bytes. Its own checks raise.
+inline Tensor with_aligned_rows(const Tensor &t) {
+    bool fits = t.sym_storage_offset() % 8 == 0;
+    for (int i = 0; i < 3; ++i) fits &= t.sym_size(i) == 1 || t.sym_stride(i) % 8 == 0;
+    return fits ? t : t.contiguous();
+}
+
+// A bias as that kernel reads it: (B, Hq, Nq, Nk), in rows of a multiple of 16 numbers. What is expanded stays so.
+inline Tensor padded_bias(Tensor bias, const Tensor &q, const Tensor &k) {
+    for (int64_t i = 0; i + 1 < bias.dim(); ++i)
+        if (bias.sym_stride(i) == 0 && bias.sym_size(i) > 1) bias = bias.narrow(i, 0, 1);
+    const SymInt Nk = k.sym_size(2), more = (SymInt(16) - Nk % 16) % 16;
+    auto rows = bias.sym_sizes().vec();
+    rows.back() = Nk;
+    const Tensor padded = at::constant_pad_nd_symint(bias.expand_symint(rows), {SymInt(0), more}).contiguous();
+    return padded.slice_symint(-1, 0, Nk).expand_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), Nk});
+}
+
+// A call that takes_cudnn, by PyTorch's other kernels. In cuDNN's a row that a bool mask hides gets the softmax over all
+// keys, since PyTorch writes -65504 for False there (torch 2.11), and a float32 mask of half types gives NaN.
+inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_mask,
+                            double dropout_p, std::optional<double> scale, bool enable_gqa) {
+    const bool is_bool = attn_mask.scalar_type() == at::kBool;
+    const Tensor bias =
+        is_bool ? at::where(attn_mask.logical_not(), -INFINITY, at::scalar_tensor(0., q.options())) : attn_mask;
+    // Separate steps add a float32 mask as it is. Rounded to a half type, a bias of large numbers would be another one.
+    if (bias.scalar_type() != q.scalar_type() || !at::globalContext().userEnabledMemEfficientSDP())
+        return std::get<0>(
+            at::_scaled_dot_product_attention_math(q, k, v, bias, dropout_p, false, {}, scale, enable_gqa));
+    const auto repeated = [&](const Tensor &t) {  // the kernel has no grouped heads
+        const SymInt Hq = q.sym_size(1), Hkv = t.sym_size(1);
+        return with_aligned_rows(Hq == Hkv ? t : t.repeat_interleave_symint(Hq / Hkv, 1));
+    };
+    const bool wants_grad = q.requires_grad() || k.requires_grad() || v.requires_grad() || bias.requires_grad();
+    return std::get<0>(at::_scaled_dot_product_efficient_attention(
+        with_aligned_rows(q), repeated(k), repeated(v), padded_bias(bias, q, k),
+        wants_grad && at::GradMode::is_enabled(), dropout_p, false, scale));
+}
+#endif
+
+// F.scaled_dot_product_attention while our kernels are active.
+inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
+                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+#ifdef WITH_CUDA
+    if (attn_mask && takes_cudnn(q, k, v, *attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
+#endif
+    return at::native::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+// The same for calls that minimal_attn.scaled_dot_product_attention passes on: the operator minimal_attn::by_pytorch.
+// Autocast has not cast yet.
+inline Tensor by_pytorch(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
+                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+#ifdef WITH_CUDA
+    if (attn_mask && q.is_cuda()) {
+        const auto cast = [](const Tensor &t) {
+            return at::autocast::is_autocast_enabled(at::kCUDA)
+                       ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCUDA), t, at::kCUDA)
+                       : t;
+        };
+        const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+        const Tensor q_ = cast(q), k_ = cast(k), v_ = cast(v), attn_mask_ = cast(*attn_mask);
+        if (takes_cudnn(q_, k_, v_, attn_mask_, dropout_p, is_causal, scale, enable_gqa))
+            return without_cudnn(q_, k_, v_, attn_mask_, dropout_p, scale, enable_gqa);
+    }
+#endif
+    return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+// The separate steps. On the Meta device nothing is computed.
+inline std::tuple<Tensor, Tensor> separate_steps(const Tensor &q, const Tensor &k, const Tensor &v,
+                                                 const MaybeTensor &attn_mask, double dropout_p, bool is_causal,
+                                                 const MaybeTensor &dropout_mask, std::optional<double> scale,
+                                                 bool enable_gqa) {
+    const auto &context = at::globalContext();
+    const bool is_allowed = context.userEnabledFlashSDP() ||
+                            (q.is_cuda() && (context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP()));
+    if (q.is_cpu() || q.is_cuda()) count(is_allowed ? unfused : unfused_wanted);
+    return at::native::_scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal, dropout_mask, scale,
+                                                          enable_gqa);
+}
+
+// MultiheadAttention's and TransformerEncoderLayer's fast path. On CUDA it may call the function after all.
+template <auto compute>
+std::tuple<Tensor, Tensor> multihead(const Tensor &q, const Tensor &k, const Tensor &v, int64_t embed_dim,
+                                     int64_t num_head, const Tensor &qkv_weight, const Tensor &qkv_bias,
+                                     const Tensor &proj_weight, const Tensor &proj_bias, const MaybeTensor &mask,
+                                     bool need_weights, bool average_attn_weights, std::optional<int64_t> mask_type) {
+    const int64_t before = calls_of_thread;
+    auto result = compute(q, k, v, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask,
+                          need_weights, average_attn_weights, mask_type);
+    if (calls_of_thread == before) count(fast_path);
+    return result;
+}
+
 // While this list has elements, our kernels come before PyTorch's.
 inline std::list<torch::Library> overriding;
 
+inline void define_operators(torch::Library &m) {
+    m.def(
+        "by_pytorch(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
+        "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+    m.impl("by_pytorch", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &by_pytorch));
+}
+
+// `strict`: a call that leaves our kernels raises.
+inline void set_strict(bool strict) { is_strict = strict; }
+
 inline void override_operators() {
+    for (auto &is_told : told) is_told = false;
     if (!overriding.empty()) return;
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__)
         .impl("_scaled_dot_product_flash_attention_for_cpu", &flash_cpu)
         .impl("_scaled_dot_product_flash_attention_for_cpu_backward", &flash_cpu_backward);
+    for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::NestedTensorCPU})
+        overriding.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__)
+            .impl("_native_multi_head_attention", &multihead<at::native::native_multi_head_attention_cpu>);
+    for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::FuncTorchBatchedDecomposition,
+                           c10::DispatchKey::FuncTorchVmapMode})
+        overriding.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__)
+            .impl("scaled_dot_product_attention", &attention)
+            .impl("_scaled_dot_product_attention_math", &separate_steps);
 #ifdef WITH_CUDA
     overriding.emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__)
         .impl("_scaled_dot_product_flash_attention", &flash_cuda)
@@ -267,6 +457,9 @@ inline void override_operators() {
         .impl("_scaled_dot_product_flash_attention_backward", &flash_cuda_backward)
         .impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_backward)
         .impl("_scaled_dot_product_efficient_attention_backward", &efficient_cuda_backward);
+    for (const auto key : {c10::DispatchKey::CUDA, c10::DispatchKey::NestedTensorCUDA})
+        overriding.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__)
+            .impl("_native_multi_head_attention", &multihead<at::native::native_multi_head_attention_cuda>);
 #endif
 }
 

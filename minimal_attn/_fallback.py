@@ -16,8 +16,10 @@ class FallbackWarning(UserWarning):
 _told: set[str] = set()  # the reasons already warned of; a test clears it
 
 
-def passed_on(why: str, strict: bool = False) -> None:
+def passed_on(why: str, strict: bool = False, stacklevel: int = 3) -> None:
     """Say that other kernels compute a call, why being one line such as "PyTorch: attn_mask is given".
+
+    stacklevel is that of warnings.warn: 3 means the caller of the function that calls this one.
 
     Raises:
         RuntimeError: if strict, in each call.
@@ -27,4 +29,8 @@ def passed_on(why: str, strict: bool = False) -> None:
     if why not in _told:
         _told.add(why)
         # Python shows a warning once for each text and line of code: each text comes here once.
-        warnings.warn(f"minimal_attn does not serve this call. {why}", FallbackWarning, stacklevel=3)
+        warnings.warn(f"minimal_attn does not serve this call. {why}", FallbackWarning, stacklevel=stacklevel)
+
+
+# torch.compile calls it while it traces, and leaves it out of what it compiles.
+passed_on._dynamo_marked_constant = True  # type: ignore[attr-defined]

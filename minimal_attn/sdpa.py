@@ -6,12 +6,15 @@
         model(x).sum().backward()                # whatever calls F.scaled_dot_product_attention
     print(activation.calls)                      # {"minimal_attn": 12, "PyTorch: attn_mask is given": 2}
 
+A call that goes to PyTorch's kernels gives a FallbackWarning, once for each reason. strict=True makes it an
+error.
 sdpa.h has the operators that activate() replaces.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -22,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function_variadic
 
 from minimal_attn._backward import has_fast_backward
+from minimal_attn._fallback import FallbackWarning, passed_on
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._load import _C
 from minimal_attn._sizes import known
@@ -29,6 +33,7 @@ from minimal_attn._sizes import known
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda") if _C.cuda_architectures() else ("cpu",)
 _LARGEST = 3.4e38  # of a scale: float32's
+_flash_is_allowed = torch._C._get_flash_sdp_enabled  # torch.backends.cuda's function costs 0.2 us more
 _NAME = "minimal_attn"  # in PyTorch's registry of attention kernels
 
 
@@ -41,42 +46,60 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    strict: bool = False,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, by these kernels where they serve the call.
 
     Every other call goes to PyTorch's function with all its arguments: explain_scaled_dot_product_attention
-    says which and why. The values agree within rounding.
+    says which and why. The values agree within rounding. The first such call for each reason gives a
+    minimal_attn.FallbackWarning.
 
     Args:
         query: (..., Hq, L, E), of 2 to 5 or more dimensions, on a CPU or a CUDA GPU.
         key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype and device. Their batch dimensions
             broadcast with query's.
-        attn_mask: passed on to PyTorch.
+        attn_mask: passed on to PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides
+            the softmax over all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
         dropout_p: passed on to PyTorch unless it is 0.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
         scale: of the scores. None: 1 / sqrt(E).
         enable_gqa: query may have a multiple of key's and value's heads (dimension -3).
+        strict: raise where the call would go to PyTorch. This argument isn't PyTorch's.
 
     Returns:
         (..., Hq, L, Ev), in query's dtype, or in autocast's.
 
     Raises:
         What PyTorch's function raises, since arguments that don't fit go there.
+        RuntimeError: the call is not served, and strict is set.
 
-    Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). Two kinds of calls
-    go to PyTorch although the kernels could compute o. One is calls whose gradients PyTorch computes faster:
-    under activate() they get o from these kernels. The other is calls with dual tensors (torch.func.jvp),
-    which PyTorch serves only under sdpa_kernel(SDPBackend.MATH).
+    Source: the contract is PyTorch's (torch.nn.functional.scaled_dot_product_attention). Three kinds of calls
+    go to PyTorch although the kernels could compute o. The first is calls whose gradients PyTorch computes
+    faster: under activate() they get o from these kernels. The second is calls with dual tensors
+    (torch.func.jvp), which PyTorch serves only under sdpa_kernel(SDPBackend.MATH). The third is calls under
+    sdpa_kernel without any of the device's fused kernels: MATH alone has second derivatives.
     """
     served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(served, str):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        if strict:
+            passed_on(f"PyTorch: {served}", strict=True)
+        by_pytorch = F.scaled_dot_product_attention if attn_mask is None else _with_mask(query, attn_mask)
+        o = by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        passed_on(f"PyTorch: {served}")  # not before, since PyTorch may refuse the arguments
+        return o
     tensors, shape = served
     o = forward(*tensors, causal=is_causal, offset=0, softmax_scale=scale)
     return o if shape is None else o.reshape(shape)
+
+
+def _with_mask(query: Tensor, attn_mask: Tensor) -> Callable[..., Tensor]:
+    """PyTorch's function, without cuDNN's kernel."""
+    is_elsewhere = len(_DEVICES) == 1 or not isinstance(query, Tensor) or query.device.type != "cuda"
+    if is_elsewhere or has_torch_function_variadic(query, attn_mask):
+        return F.scaled_dot_product_attention
+    return torch.ops.minimal_attn.by_pytorch
 
 
 def explain_scaled_dot_product_attention(
@@ -137,8 +160,11 @@ def _served(
         return "a tensor is nested"
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
         return "the dtype is not float32, float16 or bfloat16"
-    if not query.device == key.device == value.device or query.device.type not in _DEVICES:
+    device = query.device
+    if not device == key.device == value.device or device.type not in _DEVICES:
         return f"the device is not one of {', '.join(_DEVICES)}, which this build serves"
+    if not _allows_fused_kernels(device.type):
+        return "sdpa_kernel allows no fused kernel"
     wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
     if wants_grad and torch.is_grad_enabled() and not has_fast_backward(query):
         return "gradients are wanted, which PyTorch's kernels compute faster on this GPU"
@@ -158,6 +184,18 @@ def _served(
     if len(q) == 4 and k == v and k[:2] == q[:2]:
         return tensors, None
     return _four_dimensional(tensors, enable_gqa)
+
+
+def _allows_fused_kernels(device: str) -> bool:
+    """Whether torch.nn.attention.sdpa_kernel leaves PyTorch one of the fused kernels that the device has."""
+    return _flash_is_allowed() or (
+        device == "cuda"
+        and (torch.backends.cuda.mem_efficient_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled())
+    )
+
+
+# torch.compile asks while it traces, as it does for PyTorch's function.
+_allows_fused_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _four_dimensional(tensors: list[Tensor], enable_gqa: bool) -> str | tuple[list[Tensor], _Shape | None]:
@@ -205,7 +243,8 @@ class Activation:
     Several may overlap and end in any order: the last one that ends restores what was there before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
         if _active() != _NAME:
             before = _active()
             _activate()
@@ -213,15 +252,23 @@ class Activation:
             _handle.is_owned = True
         self._handle = _handle
         self._handle.activations.add(self)
+        self._handle.update()
         self._start = _C.sdpa_calls()
         self._calls: dict[str, int] | None = None
 
     @property
     def calls(self) -> dict[str, int]:
-        """How many calls came from activate() to now or remove(): "minimal_attn" are those that the kernels
-        served, "PyTorch: ..." those that went to PyTorch's, by reason.
+        """How many calls came from activate() to now or remove(), in all threads: "minimal_attn" are those
+        that the kernels served, the others went to PyTorch's kernels, by reason.
 
-        Calls for which PyTorch takes no fused kernel, but separate operations, never arrive and don't count.
+        "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: inputs of 2 or 5
+        dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, value heads of another
+        size, a last dimension that isn't contiguous, on a CPU dropout, a mask that requires grad.
+        minimal_attn.scaled_dot_product_attention serves many of them. "PyTorch: MultiheadAttention's fast
+        path" are layers that never call F.scaled_dot_product_attention: see activate().
+
+        A compiled function counts when it runs, but its separate steps when it is traced, once or more often.
+        On other devices than a CPU and CUDA GPUs nothing counts.
         """
         return self._since_start() if self._calls is None else self._calls
 
@@ -235,6 +282,7 @@ class Activation:
             return
         self._calls = self._since_start()
         self._handle.activations.discard(self)
+        self._handle.update()
         if self._handle is _handle and _handle.is_owned and not _handle.activations:
             _restore(_handle.before)
 
@@ -247,7 +295,7 @@ class Activation:
         self.remove()
 
 
-def activate() -> Activation:
+def activate(*, strict: bool = False) -> Activation:
     """Let F.scaled_dot_product_attention take these kernels, in the whole process and all threads.
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
@@ -262,10 +310,29 @@ def activate() -> Activation:
     Forward-mode derivatives are refused by PyTorch's fused operators, and work with
     torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which takes none of these kernels.
 
+    Calls that go to PyTorch give a minimal_attn.FallbackWarning, once for each reason, and count in .calls.
+    Calls with a mask that PyTorch would give to cuDNN's kernel take its memory-efficient one, or for float32
+    masks of half types separate steps. cuDNN's gives rows that a bool mask hides the softmax over all keys,
+    and NaN for these masks; here hidden rows are 0.
+
+    nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.TransformerEncoder have a fast path, in eval mode
+    without gradients. It has kernels of its own, and none of these is called.
+    torch.backends.mha.set_fastpath_enabled(False) lets the layers call F.scaled_dot_product_attention.
+
+    Args:
+        strict: raise a RuntimeError where a call would go to PyTorch, in one line that says why; for the fast
+            path after it was computed. Of several activations one that is strict suffices.
+
     Returns:
-        an Activation: a context manager that ends it, with .remove() and .calls.
+        an Activation: a context manager that ends it, with .remove() and .calls. Where others end it before,
+        by torch.nn.attention's registry, there is a FallbackWarning.
+
+    Raises:
+        TypeError: strict is no bool.
     """
-    return Activation()
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be a bool, but was {strict!r}")
+    return Activation(strict)
 
 
 class _Handle:
@@ -282,10 +349,24 @@ class _Handle:
             _C.override_sdpa()
         _handle = self
 
+    def update(self) -> None:
+        """Be strict as long as one of the activations is."""
+        if self is _handle:
+            _C.set_sdpa_strict(any(activation.strict for activation in self.activations))
+
     def remove(self) -> None:
         global _handle
         _handle = None
+        _C.set_sdpa_strict(False)
         _C.restore_sdpa()
+        if self.activations:  # or remove() of the last one has called this
+            # PyTorch ends the active kernels before it tries others, and restores none if that fails.
+            warnings.warn(
+                "minimal_attn.activate() ends here: torch.nn.attention's registry has activated other "
+                "kernels, tried to, or restored PyTorch's",
+                FallbackWarning,
+                stacklevel=4,
+            )
 
 
 _handle: _Handle | None = None  # while the kernels are active

@@ -157,6 +157,24 @@ def seed(request):
     return seed
 
 
+@pytest.fixture(params=["cpu", *["cuda"] * bool(cuda_backends())])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def randn(device, generator):
+    def randn(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return randn
+
+
 @pytest.fixture
 def shared_memory_limit(cuda_backend):
     """Sets the bytes of shared memory that a block may use, until the test ends."""

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from conftest import cuda_backends
 from test_ring import raise_first, run
 from torch import nn
 from torch.nn import functional as F
@@ -18,11 +17,6 @@ def key_heads(device):
     """Of 4 heads. PyTorch has a fused operator for grouped keys on a CPU since 2.9, on CUDA not in float32:
     without one there is none that activate() replaces."""
     return 2 if device == "cpu" and torch.__version__ >= (2, 9) else 4
-
-
-@pytest.fixture(params=["cpu", *["cuda"] * bool(cuda_backends())])
-def device(request):
-    return request.param
 
 
 class Layer(nn.Module):
