@@ -113,7 +113,7 @@ std::string refusal_of_hopper(const Tensor &q) {
         return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
                         "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
     if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > int64_t(1) << 30)
-        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes());
+        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes(), ": pass fewer batches");
     return "";
 }
 
@@ -474,6 +474,36 @@ std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const T
     return call(Overload<forward<Tensor>>::call);
 }
 
+// Why each backend but `taken` isn't taken, by name. `plan_of` gives a backend's plan of the call.
+template <class PlanOf>
+pybind11::dict why_not_others(const Tensor &q, const std::string &backend, const Backend &taken,
+                              const PlanOf &plan_of) {
+    pybind11::dict others;
+#ifndef WITH_CUDA
+    for (const char *name : {"hopper", "portable", "paper"}) others[name] = "this build has no CUDA code";
+#endif
+    bool is_slower = false;
+    for (const Backend &other : backends()) {
+        if (&other == &taken) is_slower = true;
+        if (&other == &taken) continue;
+        const auto why_not = [&]() -> std::string {
+            if (other.device != q.device().type())
+                return c10::str("serves tensors on a ", other.device == at::kCPU ? "CPU" : "CUDA GPU", ", but q is on ",
+                                q.device());
+            if (const std::string refusal = other.refusal(q); !refusal.empty()) return "serves " + refusal;
+            if (q.numel() == 0) return "there is nothing to compute";
+            const Plan plan = plan_of(other);
+            if (plan.error) return c10::str("this build has no code for q's GPU: ", plan.error);
+            const Plan taken_plan = plan_of(taken);  // names of kernels differ as pointers, not always as text
+            if (plan.kernel == taken_plan.kernel && plan.tile == taken_plan.tile && plan.grid == taken_plan.grid)
+                return "runs the same kernel as " + taken.name;
+            return is_slower ? "is slower than " + taken.name : "backend=\"" + backend + "\" was given";
+        };
+        others[other.name.c_str()] = why_not();
+    }
+    return others;
+}
+
 // What forward or backward would do with these arguments, for minimal_attn.explain; launches nothing.
 pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal, Window window_size,
                        std::optional<Number<double>> softmax_scale, const MaybeTensor &seqlens_k,
@@ -496,41 +526,32 @@ pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag c
     check_state(a);
     if (out) check_out(a, *out);
     if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
-    pybind11::dict others;
-    bool is_slower = false;
-    for (const Backend &other : backends()) {
-        if (&other == taken) is_slower = true;
-        if (&other == taken) continue;
-        const auto device = c10::DeviceTypeName(other.device, true);
-        const std::string refusal = other.device == q.device().type() ? other.refusal(q) : "";
-        others[other.name.c_str()] = other.device != q.device().type() ? "serves " + device + " tensors"
-                                     : !refusal.empty()                ? "serves " + refusal
-                                     : is_slower                       ? "is slower"
-                                                                       : "backend=\"" + backend + "\" was given";
-    }
     const Tensor table = block_table.value_or(Tensor());
-    const bool gathers = block_table && q.numel() > 0 && !reads_pages(a, *taken, table);
+    const auto gathers = [&](const Backend &by) { return block_table && q.numel() > 0 && !reads_pages(a, by, table); };
     pybind11::list copied;
     for (const auto &[t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
-        if (t->numel() > 0 && (!taken->reads(*t) || (gathers && t != &q))) copied.append(name);
+        if (t->numel() > 0 && (!taken->reads(*t) || (t != &q && gathers(*taken)))) copied.append(name);
     const auto returns = return_lse ? Returns::lse : state || return_state ? Returns::state : Returns::o;
     Attention attention = describe(a, returns, q, k, v, table);
-    if (gathers) attention.block_table = nullptr;
     // Plans ask only whether these are there, so that any pointer does.
     float any;
     if (returns == Returns::state) attention.l = attention.m = &any;
     if (returns == Returns::lse) attention.lse = &any;
     if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
     if (state) attention.o_in_stride = strides_of(*o);
-    Gradient gradient{attention};
-    gradient.out_dtype = attention.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
-    const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"}
-                      : backward     ? taken->plan_backward(gradient, gpu_of(q))
-                                     : taken->plan(attention, gpu_of(q));
+    const auto plan_of = [&](const Backend &by) {
+        Attention call = attention;
+        if (gathers(by)) call.block_table = nullptr;
+        if (!backward) return by.plan(call, gpu_of(q));
+        Gradient gradient{call};
+        gradient.out_dtype = call.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
+        return by.plan_backward(gradient, gpu_of(q));
+    };
+    const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"} : plan_of(*taken);
     return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace, "copied"_a = copied,
-                          "others"_a = others);
+                          "others"_a = why_not_others(q, backend, *taken, plan_of));
 }
 
 }  // namespace

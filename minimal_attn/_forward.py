@@ -253,7 +253,7 @@ class Explanation:
     shared_memory: int  #: bytes of a block
     workspace: int  #: bytes in the device's memory, besides the result
     copied: list[str]  #: which of q, k, v are copied first: the backend can't read their strides or pages
-    others: dict[str, str]  #: for each other backend of this build, why it isn't taken
+    others: dict[str, str]  #: why each other backend isn't taken, also those that this build lacks
 
     def __str__(self) -> str:
         lines = [

@@ -6,6 +6,7 @@ from conftest import DTYPES
 
 import minimal_attn
 
+BACKENDS = {"hopper", "portable", "paper", "cpu"}
 HALVES = [torch.float16, torch.bfloat16]
 # (dtypes, heads, Nq, Nk, d, KB of shared memory) -> (Br, Bc, d) of the tile
 TILES = {
@@ -106,24 +107,53 @@ def test_names_what_is_taken(backend, dtype):
         and found.grid > 0
         and found.threads > 0
     )
-    assert set(found.others) == set(minimal_attn._C.backends()) - {backend.name}
+    assert set(found.others) == BACKENDS - {backend.name}
     assert all(found.others.values())
     assert found.copied == []
     text = str(found)
     assert all(name in text for name in (found.backend, found.kernel, *found.others.values()))
 
 
+def kernel_of(found):
+    """Kernels of two backends may have one name."""
+    return found.kernel, found.Br, found.Bc, found.d, found.grid, found.threads, found.shared_memory
+
+
 def test_auto(backend, dtype):
-    """The first of the list that serves the device; the slower ones say that they are slower."""
+    """The first of the list that serves the device. The others say in words what stops them."""
     q, k, v = backend.qkv(dtype=dtype)
     found = minimal_attn.explain(q, k, v)
     assert found.backend == minimal_attn.explain(q, k, v, backend=found.backend).backend
     names = minimal_attn._C.backends()
+    assert set(found.others) == BACKENDS - {found.backend}
     for name, why in found.others.items():
-        if (name == "cpu") != (found.backend == "cpu"):
-            assert why.startswith("serves ")
+        if name not in names:
+            assert why == "this build has no CUDA code"
+        elif (name == "cpu") != (found.backend == "cpu"):
+            device = "CPU" if name == "cpu" else "CUDA GPU"
+            assert why == f"serves tensors on a {device}, but q is on {q.device}"
         elif names.index(name) > names.index(found.backend):
-            assert why == "is slower"
+            is_same = kernel_of(minimal_attn.explain(q, k, v, backend=name)) == kernel_of(found)
+            assert why == ("runs the same kernel as " if is_same else "is slower than ") + found.backend
+        else:
+            major, minor = torch.cuda.get_device_capability()
+            assert "serves compute capability 9.0, but " in why
+            assert f"{major}.{minor}" in why or "this build has code for " in why
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("Nq", [1, 200])
+def test_a_kernel_that_two_backends_run(cuda_backend, dtype, Nq, backward):
+    """Such as portable's kernels for few queries and for some gradients, which hopper takes, too."""
+    q, k, v = cuda_backend.qkv(Nq=Nq, Nk=2000, dtype=dtype)
+    found = cuda_backend.explain(q, k, v, backward=backward)
+    for name, why in found.others.items():
+        if why.startswith(("is slower", "backend=", "runs the same")):
+            other = minimal_attn.explain(q, k, v, backend=name, backward=backward)
+            is_same = kernel_of(found) == kernel_of(other)
+            assert (why == f"runs the same kernel as {found.backend}") == is_same
+    if cuda_backend.name == "hopper" and Nq == 1:
+        assert found.others["portable"] == "runs the same kernel as hopper"
 
 
 def test_copies(backend):
@@ -153,7 +183,9 @@ def test_refuses_what_forward_refuses(backend):
 
 def test_nothing_to_compute(backend):
     q, k, v = backend.qkv(Nq=0)
-    assert backend.explain(q, k, v).kernel == "nothing to compute"
+    found = backend.explain(q, k, v)
+    assert found.kernel == "nothing to compute"
+    assert all(why != "" and "slower" not in why for why in found.others.values())
 
 
 def test_every_argument(backend):
