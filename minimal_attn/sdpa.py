@@ -96,8 +96,9 @@ def scaled_dot_product_attention(
 
 def _with_mask(query: Tensor, attn_mask: Tensor) -> Callable[..., Tensor]:
     """PyTorch's function, without cuDNN's kernel."""
-    is_elsewhere = len(_DEVICES) == 1 or not isinstance(query, Tensor) or query.device.type != "cuda"
-    if is_elsewhere or has_torch_function_variadic(query, attn_mask):
+    if len(_DEVICES) == 1 or not (isinstance(query, Tensor) and isinstance(attn_mask, Tensor)):
+        return F.scaled_dot_product_attention
+    if query.device.type != "cuda" or has_torch_function_variadic(query, attn_mask):
         return F.scaled_dot_product_attention
     return torch.ops.minimal_attn.by_pytorch
 
@@ -317,7 +318,8 @@ def activate(*, strict: bool = False) -> Activation:
 
     nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.TransformerEncoder have a fast path, in eval mode
     without gradients. It has kernels of its own, and none of these is called.
-    torch.backends.mha.set_fastpath_enabled(False) lets the layers call F.scaled_dot_product_attention.
+    torch.backends.mha.set_fastpath_enabled(False) lets the layers call F.scaled_dot_product_attention. With
+    need_weights=True nn.MultiheadAttention multiplies matrices itself, which .calls can't show.
 
     Args:
         strict: raise a RuntimeError where a call would go to PyTorch, in one line that says why; for the fast
