@@ -350,8 +350,11 @@ inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
     const bool is_bool = attn_mask.scalar_type() == at::kBool;
     const Tensor bias =
         is_bool ? at::where(attn_mask.logical_not(), -INFINITY, at::scalar_tensor(0., q.options())) : attn_mask;
+    const bool has_batched =
+        (q.key_set() | k.key_set() | v.key_set() | bias.key_set()).has(c10::DispatchKey::FuncTorchBatched);
     // Separate steps add a float32 mask as it is. Rounded to a half type, a bias of large numbers would be another one.
-    if (bias.scalar_type() != q.scalar_type() || !at::globalContext().userEnabledMemEfficientSDP())
+    // Under torch.vmap PyTorch's rule for the other kernel expects a mask with the batch of q.
+    if (bias.scalar_type() != q.scalar_type() || has_batched || !at::globalContext().userEnabledMemEfficientSDP())
         return std::get<0>(
             at::_scaled_dot_product_attention_math(q, k, v, bias, dropout_p, false, {}, scale, enable_gqa));
     const auto repeated = [&](const Tensor &t) {  // the kernel has no grouped heads
@@ -424,12 +427,17 @@ std::tuple<Tensor, Tensor> multihead(const Tensor &q, const Tensor &k, const Ten
 // While this list has elements, our kernels come before PyTorch's.
 inline std::list<torch::Library> overriding;
 
+// Where a function of other operators is registered, for torch.vmap, too.
+inline constexpr std::array<c10::DispatchKey, 3> kComposite = {c10::DispatchKey::CompositeImplicitAutograd,
+                                                               c10::DispatchKey::FuncTorchBatchedDecomposition,
+                                                               c10::DispatchKey::FuncTorchVmapMode};
+
 inline void define_operators(torch::Library &m) {
     m.def(
         "by_pytorch(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
         "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor",
         {at::Tag::pt2_compliant_tag});
-    m.impl("by_pytorch", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &by_pytorch));
+    for (const auto key : kComposite) m.impl("by_pytorch", torch::dispatch(key, &by_pytorch));
 }
 
 // `strict`: a call that leaves our kernels raises.
@@ -444,8 +452,7 @@ inline void override_operators() {
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::NestedTensorCPU})
         overriding.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__)
             .impl("_native_multi_head_attention", &multihead<at::native::native_multi_head_attention_cpu>);
-    for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::FuncTorchBatchedDecomposition,
-                           c10::DispatchKey::FuncTorchVmapMode})
+    for (const auto key : kComposite)
         overriding.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__)
             .impl("scaled_dot_product_attention", &attention)
             .impl("_scaled_dot_product_attention_math", &separate_steps);
