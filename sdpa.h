@@ -350,11 +350,12 @@ inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
     const bool is_bool = attn_mask.scalar_type() == at::kBool;
     const Tensor bias =
         is_bool ? at::where(attn_mask.logical_not(), -INFINITY, at::scalar_tensor(0., q.options())) : attn_mask;
-    const bool has_batched =
-        (q.key_set() | k.key_set() | v.key_set() | bias.key_set()).has(c10::DispatchKey::FuncTorchBatched);
+    // Under torch.vmap, in which there may be torch.func.grad, PyTorch's rule for the other kernel expects a mask with
+    // the batch of q.
+    constexpr c10::DispatchKeySet kWrapped{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
+    const bool is_wrapped = (q.key_set() | k.key_set() | v.key_set() | bias.key_set()).has_any(kWrapped);
     // Separate steps add a float32 mask as it is. Rounded to a half type, a bias of large numbers would be another one.
-    // Under torch.vmap PyTorch's rule for the other kernel expects a mask with the batch of q.
-    if (bias.scalar_type() != q.scalar_type() || has_batched || !at::globalContext().userEnabledMemEfficientSDP())
+    if (bias.scalar_type() != q.scalar_type() || is_wrapped || !at::globalContext().userEnabledMemEfficientSDP())
         return std::get<0>(
             at::_scaled_dot_product_attention_math(q, k, v, bias, dropout_p, false, {}, scale, enable_gqa));
     const auto repeated = [&](const Tensor &t) {  // the kernel has no grouped heads

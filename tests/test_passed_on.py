@@ -387,7 +387,13 @@ def test_masked_calls_in_many_ways(as_by_default, randn, device):
         assert (found.double() - expected).norm() <= 1e-2 * expected.norm()
         return o
 
-    for run in by_autocast, by_vmap, by_dropout, by_bias:
+    def by_vmap_of_grad(function):
+        a, b, c = (t.bfloat16().unsqueeze(0).expand(3, -1, -1, -1, -1) for t in (q, k, v))
+        return torch.vmap(torch.func.grad(lambda q, k, v: function(q, k, v, attn_mask=seen).float().sum()))(
+            a, b, c
+        )
+
+    for run in by_autocast, by_vmap, by_vmap_of_grad, by_dropout, by_bias:
         with minimal_attn.activate():
             assert run(F.scaled_dot_product_attention)[..., 3, :].eq(0).all(), run
         assert run(minimal_attn.scaled_dot_product_attention)[..., 3, :].eq(0).all(), run
