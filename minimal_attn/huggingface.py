@@ -7,11 +7,23 @@
 A model asks transformers for its mask once a call. Here it gets a Mask: bounds (leftpad_k, seqlens_k, offset,
 a window) instead of an Nq x Nk tensor. Each layer passes them to the kernel. What the kernels can't compute
 goes to transformers' own functions: sdpa's, or the model's eager one where sdpa can't do it either. `calls`
-counts which it was and why. What is not understood is refused with an error, never guessed.
+counts which it was and why, and minimal_attn.FallbackWarning tells each reason once. register(strict=True)
+makes it an error. What is not understood is refused with an error, never guessed.
+
+Packed batches. cu_seq_lens_q and cu_seq_lens_k, of DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+for one, decide which tokens are one document, in each layer that gets them. Without them, position_ids that
+begin again do so where transformers' mask functions look at them: without attention_mask and without a cache
+(in training, or with use_cache=False), and not in every model. Elsewhere documents see each other, as they do
+with transformers' "sdpa" and "eager".
+
+Models that don't ask transformers' AttentionInterface (BLOOM, Falcon, GPT-Neo, SAM's vision encoder and
+others) get the attention that they have for "sdpa", else "eager", with that warning. Where it is "sdpa",
+minimal_attn.activate() can serve its calls.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -21,13 +33,21 @@ from torch import Tensor
 
 import minimal_attn
 from minimal_attn._backward import has_fast_backward
+from minimal_attn._fallback import passed_on
+from minimal_attn.flash_attn import flash_attn_varlen_func
 
 try:
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError("minimal_attn.huggingface needs transformers, which isn't installed") from None
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function
-    from transformers.utils.import_utils import is_tracing
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    from minimal_attn._transformers_mask import Mask, _name, make_mask, window_of
 except ImportError as error:
     raise ImportError(f"minimal_attn.huggingface needs a newer transformers ({error})") from None
 
@@ -38,159 +58,16 @@ __all__ = ["Mask", "attention", "calls", "make_mask", "register"]
 #: traced.
 calls: Counter[str] = Counter()
 
-# Arguments of an attention layer that don't change its result, since its mask decides; _PACKED's only where
-# there is a mask.
+_strict = False  # what register() was told
+
+# Arguments of an attention layer that don't change its result, since its mask decides.
 _HARMLESS = set(
     "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "labels return_dict num_items_in_batch logits_to_keep sliding_window layer_idx deterministic "
-    "cache".split()
+    "cache seq_idx".split()
 )
-_PACKED = set("cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k seq_idx".split())
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _OTHERS = 'load the model with attn_implementation="sdpa" or "eager"'
-_NO_TENSOR = f"minimal_attn's mask is no tensor, but this model computes with it: {_OTHERS}"
-
-# A closure is known by its code, which all closures of one function share.
-_AND = and_masks(causal_mask_function).__code__
-_LEFT = masking_utils.sliding_window_overlay(1).__code__
-_BOTH = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-
-
-class Mask:
-    """Which keys each query of one model call sees, as bounds instead of a tensor (B, 1, Nq, Nk).
-
-    It is no tensor on purpose: a model that computes with its mask itself fails with an error.
-
-    Attributes:
-        shape: (B, 1, Nq, Nk).
-        window: window_size of minimal_attn.forward, None where `why` isn't None.
-        bounds: seqlens_k, leftpad_k and offset of minimal_attn.forward, where they are needed.
-        why: why the kernels can't take this mask, or None.
-        arguments: of transformers' mask functions, which make the tensor from them, if at all.
-    """
-
-    ndim = 4  # by which transformers knows that this is no padding mask
-
-    def __init__(self, arguments, window=None, bounds=None, why=None):
-        self.arguments, self.window, self.bounds, self.why = arguments, window, bounds or {}, why
-        self.shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        self.tensors = {}
-
-    def tensor(self, dtype=torch.bool):
-        """The mask as transformers has it, made once: bool for its sdpa function, else to add to scores.
-
-        None where every key is seen; for bool also where sdpa's is_causal is enough.
-        """
-        if dtype not in self.tensors:
-            make = masking_utils.sdpa_mask if dtype == torch.bool else masking_utils.eager_mask
-            self.tensors[dtype] = make(**{**self.arguments, "dtype": dtype})
-        return self.tensors[dtype]
-
-    def to(self, device, **options):
-        """The same mask on another device. accelerate calls it between layers."""
-
-        def moved(values):
-            return {n: x.to(device, **options) if isinstance(x, Tensor) else x for n, x in values.items()}
-
-        return Mask(moved(self.arguments) | {"device": device}, self.window, moved(self.bounds), self.why)
-
-    def contiguous(self):
-        """Itself. transformers 5.20 asks a StaticCache's mask for it, whatever its type."""
-        return self
-
-    def __getitem__(self, index):
-        """Some of the queries, mask[:, :, i:j, :]. Gemma 4 computes its last layers for those alone."""
-        everything = slice(None)
-        if not (isinstance(index, tuple) and [*index[:2], *index[3:]] == [everything] * 3):
-            raise RuntimeError(_NO_TENSOR)
-        rows = range(self.shape[2])[index[2]]
-        if not isinstance(rows, range) or rows.step != 1:
-            raise RuntimeError(_NO_TENSOR)
-        first = dict(self.arguments, q_offset=self.arguments["q_offset"] + rows.start)
-        return make_mask(**first | {"q_length": len(rows), "allow_is_causal_skip": False})
-
-    def __getattr__(self, name):
-        raise AttributeError(f"no {name}: {_NO_TENSOR}")
-
-    def __repr__(self):
-        return f"Mask(shape={self.shape}, window={self.window}, bounds={self.bounds}, why={self.why!r})"
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        # Not TypeError, for which Python would try mask + tensor next.
-        raise RuntimeError(_NO_TENSOR)
-
-
-def window_of(mask_function):
-    """window_size of one of transformers' mask functions, or None where it isn't known to be a window.
-
-    transformers' sliding_window counts keys: sliding_window - 1 before the query, and its own.
-    """
-    if mask_function is causal_mask_function:
-        return -1, 0
-    if mask_function is bidirectional_mask_function:
-        return -1, -1
-    if torch.compiler.is_compiling():  # Dynamo can't look into a closure
-        return None
-    code = getattr(mask_function, "__code__", None)
-    if code is None or code not in (_AND, _LEFT, _BOTH):
-        return None
-    [inside] = [cell.cell_contents for cell in mask_function.__closure__]
-    if code is not _AND:
-        if type(inside) is not int or inside < 1:
-            return None
-        return (inside - 1, -1) if code is _LEFT else (inside, inside)
-    windows = [window_of(function) for function in inside]
-    if None in windows:
-        return None
-    return tuple(min((w[side] for w in windows if w[side] >= 0), default=-1) for side in (0, 1))
-
-
-def make_mask(**arguments) -> Mask:
-    """The Mask of a model call: transformers' AttentionMaskInterface.
-
-    Args:
-        arguments: those of transformers.masking_utils.sdpa_mask. attention_mask is None or (B, Nk) bool, True
-            where there is a token. Its values are read once, which synchronises, as sdpa_mask does.
-
-    Returns:
-        A Mask. Its `why` is None where the kernels can take it: all keys, the causal ones or a window of
-        either, and each row of attention_mask is one run of tokens with padding before and after it.
-    """
-    padding, Nk = arguments["attention_mask"], arguments["kv_length"]
-    if isinstance(padding, Mask):  # generate() made it before, for a StaticCache
-        return padding
-    B, Nq, device = arguments["batch_size"], arguments["q_length"], arguments["device"]
-    window = window_of(arguments["mask_function"])
-    if window is None:
-        name = "made while tracing" if torch.compiler.is_compiling() else _name(arguments["mask_function"])
-        return Mask(arguments, why=f"mask function {name}")
-    kv_offset = arguments["kv_offset"]
-    offset = arguments["q_offset"] - kv_offset
-    is_grown = not isinstance(offset, Tensor) and offset == Nk - Nq  # a cache without free keys, or none
-    if isinstance(offset, Tensor):
-        offset = offset.to(device, torch.int32).expand(B).contiguous()
-    elif Nq == 1 and not is_grown:  # not an int, for which each step would be another CUDA graph
-        offset = torch.full((B,), offset, dtype=torch.int32, device=device)
-    bounds = {} if window == (-1, -1) else {"offset": offset}
-    if padding is None:
-        return Mask(arguments, window, bounds)
-    if padding.ndim != 2 or padding.shape[0] != B or isinstance(kv_offset, Tensor):
-        return Mask(arguments, why=f"attention_mask of shape {tuple(padding.shape)}")
-    if is_tracing(padding):
-        return Mask(arguments, why="attention_mask's values aren't known while tracing")
-    padding = padding[:, kv_offset : kv_offset + Nk].bool()  # beyond its end is padding
-    before = torch.nn.functional.pad(padding, (1, 0))[:, :-1]
-    runs = (padding & ~before).sum(-1)
-    first = padding.int().argmax(-1) if padding.shape[1] else runs
-    end = first + padding.sum(-1)
-    has_holes, has_left, has_right = torch.stack([(runs > 1).any(), first.any(), (end < Nk).any()]).tolist()
-    if has_holes:
-        return Mask(arguments, why="holes in attention_mask")
-    if has_left or not is_grown:  # the same arguments for every step of a StaticCache: it is compiled once
-        bounds["leftpad_k"] = first.int()
-    if has_right or not is_grown:
-        bounds["seqlens_k"] = end.int()
-    return Mask(arguments, window, bounds)
 
 
 def attention(
@@ -213,18 +90,24 @@ def attention(
         attention_mask: the Mask of this model call. A tensor goes to transformers' functions. None: every key
             is seen, but in a causal layer with several queries transformers' functions know what it means.
         scaling: None is 1 / sqrt(d).
+        options: as transformers passes them. cu_seq_lens_q and cu_seq_lens_k (documents + 1,) say where
+            documents begin in the B x Nq queries and B x Nk keys, and where the last one ends.
         s_aux: attention sinks (Hq,): a score each that takes part in the softmax and has no value (gpt-oss).
-        dropout, is_causal, options: as transformers passes them.
+        dropout, is_causal: as transformers passes them.
 
     Returns:
         o (B, Nq, Hq, d_v), contiguous, of query's dtype, or autocast's where that is on; the weights or None.
 
     Raises:
-        ValueError: an argument that neither the kernels nor transformers' functions for this layer know.
+        ValueError: an argument that neither the kernels nor transformers' functions for this layer know, or
+            cu_seq_lens that contradict the mask.
+        RuntimeError: the kernels can't serve this call, after register(strict=True).
     """
-    mask, (q, k, v) = attention_mask, _autocast(query, key, value)
+    q, k, v = _autocast(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options = {name: x for name, x in options.items() if x is not None}
+    mask = _in_documents(module, attention_mask, q, k, causal, options)
+    mask = _of_indices(mask, q, k, options)
     why = _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options)
     _count(why or "served")
     if why:
@@ -236,8 +119,65 @@ def attention(
     d, d_v = k.shape[-1], v.shape[-1]
     if d_v < d:
         v = torch.nn.functional.pad(v, (0, d - d_v))
+    if isinstance(mask, Mask) and mask.documents:
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        o = flash_attn_varlen_func(
+            *rows, *mask.documents, window_size=window, softmax_scale=scaling, s_aux=s_aux
+        )
+        return o[..., :d_v].unflatten(0, (q.shape[0], q.shape[2])).contiguous(), None
     o = minimal_attn.forward(q, k, v, window_size=window, softmax_scale=scaling, sinks=s_aux, **bounds)
     return o[..., :d_v].transpose(1, 2).contiguous(), None
+
+
+def _in_documents(module, mask, q, k, causal, options):
+    """The mask inside of the documents of cu_seq_lens, if options have them. Takes these out of options."""
+    given = {name: options.pop(name, None) for name in _PACKED}
+    missing = [name for name in _PACKED[:2] if given[name] is None]
+    if len(missing) == 2:
+        return mask
+    if missing:
+        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, but {missing[0]} is None")
+    if "indices" in options:
+        raise ValueError(
+            f"cu_seq_lens_q must be None in {type(module).__name__}, whose choice of keys ignores documents"
+        )
+    if isinstance(mask, Mask):
+        return mask.packed(**given)
+    if mask is None and "sliding_window" in options:
+        raise ValueError(f"packed sequences need a mask in {type(module).__name__}: {_OTHERS}")
+    Nq, Nk = q.shape[2], k.shape[2]
+    whole = make_mask(
+        batch_size=q.shape[0],
+        q_length=Nq,
+        kv_length=Nk,
+        q_offset=Nk - Nq,
+        kv_offset=0,
+        mask_function=causal_mask_function if causal and mask is None else bidirectional_mask_function,
+        attention_mask=None,
+        device=q.device,
+    )
+    documents = whole.packed(**given)
+    return documents if mask is None else _both(mask, documents.full_tensor())
+
+
+def _of_indices(mask, q, k, options):
+    """The mask without the keys that options' indices (B, Nq, n) lack: those of a sparse attention, which
+    DeepSeek-V3.2's kin give to what isn't "sdpa" or "eager". Takes them out of options."""
+    indices = options.get("indices")
+    if mask is None or indices is None or indices.shape[:-1] != (q.shape[0], q.shape[2]):
+        return mask
+    del options["indices"]
+    seen = torch.zeros(*indices.shape[:2], k.shape[2] + 1, dtype=torch.bool, device=indices.device)
+    seen = seen.scatter(-1, indices.long().where(indices >= 0, k.shape[2]), True)  # -1 is no key
+    return _both(mask, seen[:, None, :, :-1])
+
+
+def _both(mask, seen):
+    """The tensor of a mask where `seen` is True, too."""
+    tensor = mask.full_tensor() if isinstance(mask, Mask) else mask
+    if tensor.dtype == torch.bool:
+        return tensor & seen
+    return tensor.masked_fill(~seen, torch.finfo(tensor.dtype).min)
 
 
 def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
@@ -247,10 +187,11 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     if options.get("output_attentions"):
         return "output_attentions"
     for name in options:
-        if name not in _HARMLESS and not (name in _PACKED and isinstance(mask, Mask)):
+        if name not in _HARMLESS:
             return f"argument {name}"
+    is_packed = isinstance(mask, Mask) and mask.documents
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
-    if wants_grad and torch.is_grad_enabled() and not has_fast_backward(q):
+    if wants_grad and torch.is_grad_enabled() and not (is_packed or _strict or has_fast_backward(q)):
         return "gradients, which PyTorch's kernels compute faster on this GPU"
     if isinstance(mask, Mask):
         if mask.why:
@@ -276,9 +217,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
 
 def _pass_on(module, query, key, value, mask, options):
     """The call by transformers' sdpa function or, where that lacks an option, by the model's eager one."""
-    special = options.keys() - _HARMLESS - _PACKED - {"scaling", "dropout", "is_causal"}
-    if mask is None and options.keys() & _PACKED:
-        raise ValueError(f"packed sequences need a mask in {type(module).__name__}: {_OTHERS}")
+    special = options.keys() - _HARMLESS - {"scaling", "dropout", "is_causal"}
     if special <= {"position_bias"} and not options.get("output_attentions"):
         tensor = mask.tensor() if isinstance(mask, Mask) else mask
         return sdpa_attention_forward(module, query, key, value, tensor, **options)
@@ -303,21 +242,62 @@ def _autocast(*tensors):
     return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
-@torch.compiler.assume_constant_result  # so that the counter doesn't become part of compiled code
+@torch.compiler.assume_constant_result  # compiled code has no counter and no warning: tracing has
 def _count(what):
     calls[what] += 1
+    if what != "served":
+        passed_on(f"transformers: {what}", _strict)
 
 
-def _name(function):
-    """A mask function's name for `calls`: what made it, and of what."""
-    name = getattr(function, "__qualname__", type(function).__name__).split(".<locals>")[0]
-    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    parts = [_name(f) for x in inside for f in (x if isinstance(x, tuple) else (x,)) if callable(f)]
-    return f"{name}({', '.join(parts)})" if parts else name
+def _without_interface(model_class):
+    """Whether a model has attention layers, but none that asks transformers' AttentionInterface."""
+    has_layers = False
+    for each in model_class.__mro__[: model_class.__mro__.index(PreTrainedModel)]:
+        names = vars(sys.modules.get(each.__module__, inspect))
+        if "ALL_ATTENTION_FUNCTIONS" in names:
+            return False
+        has_layers |= any(
+            "Attention" in name and inspect.isclass(x) and x.__module__ == each.__module__
+            for name, x in names.items()
+        )
+    return has_layers
 
 
-def register() -> None:
+def _tables(model_class):
+    """The tables of attention classes in the module of a model: by the implementation's name."""
+    names = vars(sys.modules.get(model_class.__module__, inspect))
+    return [x for name, x in names.items() if name.endswith("ATTENTION_CLASSES") and "eager" in x]
+
+
+def _check_model(get_correct):
+    """PreTrainedModel.get_correct_attn_implementation, through which each model's implementation goes, with
+    another answer than "minimal_attn" for a model that has attention layers of its own."""
+
+    @functools.wraps(get_correct)
+    def checked(self, requested_attention, *args, **kwargs):
+        if requested_attention == "minimal_attn":
+            words = "transformers: {} computes attention by itself: its layers are those of {!r}"
+            words += ", where minimal_attn.activate() can serve F.scaled_dot_product_attention"
+            if _without_interface(type(self)):
+                requested_attention = "sdpa" if self._supports_sdpa else "eager"
+                passed_on(words.format(self.config.model_type, requested_attention), _strict)
+            else:
+                for table in _tables(type(self)):
+                    own = "sdpa" if "sdpa" in table else "eager"
+                    passed_on(words.format(table[own].__name__, own), _strict)
+                    table["minimal_attn"] = table[own]
+        return get_correct(self, requested_attention, *args, **kwargs)
+
+    checked.of_minimal_attn = True
+    return checked
+
+
+def register(strict: bool = False) -> None:
     """Makes attn_implementation="minimal_attn" known to transformers. May be called again.
+
+    Args:
+        strict: what the kernels can't serve is an error that says why. By default it is passed on to
+            transformers' functions, with one minimal_attn.FallbackWarning for each reason.
 
     Raises:
         ImportError: this version of transformers is too old, or its mask functions mean something else.
@@ -339,3 +319,8 @@ def register() -> None:
             )
     AttentionInterface.register("minimal_attn", attention)
     AttentionMaskInterface.register("minimal_attn", make_mask)
+    get_correct = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(get_correct, "of_minimal_attn"):
+        PreTrainedModel.get_correct_attn_implementation = _check_model(get_correct)
+    global _strict
+    _strict = strict

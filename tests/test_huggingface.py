@@ -3,7 +3,10 @@
 pytest tests/test_huggingface.py -k table -s    prints which calls were served, which passed on, and why
 """
 
+import copy
 import random
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,7 +15,9 @@ from reference import visible_keys
 
 transformers = pytest.importorskip("transformers")
 
+import minimal_attn  # noqa: E402
 import minimal_attn.huggingface as huggingface  # noqa: E402
+from minimal_attn import _fallback, _transformers_mask  # noqa: E402
 from minimal_attn.huggingface import Mask, make_mask, register  # noqa: E402
 
 masks = transformers.masking_utils
@@ -58,6 +63,10 @@ DECODERS = {
     "stablelm": ({}, SERVED),
     "granite": ({}, SERVED),
     "smollm3": ({}, SERVED),
+    "granitemoehybrid": (
+        dict(layer_types=["attention"] * 2, num_local_experts=4, num_experts_per_tok=2, mamba_n_heads=8),
+        SERVED,
+    ),
     "exaone4": (SLIDING, SERVED),
     "nemotron": ({}, SERVED),
     "biogpt": ({}, SERVED),
@@ -78,6 +87,14 @@ MODES = {
     "beams": dict(num_beams=3),
     "chunked_prefill": dict(prefill_chunk_size=4),
 }
+
+
+@pytest.fixture
+def told():
+    """No reason has been told yet; and register() is not strict after the test."""
+    _fallback._told.clear()
+    yield
+    register()
 
 
 def build(make, config, seed, device="cpu"):
@@ -168,8 +185,10 @@ def test_table(seed):
 
 
 def test_wrong_windows_would_show(seed, monkeypatch):
-    right = huggingface.window_of
-    monkeypatch.setattr(huggingface, "window_of", lambda f: (-1, 0) if right(f) == (4, 0) else right(f))
+    right = _transformers_mask.window_of
+    monkeypatch.setattr(
+        _transformers_mask, "window_of", lambda f: (-1, 0) if right(f) == (4, 0) else right(f)
+    )
     monkeypatch.setattr(huggingface, "register", lambda: None)
     with pytest.raises(AssertionError):
         check_generate("mistral", "left_padding", seed)
@@ -267,16 +286,6 @@ def test_masks_of_the_user_are_passed_on(seed):
     check(model, {"a mask that is a tensor"}, input_ids=ids, attention_mask=mask)
 
 
-def test_packed_documents_are_passed_on(seed):
-    model = decoder("llama", seed)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
-    ids = torch.randint(3, 99, (1, 9))
-    expected, o = by_each(model, lambda: model(ids, position_ids=positions, use_cache=False)[0])
-    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-4)
-    [why] = huggingface.calls
-    assert "packed_sequence_mask_function" in why
-
-
 def test_training(seed):
     """The gradients are those of the eager attention."""
     register()
@@ -317,15 +326,125 @@ def test_half_types_and_autocast(seed, dtype):
         assert error < (0.02 if dtype == torch.float16 else 0.1)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "doge", "xglm"])
-def test_models_that_compute_with_their_mask_fail(name):
-    """They would be silently wrong with a mask of another kind."""
+def check_loaded(make, config, seed, call, expected_calls=None):
+    """A model loaded with minimal_attn against itself loaded with eager, in float64 (XGLM can't do that)."""
     register()
-    config = transformers.AutoConfig.for_model(name, **SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="minimal_attn").eval()
-    ids, mask = ragged(2, 9)
-    with pytest.raises((RuntimeError, AttributeError), match="no tensor"), torch.no_grad():
-        model(ids, attention_mask=mask)
+    eager = build(lambda c: make(copy.deepcopy(c), attn_implementation="eager"), config, seed)
+    model = make(copy.deepcopy(config), attn_implementation="minimal_attn").eval()
+    model.load_state_dict(eager.state_dict())
+    huggingface.calls.clear()
+    with torch.no_grad():
+        o = call(model)
+        expected = call(eager if config.model_type == "xglm" else eager.double())
+    assert (o.double() - expected).norm() < 1e-5 * expected.norm()
+    if expected_calls is not None:
+        assert set(huggingface.calls) == expected_calls
+    return model
+
+
+# Models that compute attention by themselves: what else their config has, and whose layers they take.
+OWN_ATTENTION = {
+    "bloom": ({}, "eager"),
+    "mpt": (dict(d_model=64, n_heads=4, n_layers=2), "eager"),
+    "xglm": (dict(d_model=64, ffn_dim=64, num_layers=2, attention_heads=4), "eager"),
+    "gpt_neo": (dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=4), "eager"),
+    "falcon": (dict(alibi=False), "sdpa"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_models_without_transformers_interface(name, seed, told):
+    """They would fail with "minimal_attn", or be silently wrong with a mask of another kind."""
+    options, layers = OWN_ATTENTION[name]
+    ids, mask = ragged(3, 9, right=True)
+    make = transformers.AutoModelForCausalLM.from_config
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **options})
+    with pytest.warns(minimal_attn.FallbackWarning, match=f"{name} computes attention by itself.*{layers}"):
+        model = check_loaded(make, config, seed, lambda m: m(ids, attention_mask=mask)[0][mask.bool()], set())
+    assert model.config._attn_implementation == layers
+    with pytest.raises(RuntimeError, match=f"strict=True. transformers: {name} computes attention by itself"):
+        register(strict=True)
+        make(model.config, attn_implementation="minimal_attn")
+
+
+@pytest.mark.parametrize("name", ["Sam", "Data2VecVision", "Git", "Beit"])
+def test_vision_models_with_tables_of_classes(name, seed, told):
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    vision = dict(sizes, image_size=32, patch_size=8)
+    config = getattr(transformers, f"{name}Config")
+    if name == "Sam":
+        vision |= dict(
+            mlp_dim=32, output_channels=32, window_size=2, global_attn_indexes=[1], num_pos_feats=16
+        )
+        decoder_sizes = dict(hidden_size=32, mlp_dim=32, num_attention_heads=2, iou_head_hidden_dim=32)
+        prompt = dict(hidden_size=32, image_size=32, patch_size=8, image_embedding_size=4)
+        config = config(vision_config=vision, mask_decoder_config=decoder_sizes, prompt_encoder_config=prompt)
+    elif name == "Git":
+        config = config(**sizes, vocab_size=99, vision_config=vision)
+    else:
+        config = config(**vision, use_relative_position_bias=True, use_shared_relative_position_bias=False)
+    pixels = torch.randn(2, 3, 32, 32)
+
+    def call(model):
+        dtype = next(model.parameters()).dtype
+        inputs = dict(pixel_values=pixels.to(dtype))
+        if name == "Sam":
+            inputs["input_points"] = torch.tensor([[[[3.0, 5.0]]], [[[20.0, 9.0]]]], dtype=dtype)
+            return model(**inputs).pred_masks
+        if name == "Git":
+            inputs["input_ids"] = torch.arange(3, 11).expand(2, -1)
+        return model(**inputs)[0]
+
+    check_loaded(getattr(transformers, f"{name}Model")._from_config, config, seed, call)
+
+
+@pytest.mark.parametrize("name", ["doge", "deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_models_that_compute_with_their_mask(name, padded, seed, told):
+    options = dict(MLA, **MOE, index_topk=4, index_n_heads=2, index_head_dim=16, first_k_dense_replace=1)
+    options |= dict(num_key_value_heads=4, keep_window_size=4) if name != "doge" else dict(keep_window_size=4)
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    ids, mask = ragged(3, 9, right=True)
+    mask = mask if padded else None
+    rows = slice(None) if mask is None else mask.bool()
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **options})
+    make = transformers.AutoModelForCausalLM.from_config
+    with pytest.warns(minimal_attn.FallbackWarning, match="a mask that is a tensor"):
+        check_loaded(make, config, seed, lambda m: eager_experts(m)(ids, attention_mask=mask)[0][rows])
+    assert set(huggingface.calls) == {"a mask that is a tensor"}
+
+
+def eager_experts(model):
+    """The model with experts that compute in float64, too."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def test_strict_and_warnings(seed, told):
+    """One warning a reason, and with strict=True an error; none where the kernels serve."""
+    register()
+    model = decoder("llama", seed)
+    model.set_attn_implementation("minimal_attn")
+    ids, mask = ragged(3, 9)
+    holes = mask.clone()
+    holes[:, -3] = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(ids, attention_mask=mask)
+            model(ids, attention_mask=holes)
+            model(ids, attention_mask=mask, output_attentions=True)
+    caught = [str(w.message) for w in caught if w.category is minimal_attn.FallbackWarning]
+    reasons = "holes in attention_mask", "output_attentions"
+    assert caught == [f"minimal_attn does not serve this call. transformers: {why}" for why in reasons]
+    register(strict=True)
+    model(ids, attention_mask=mask)
+    model.train()(ids, attention_mask=mask)[0].sum().backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="strict=True. transformers: holes in attention_mask"):
+            model(ids, attention_mask=holes)
 
 
 def call_attention(mask=None, **options):
@@ -339,8 +458,6 @@ def test_unknown_arguments_are_refused():
     """A sparse attention's indices, for example, that transformers' functions would ignore."""
     with pytest.raises(ValueError, match="indices"):
         call_attention(indices=torch.zeros(1))
-    with pytest.raises(ValueError, match="packed"):
-        call_attention(cu_seq_lens_q=torch.tensor([0, 2, 5]))
     huggingface.calls.clear()
     call_attention(is_causal=True)  # no mask, so transformers decides
     assert set(huggingface.calls) == {"no mask in a layer that is causal or has a window"}
@@ -410,13 +527,34 @@ def test_some_rows_of_a_mask():
     mask = make_mask(**mask_arguments(attention_mask=padding))
     assert mask.contiguous() is mask
     assert torch.equal(seen_by(mask[:, :, -2:, :]), seen_by(mask)[:, :, -2:])
-    with pytest.raises(RuntimeError, match="no tensor"):
-        mask[:, :, :, :3]
-    with pytest.raises(RuntimeError, match="no tensor"):
-        torch.zeros(3, 1, 7, 7) + mask
-    with pytest.raises(AttributeError, match="no tensor"):
-        mask.masked_fill(0, 1)
     assert torch.equal(seen_by(mask.to("cpu")), seen_by(mask))
+
+
+def test_a_mask_becomes_a_tensor(seed):
+    """Bool as transformers' sdpa_mask, but to add where it is added."""
+    padding = torch.arange(7) < torch.tensor([[7], [2], [6]])
+    mask = make_mask(**mask_arguments(attention_mask=padding))
+    seen = masks.sdpa_mask(**mask_arguments(attention_mask=padding, allow_is_causal_skip=False))
+    scores = torch.randn(3, 1, 7, 7)
+    hidden = torch.zeros(3, 1, 7, 7).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for sum in (scores + mask, mask + scores, torch.add(scores, mask), scores.clone().add_(mask)):
+        assert torch.equal(sum, scores + hidden)
+    assert (scores.bfloat16() + mask).isfinite().all()
+    assert mask.dtype == torch.bool and mask.size() == seen.size() and mask.dim() == 4
+    assert torch.equal(mask[:, 0], seen[:, 0]) and torch.equal(mask[..., :3], seen[..., :3])
+    pairs = [(~mask, ~seen), (mask & seen, seen), (seen & mask, seen), (mask == 0, seen == 0), (mask, seen)]
+    pairs += [
+        (mask.logical_not(), ~seen),
+        (torch.logical_not(mask), ~seen),
+        (mask.to(torch.int64), seen.long()),
+    ]
+    pairs += [(torch.where(mask, scores, 0), scores * seen), (scores.masked_fill(mask, 0), scores * ~seen)]
+    pairs += [(mask * scores, seen * scores), (scores * mask, seen * scores), (mask.float(), seen.float())]
+    for o, expected in pairs:
+        assert torch.equal(o, expected)
+    with pytest.raises(AttributeError, match="no colour"):
+        mask.colour  # noqa: B018
+    assert copy.deepcopy(mask).window == mask.window
 
 
 def test_a_changed_transformers_is_refused(monkeypatch):
@@ -467,3 +605,13 @@ def test_compiled_call(padded, seed):
 def test_a_mask_says_what_it_is():
     assert "window=(-1, 0)" in repr(make_mask(**mask_arguments()))
     assert isinstance(make_mask(**mask_arguments(attention_mask=make_mask(**mask_arguments()))), Mask)
+
+
+def test_without_transformers(tmp_path):
+    """One line that says so."""
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('none', name='transformers')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import minimal_attn.huggingface"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.splitlines()[-1] == (
+        "ImportError: minimal_attn.huggingface needs transformers, which isn't installed"
+    )
