@@ -43,6 +43,7 @@ SOURCE_FOLDERS = ["cpu", "portable", "hopper"]  # with the folders inside them; 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 8)
 OLDEST_SETUPTOOLS = (77, 0)  # which knows the licence in pyproject.toml
+OLDEST_TRANSFORMERS = (5, 4)  # for its mask functions
 PINS = {
     "torch": "torch==2.11.*",
     "setuptools": "setuptools>=77,<82",
@@ -51,12 +52,14 @@ PINS = {
     "pytest": "pytest==9.*",
     "hypothesis": "hypothesis==6.*",
     "expecttest": "expecttest==0.3.*",
+    "transformers": "transformers>=5.4,<6",
     "ruff": "ruff==0.17.*",
     "clang_format": "clang-format==23.*",
 }
 NEEDS = {"build": ["torch", "setuptools", "ninja"], "lint": ["ruff", "clang_format"]}
-NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis", "expecttest"]
-OPTIONAL = ["hypothesis", "expecttest", "clang_format"]  # without them tests skip, or C++ isn't checked
+NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis", "expecttest", "transformers"]
+# Without these tests skip, or C++ isn't checked.
+OPTIONAL = ["hypothesis", "expecttest", "transformers", "clang_format"]
 NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 
 
@@ -166,8 +169,9 @@ def describe():
         facts["torch"], facts["cuda"] = str(about["__version__"]), about["cuda"]
         if two_numbers(facts["torch"]) < OLDEST_TORCH:
             facts["has"].remove("torch")
-    if "setuptools" in facts["has"] and two_numbers(version_of("setuptools")) < OLDEST_SETUPTOOLS:
-        facts["has"].remove("setuptools")
+    for name, oldest in (("setuptools", OLDEST_SETUPTOOLS), ("transformers", OLDEST_TRANSFORMERS)):
+        if name in facts["has"] and two_numbers(version_of(name)) < oldest:
+            facts["has"].remove(name)
     if not find_ninja():
         facts["has"] = [name for name in facts["has"] if name != "ninja"]
     elif "ninja" not in facts["has"]:
