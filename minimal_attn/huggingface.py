@@ -67,6 +67,8 @@ _HARMLESS = set(
     "cache seq_idx".split()
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# The cu_seq_lens_q of the models whose forward runs, the innermost last, or None.
+_running: list[Tensor | None] = []
 _OTHERS = 'load the model with attn_implementation="sdpa" or "eager"'
 
 
@@ -134,6 +136,8 @@ def _in_documents(module, mask, q, k, causal, options):
     given = {name: options.pop(name, None) for name in _PACKED}
     missing = [name for name in _PACKED[:2] if given[name] is None]
     if len(missing) == 2:
+        if isinstance(mask, Mask) and not mask.documents:
+            _check_running(module, q)
         return mask
     if missing:
         raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, but {missing[0]} is None")
@@ -158,6 +162,18 @@ def _in_documents(module, mask, q, k, causal, options):
     )
     documents = whole.packed(**given)
     return documents if mask is None else _both(mask, documents.full_tensor())
+
+
+def _check_running(module, q):
+    """Raises ValueError where a model got cu_seq_lens, but does not give them to its layers."""
+    if torch.compiler.is_compiling():
+        return
+    tokens = q.shape[0] * q.shape[2]
+    if any(cu is not None and tokens == int(cu[-1]) for cu in _running):  # else it may be of other tokens
+        raise ValueError(
+            f"cu_seq_lens_q must be None, since this model does not give it to {type(module).__name__}: "
+            "pass position_ids with use_cache=False instead"
+        )
 
 
 def _of_indices(mask, q, k, options):
@@ -269,6 +285,13 @@ def _tables(model_class):
     return [x for name, x in names.items() if name.endswith("ATTENTION_CLASSES") and "eager" in x]
 
 
+def _tell_of_own_layers(what, implementation):
+    words = f"transformers: {what} computes attention by itself, here as with {implementation!r}"
+    if implementation == "sdpa":
+        words += ", whose calls minimal_attn.activate() can serve"
+    passed_on(words, _strict)
+
+
 def _check_model(get_correct):
     """PreTrainedModel.get_correct_attn_implementation, through which each model's implementation goes, with
     another answer than "minimal_attn" for a model that has attention layers of its own."""
@@ -276,20 +299,37 @@ def _check_model(get_correct):
     @functools.wraps(get_correct)
     def checked(self, requested_attention, *args, **kwargs):
         if requested_attention == "minimal_attn":
-            words = "transformers: {} computes attention by itself: its layers are those of {!r}"
-            words += ", where minimal_attn.activate() can serve F.scaled_dot_product_attention"
             if _without_interface(type(self)):
                 requested_attention = "sdpa" if self._supports_sdpa else "eager"
-                passed_on(words.format(self.config.model_type, requested_attention), _strict)
+                _tell_of_own_layers(self.config.model_type, requested_attention)
+                self.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
             else:
+                if _enter not in self._forward_pre_hooks.values():
+                    self.register_forward_pre_hook(_enter, with_kwargs=True)
+                    self.register_forward_hook(_leave, always_call=True)
                 for table in _tables(type(self)):
                     own = "sdpa" if "sdpa" in table else "eager"
-                    passed_on(words.format(table[own].__name__, own), _strict)
+                    _tell_of_own_layers(table[own].__name__, own)
                     table["minimal_attn"] = table[own]
         return get_correct(self, requested_attention, *args, **kwargs)
 
     checked.of_minimal_attn = True
     return checked
+
+
+def _refuse_documents(model, args, kwargs):
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(f"cu_seq_lens_q must be None: the attention of {model.config.model_type} ignores it")
+
+
+def _enter(model, args, kwargs):
+    if not torch.compiler.is_compiling():
+        _running.append(kwargs.get("cu_seq_lens_q"))
+
+
+def _leave(model, args, result):
+    if not torch.compiler.is_compiling():
+        _running.pop()
 
 
 def register(strict: bool = False) -> None:

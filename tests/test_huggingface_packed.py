@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.4")
 
-from test_huggingface import SERVED, decoder, mask_arguments, masks, ragged  # noqa: E402
+from test_huggingface import DECODERS, SERVED, SIZES, decoder, mask_arguments, masks, ragged  # noqa: E402
 
 import minimal_attn.huggingface as huggingface  # noqa: E402
 from minimal_attn.huggingface import make_mask, register  # noqa: E402
@@ -138,6 +138,24 @@ def test_choices_of_keys_ignore_documents(seed):
     chosen = dict(indices=torch.zeros(1, 9, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="cu_seq_lens_q must be None in Module"):
         huggingface.attention(layer, q, k, v, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **chosen)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "nemotron", "bloom"])
+def test_models_that_ignore_cu_seq_lens(name, seed):
+    """Refused, since documents would see each other; position_ids do where transformers' mask has them."""
+    register()
+    options = {**SIZES, **NO_DROPOUT, **DECODERS.get(name, ({},))[0]}
+    config = transformers.AutoConfig.for_model(name, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="minimal_attn")
+    documents, batch = collated()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
+            model(**batch)
+    assert not huggingface._running
+    if name != "bloom":
+        expected, _ = alone(model, documents)
+        o = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+        assert (o.double() - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_documents_of_padding(seed):
