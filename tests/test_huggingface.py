@@ -142,6 +142,21 @@ def check(model, why=SERVED, **call):
     assert set(huggingface.calls) == why
 
 
+def check_tokens(o, expected, n_prompt):
+    """The same logits and tokens, until two tokens tie, which rounding decides."""
+    logits, expected_logits = torch.stack(o.logits, 1), torch.stack(expected.logits, 1)
+    bound = 1e-4 * expected_logits.std()
+    same = o.sequences[:, n_prompt:] == expected.sequences[:, n_prompt:]
+    is_comparable = torch.ones_like(logits[..., 0], dtype=torch.bool)
+    if len(same) < len(logits):  # beams
+        assert same.all()
+    else:
+        first, second = expected_logits.topk(2).values.unbind(-1)
+        is_comparable[:, 1:] = same.cummin(1).values[:, :-1]
+        assert (same | ~is_comparable | (first - second < bound)).all()
+    assert (logits - expected_logits)[is_comparable].abs().max() < bound
+
+
 def check_generate(name, mode, seed, device="cpu"):
     options = dict(MODES[mode])
     model = decoder(name, seed, device)
@@ -165,9 +180,7 @@ def check_generate(name, mode, seed, device="cpu"):
         if "block_sequence_ids" not in str(error):
             raise
         pytest.skip("this transformers itself fails: no block_sequence_ids")
-    assert torch.equal(o.sequences, expected.sequences)
-    size = torch.stack(expected.logits).std().item()  # tokens alone would forgive much
-    torch.testing.assert_close(o.logits, expected.logits, rtol=0, atol=1e-4 * size)
+    check_tokens(o, expected, ids.shape[1])
     assert set(huggingface.calls) == DECODERS[name][1]
 
 

@@ -15,6 +15,7 @@ from minimal_attn.huggingface import make_mask, register  # noqa: E402
 MODELS = ["llama", "mistral", "gpt_oss", "gpt2", "opt", "granitemoehybrid", "gemma2"]  # all, windows, sinks
 LENGTHS = [7, 4, 9]
 NO_DROPOUT = dict(dropout=0.0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+NO_DROPOUT |= dict(activation_function="gelu")  # OPT's ReLU has a kink, where rounding decides a gradient
 
 
 def collated(lengths=LENGTHS):
