@@ -23,6 +23,7 @@ minimal_attn.activate() can serve its calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -30,6 +31,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import minimal_attn
 from minimal_attn._backward import has_fast_backward
@@ -236,7 +238,8 @@ def _pass_on(module, query, key, value, mask, options):
     special = options.keys() - _HARMLESS - {"scaling", "dropout", "is_causal"}
     if special <= {"position_bias"} and not options.get("output_attentions"):
         tensor = mask.tensor() if isinstance(mask, Mask) else mask
-        return sdpa_attention_forward(module, query, key, value, tensor, **options)
+        with _sdpa_kernels(query, tensor):
+            return sdpa_attention_forward(module, query, key, value, tensor, **options)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     # Sinks are the layer's own parameter, and there its eager function reads them.
     unknown = special - {"s_aux"} - set(inspect.signature(eager).parameters if eager else ())
@@ -248,6 +251,27 @@ def _pass_on(module, query, key, value, mask, options):
         low = torch.finfo(query.dtype).min
         tensor = torch.zeros_like(tensor, dtype=query.dtype).masked_fill(~tensor, low)
     return eager(module, query, key, value, tensor, **options)
+
+
+def _sdpa_kernels(query, mask):
+    """Those that PyTorch may take: not cuDNN's, its first choice on Hopper, where there is a mask.
+
+    It gives a row that a bool mask hides the softmax over all keys, and NaN for a float32 mask of half types.
+    """
+    if mask is None or query.device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(_allowed_kernels())
+
+
+@torch.compiler.assume_constant_result
+def _allowed_kernels():
+    """The kernels that sdpa_kernel allows now, without cuDNN's, unless that is the only one."""
+    is_allowed = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+    }
+    return [kernel for kernel, allowed in is_allowed.items() if allowed] or [SDPBackend.CUDNN_ATTENTION]
 
 
 def _autocast(*tensors):
@@ -332,7 +356,7 @@ def _leave(model, args, result):
         _running.pop()
 
 
-def register(strict: bool = False) -> None:
+def register(*, strict: bool = False) -> None:
     """Makes attn_implementation="minimal_attn" known to transformers. May be called again.
 
     Args:
@@ -340,8 +364,11 @@ def register(strict: bool = False) -> None:
             transformers' functions, with one minimal_attn.FallbackWarning for each reason.
 
     Raises:
+        TypeError: strict is no bool.
         ImportError: this version of transformers is too old, or its mask functions mean something else.
     """
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be a bool, but was {strict!r}")
     version = f"transformers {transformers.__version__}"
     if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"minimal_attn.huggingface needs transformers 5.4 or newer, but this is {version}")

@@ -479,6 +479,34 @@ def test_unknown_arguments_are_refused():
 # ---------------------------------------------------------------------- masks
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masks_that_are_passed_on(device, dtype, seed):
+    """A query that sees no key gets 0, and a float32 mask may stand beside half types, on every GPU."""
+    q, k, v = (torch.randn(2, 4, 40, 64).to(device, dtype) for _ in range(3))
+    seen = torch.rand(2, 1, 40, 40, device=device) < 0.5
+    seen[:, :, 7] = False
+    bias = torch.randn(2, 1, 40, 40, device=device)
+    for mask, added in ((seen, torch.zeros_like(bias).masked_fill(~seen, -torch.inf)), (bias, bias)):
+        if mask is bias and device == "cpu":
+            mask = bias.to(dtype)  # there PyTorch wants one dtype
+            added = mask
+        o, _ = huggingface.attention(torch.nn.Module(), q, k, v, mask, is_causal=False)
+        S = q.double() @ k.double().mT / 8 + added.double()
+        expected = (S.softmax(-1).nan_to_num(0) @ v.double()).transpose(1, 2)
+        assert (o.double() - expected).norm() < 0.02 * expected.norm()
+    o, _ = huggingface.attention(torch.nn.Module(), q, k, v, seen, is_causal=False)
+    assert not o[:, 7].any()
+
+
+def test_kernels_of_pytorch():
+    """All but cuDNN's, as far as sdpa_kernel allows them."""
+    kernels = torch.nn.attention.SDPBackend
+    for allowed in ([kernels.MATH, kernels.CUDNN_ATTENTION], [kernels.CUDNN_ATTENTION]):
+        with torch.nn.attention.sdpa_kernel(allowed):
+            assert huggingface._allowed_kernels() == allowed[:1]
+
+
 def mask_arguments(**changed):
     arguments = dict(batch_size=3, q_length=7, kv_length=7, q_offset=0, kv_offset=0, attention_mask=None)
     arguments |= dict(mask_function=masks.causal_mask_function, device="cpu", dtype=torch.float32)
