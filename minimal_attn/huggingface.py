@@ -66,7 +66,7 @@ _strict = False  # what register() was told
 _HARMLESS = set(
     "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "labels return_dict num_items_in_batch logits_to_keep sliding_window layer_idx deterministic "
-    "cache seq_idx".split()
+    "cache seq_idx max_length_q max_length_k".split()
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # The cu_seq_lens_q of the models whose forward runs, the innermost last, or None.
@@ -135,14 +135,14 @@ def attention(
 
 def _in_documents(module, mask, q, k, causal, options):
     """The mask inside of the documents of cu_seq_lens, if options have them. Takes these out of options."""
-    given = {name: options.pop(name, None) for name in _PACKED}
-    missing = [name for name in _PACKED[:2] if given[name] is None]
-    if len(missing) == 2:
-        if isinstance(mask, Mask) and not mask.documents:
+    if "cu_seq_lens_q" not in options and "cu_seq_lens_k" not in options:
+        if _running and isinstance(mask, Mask) and not mask.documents:
             _check_running(module, q)
         return mask
-    if missing:
-        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, but {missing[0]} is None")
+    given = {name: options.pop(name, None) for name in _PACKED}
+    for name in _PACKED[:2]:
+        if given[name] is None:
+            raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, but {name} is None")
     if "indices" in options:
         raise ValueError(
             f"cu_seq_lens_q must be None in {type(module).__name__}, whose choice of keys ignores documents"

@@ -130,6 +130,8 @@ def by_each(model, call):
         warnings.simplefilter("ignore")
         expected = call()
         model.set_attn_implementation("minimal_attn")
+        if model.config._attn_implementation != "minimal_attn":
+            pytest.skip("this transformers can't change the attention of a model of this kind")
         huggingface.calls.clear()
         return expected, call()
 
