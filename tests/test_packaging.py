@@ -244,6 +244,7 @@ def test_source_distribution_is_complete(tmp_path):
     assert len(wanted) > 30
     assert [file for file in wanted if not (unpacked / file.relative_to(ROOT)).exists()] == []
     assert (unpacked / "CHANGELOG.md").exists() and (unpacked / "LICENSE").exists()
+    assert not (unpacked / "findings").exists()
     for objects in (ROOT / "build").glob("temp.*"):
         shutil.copytree(objects, unpacked / "build" / objects.name)
     targets = minimal_attn._C.cuda_architectures() or "none"
