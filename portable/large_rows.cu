@@ -166,34 +166,35 @@ constexpr int kMostGrid = 132;  // the multiprocessors of an H100
 
 template <class T>
 __global__ void __launch_bounds__(RowsTile::Threads)
-    large_rows_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, bool aligned) {
+    large_rows_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, int tiles_of_block,
+                      bool aligned) {
     if constexpr (!on_tensor_cores<T>() && !std::is_same_v<T, float>) return;  // bfloat16 before 8.0
-    constexpr int kWarps = RowsTile::Threads / 32;
     const Attention &a = g.a;
     const int tiles_of_head = rows.head_stride / RowsTile::Br, tiles = (int)(a.B * a.Hq) * tiles_of_head;
-    const auto is_large_at = [&](int tile, int row) {
-        const int i = tile % tiles_of_head * RowsTile::Br + row;
-        return i < a.Nq && is_large_for<T>(a, __ldg(g.lse + int64_t(tile / tiles_of_head) * a.Nq + i));
+    const int begin = min(blockIdx.x * tiles_of_block, tiles), end = min(begin + tiles_of_block, tiles);
+    // Where a tile begins in lse, whose heads are not padded.
+    const auto row_of_tile = [&](int tile) {
+        return int64_t(tile / tiles_of_head) * a.Nq + min(tile % tiles_of_head * RowsTile::Br, a.Nq);
     };
-    // Mostly there is no large row: a warp looks at a tile at a time, and no load waits for the one before.
+    // Mostly there is no large row. This code is short, since the time of such a launch is that of fetching it.
     bool any_large = false;
-    const int lane = threadIdx.x % 32;
-#pragma unroll 8
-    for (int tile = blockIdx.x + threadIdx.x / 32 * gridDim.x; tile < tiles; tile += kWarps * gridDim.x)
-        any_large |= is_large_at(tile, lane) | is_large_at(tile, lane + 32);
+    const int64_t last = row_of_tile(end);
+#pragma unroll 4
+    for (int64_t row = row_of_tile(begin) + threadIdx.x; row < last; row += RowsTile::Threads)
+        any_large |= is_large_for<T>(a, __ldg(g.lse + row));
     if (!__syncthreads_or(any_large)) return;
     if (threadIdx.x == 0) *rows.any_large = 1;
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int tile = begin; tile < end; ++tile) {
         const int head = tile / tiles_of_head, i0 = tile % tiles_of_head * RowsTile::Br;
-        const bool is_large = threadIdx.x < RowsTile::Br && is_large_at(tile, threadIdx.x);
+        const int64_t dense = row_of_tile(tile) + threadIdx.x, padded = head * rows.head_stride + i0 + threadIdx.x;
+        const bool exists = threadIdx.x < RowsTile::Br && i0 + threadIdx.x < a.Nq;
+        const bool is_large = exists && is_large_for<T>(a, g.lse[dense]);
         if (!__syncthreads_or(is_large)) continue;
         if (g.is_complete) {
             normalize_rows<T>(g, rows, head, i0, aligned);
         } else if (is_large) {
             // lse covers other keys, too: it remains a float32, with its rounding.
-            const int64_t dense = int64_t(head) * a.Nq + i0 + threadIdx.x;
-            const int64_t padded = head * rows.head_stride + i0 + threadIdx.x;
             const double m = (double)g.lse[dense] / a.softmax_scale;
             rows.large[padded] = {(float)m, 0.f, (float)(m - (float)m), rows.D[padded], 0.f, 0.f};
             if (std::is_same_v<T, float>) rows.D[padded] = 0.f;
@@ -207,8 +208,8 @@ cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *str
     const auto is = [&](const void *x, const Strides &stride) { return is_aligned(x, stride, sizeof(T), a.d); };
     const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
     const int64_t tiles = a.B * a.Hq * (rows.head_stride / RowsTile::Br);
-    const int grid = (int)std::min<int64_t>(tiles, kMostGrid);
-    large_rows_kernel<T><<<grid, RowsTile::Threads, kRowsBytes<T>, stream>>>(g, rows, aligned);
+    const int grid = (int)std::min<int64_t>(tiles, kMostGrid), tiles_of_block = (int)((tiles + grid - 1) / grid);
+    large_rows_kernel<T><<<grid, RowsTile::Threads, kRowsBytes<T>, stream>>>(g, rows, tiles_of_block, aligned);
     return cudaGetLastError();
 }
 
