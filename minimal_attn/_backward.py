@@ -72,9 +72,9 @@ def backward(
             and shape, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
         deterministic: the same bits on every run, as under torch.use_deterministic_algorithms.
-        complete: (o, l, m) cover these keys and nothing else: no other chunk, no sinks. Then gradients are as
-            exact at large scores as at small ones. If not, float32's rounding of l and m is an error of P: 1e-5
-            where scores are 400, and 1e-3 at 4e4 (docs/numerics.md). Autograd sets it where it holds.
+        complete: (o, l, m) cover these keys and nothing else: no other chunk, no sinks. Then gradients are
+            about as exact at large scores as at small ones. Otherwise the rounding of a float32 log-sum-exp is
+            an error of P: 1e-5 where scores are 400, 1e-3 at 4e4 (docs/numerics.md). Autograd sets it itself.
 
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
