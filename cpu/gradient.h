@@ -127,17 +127,20 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
 
 // Steps 11 and 13 for a tile: Pij, without the mask.
 void compute_P(const Attention &a, const GradientRow *rows, int count, int keys, const GradientBuffers &buffers) {
-    const auto is_large_row = [](const GradientRow &row) { return is_large(row.lse); };
-    const auto large = std::count_if(rows, rows + count, is_large_row);
+    const auto large = std::count_if(rows, rows + count, [](const GradientRow &row) { return is_large(row.lse); });
     if (large < count) compute_S(a, count, keys, buffers);
     if (large > 0) compute_S_double(a, count, buffers);
     for (int lane = 0; lane < count; ++lane) {
         const GradientRow &row = rows[lane];
+        float *const P = buffers.Pij + lane * Bc;
         const double *const S = (const double *)buffers.Sij_double + lane * Bc;
+        if (large > 0 && is_large(row.lse)) {
+            for (int c = 0; c < keys; c += W) vec(P + c) = exp_double(S + c, a.softmax_scale, row.m, row.log_l);
+            continue;
+        }
         for (int c = 0; c < keys; c += W) {
-            Vec &p = vec(buffers.Pij + lane * Bc + c);
-            const Vec x = a.softmax_scale * p - row.lse;
-            p = is_large_row(row) ? exp_double(S + c, a.softmax_scale, row.m, row.log_l) : exp(x > 0.f ? Vec{} : x);
+            const Vec x = a.softmax_scale * vec(P + c) - row.lse;
+            vec(P + c) = exp(x > 0.f ? Vec{} : x);
         }
     }
 }
@@ -158,12 +161,14 @@ void compute_tile(const Attention &a, const Band &band, const QueryTile &t, int 
     multiply_matrices(keys, D, t.rows, P, 1, Bc, buffers.dOi, D, buffers.dVj, D, true);
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
-    for (int lane = 0; lane < t.rows; ++lane)
+    for (int lane = 0; lane < t.rows; ++lane) {
+        const float D_of_row = rows[lane].D, D_low = rows[lane].D_low;
         for (int c = 0; c < vectors; c += W) {
             const Vec p = vec(P + lane * Bc + c);
             Vec &ds = vec(dS + lane * Bc + c);
-            ds = p == 0.f ? Vec{} : a.softmax_scale * p * (ds - rows[lane].D - rows[lane].D_low);
+            ds = p == 0.f ? Vec{} : a.softmax_scale * p * (ds - D_of_row - D_low);
         }
+    }
     multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
 
