@@ -1,7 +1,7 @@
 #!/bin/sh
 # On a Hopper GPU, scaled_dot_product_attention gives a row that a bool mask hides the softmax over all keys.
 #
-# Versions   torch 2.11.0+cu130, cuDNN 9.19.0, one H100 80GB
+# Versions   torch 2.11.0+cu130, cuDNN 9.19.0, one H100 80GB, one H200
 # Behaviour  PyTorch chooses cuDNN's kernel by default for half types with a mask on Hopper. In it a row of False sees
 #            every key, as if it had no mask. A row of -inf is 0, and so are both in the memory-efficient kernel and on
 #            a CPU.
