@@ -73,6 +73,7 @@
 // |-------------------|--------------|-----------------------------------------|----------|----------------------|
 // | tile_counter      | the launch   | thread 0: takes a work tile             | no role  |                      |
 // | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
+// | any_large         | the launch   | large_rows.cu before: sets it to 1      | no role  |                      |
 // | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
 // | stored, in order  | a part of dQ | each adder: stored or added             | adders   | tiles_before         |
