@@ -275,9 +275,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                 all_states[at + row] = divides ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
             }
             if (__syncthreads_or(any_large) && g.is_complete)
-                normalize_rows(g, band,
-                               {{a.q, a.q_stride, b, h}, {g.do_, g.do_stride, b, h}, K, V}, i0,
-                               rows, Bc, shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, all_states + at);
+                normalize_rows(g, band, {{a.q, a.q_stride, b, h}, {g.do_, g.do_stride, b, h}, K, V}, i0, rows, Bc,
+                               shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, all_states + at);
             __syncthreads();
         }
 

@@ -43,7 +43,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
     float *Qi_double, *Sij_double;  // as float64, where scores are large
-    float *dQi;  // only if all keys are one tile; else it is in GradientWorkspace::dQ
+    float *dQi;                     // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
     // memory begins at a multiple of 64 bytes, and so does every buffer. With null only the size is computed.

@@ -94,8 +94,7 @@ void for_each_row(const Band &band, const QueryTile &t, int j0, int keys, const 
 // Scores with the bits of the forward pass, before the scaling: Bc of them a row.
 inline void compute_S(const Attention &a, int rows, int keys, const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
-    if (rows_of_key_head(a) > few_rows)
-        return multiply_channels(a, rows, keys, buffers.Qi, buffers.Kj_T, buffers.Pij);
+    if (rows_of_key_head(a) > few_rows) return multiply_channels(a, rows, keys, buffers.Qi, buffers.Kj_T, buffers.Pij);
     for (int lane = 0; lane < rows; ++lane)
         dot_products(keys, D, buffers.Qi + lane * D, buffers.Kj, D, 1.f, buffers.Pij + lane * Bc, [](int) {});
 }

@@ -173,8 +173,9 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     else
         walk_queries<T, Tile, Sum::dK>(p, shared, keys, j, sum);
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
-    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, is_dV ? 1.f / kPScale<T> : p.a.softmax_scale,
-                      sum, [&](int key) { return keys.is_seen(key, p.a.Nq); });
+    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d,
+                      is_dV ? 1.f / kPScale<T> : p.a.softmax_scale, sum,
+                      [&](int key) { return keys.is_seen(key, p.a.Nq); });
 }
 
 template <class T, class Tile>

@@ -300,7 +300,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
-            __syncwarp();                                               // keeps what follows behind the products
+            __syncwarp();                                                    // keeps what follows behind the products
             compute_dS<T>(dP, S, shared.Di[dO.stage()].x + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();

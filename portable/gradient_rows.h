@@ -79,7 +79,8 @@ struct ScoreChange {
     float m, log2_l, c, inverse_c;
     bool is_large;
 
-    __device__ ScoreChange(float lse, const LargeRow *row, float c) : c(c), inverse_c(__fdividef(1.f, c)), is_large(lse == kLarge) {
+    __device__ ScoreChange(float lse, const LargeRow *row, float c)
+        : c(c), inverse_c(__fdividef(1.f, c)), is_large(lse == kLarge) {
         // Past L1, which may have these rows of an earlier launch.
         const float2 two = is_large ? __ldcg((const float2 *)row) : float2{};
         m = two.x, log2_l = two.y;

@@ -191,7 +191,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
                                        rows.large + head * rows.head_stride + first);
             }
             compute_P_dS<T, Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
-                               walks_queries ? lse + Walk : row_D);
+                                  walks_queries ? lse + Walk : row_D);
             if (column < seen_by_all.begin || column + Tile::Columns > seen_by_all.end)
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);

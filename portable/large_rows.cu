@@ -86,8 +86,8 @@ __device__ void add_product(Sum (&C)[RowsTile::M][RowsTile::N][4], const HeadRow
 // Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled; c > 0.
 template <class Sum>
 __device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[RowsTile::M][RowsTile::N][4],
-                           const float (&dP)[RowsTile::M][RowsTile::N][4], float sign, float c,
-                           const BandOf<int> &band, int i, int j) {
+                           const float (&dP)[RowsTile::M][RowsTile::N][4], float sign, float c, const BandOf<int> &band,
+                           int i, int j) {
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
         const Keys seen = keys_of_row(band, i + column / 2 * 8 + column % 2);
@@ -136,7 +136,8 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
     __syncthreads();
     const auto for_queries = [&](const auto &use) {
 #pragma unroll
-        for (int column = 0; column < RowsTile::Columns; ++column) use(sums[column], query + column / 2 * 8 + column % 2);
+        for (int column = 0; column < RowsTile::Columns; ++column)
+            use(sums[column], query + column / 2 * 8 + column % 2);
     };
     for_queries([&](RowSums &sum, int row) {
 #pragma unroll

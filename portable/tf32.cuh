@@ -77,7 +77,8 @@ __device__ void multiply_rows(float (&C)[M][N][4], unsigned A, unsigned B, int d
 
 // The same in float64: rows from A_row on of a swizzled tile, and from B_row on of another.
 template <int D, int M, int N>
-__device__ void multiply_rows_double(double (&C)[M][N][4], const float *A, int A_row, const float *B, int B_row, int d) {
+__device__ void multiply_rows_double(double (&C)[M][N][4], const float *A, int A_row, const float *B, int B_row,
+                                     int d) {
 #if __CUDA_ARCH__ >= 800
     const int lane = threadIdx.x % 32;
 #pragma unroll 1

@@ -93,8 +93,8 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
 // S^T is computed again, as Score<float>.
 template <class Tile>
 __device__ void change_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
-                                  float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
-                                  int d) {
+                              float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
+                              int d) {
     Score<float> exact[Tile::M][Tile::N][4] = {};
     if constexpr (kFastFloat64) multiply_rows_double<Tile::D>(exact, K_tile, warp_key, Q_tile, 0, d);
 #pragma unroll
