@@ -30,7 +30,8 @@
 //
 // The contract (flash.h) adds to the paper:
 //     a mask (steps 6, 9, 12), the gradient of lse (step 19), any Nq, Nk and d, several query heads for one key head
-// One number lse = m + log l for each row replaces l and m. Where it is large, normalize_rows computes m and l again. Steps 1, 14, 15, 18 are dropout, which is missing.
+// One number lse = m + log l for each row replaces l and m. Where it is large, normalize_rows computes m and l again.
+// Steps 1, 14, 15, 18 are dropout, which is missing.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -370,9 +370,9 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
     return is_banded(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
-// The workspace behind lse and D: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large, units_taken,
-// `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a split tile.
-// Zeros may place them in memory of its own instead.
+// The workspace behind lse and D: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large,
+// units_taken, `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a
+// split tile. Zeros may place them in memory of its own instead.
 template <class Tile>
 struct Workspace {
     Split split;
