@@ -74,14 +74,14 @@ inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // The backward pass: the gradients of a loss in q, k and v, from those in o and in the log-sum-exp.
 struct Gradient {
-    // q, k, v and the mask of the forward pass; not its states and results. Then o, in q's dtype, and lse (B, Hq, Nq),
-    // which may cover more keys than k has: P = exp(S - lse) is the part of these keys. If it doesn't, it `is_complete`:
-    // then rows with a large lse are normalised again, since a float32 is too coarse for it (docs/numerics.md).
+    // q, k, v and the mask of the forward pass; not its states and results. Then o, in q's dtype, and lse (B, Hq, Nq).
+    // Both may cover more keys than k has: P = exp(S - lse) is the part of k's keys. If they cover k's keys alone, the
+    // call `is_complete`: rows with a large lse (is_large, below) are then normalised again.
     Attention a;
     const void *o, *do_;  // `do` is a word of C++
     Strides o_stride, do_stride;
     const float *lse, *dlse;  // (B, Hq, Nq), contiguous; dlse may be null: 0
-    bool is_complete;         // whether lse covers k's keys alone
+    bool is_complete;         // whether o and lse cover k's keys alone: no other chunk, no sinks
 
     // The results in q's dtype or float32, which cover k's keys alone.
     Dtype out_dtype;
@@ -90,8 +90,8 @@ struct Gradient {
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 };
 
-// Whether a row's lse is so large that a float32 is too coarse for it, and so are scores that are rounded otherwise than in
-// the forward pass. Below 16, that is less than 2e-6 of P.
+// Whether a row's lse is large: rounding it to float32 changes P too much. So do scores that are rounded otherwise than
+// in the forward pass. Below 16 the error of P is less than 2e-6. docs/numerics.md has more.
 MINIMAL_ATTN_HOST_DEVICE inline bool is_large(float lse, float bound = 16.f) {
     return fabsf(lse) > bound && fabsf(lse) < INFINITY;
 }

@@ -8,16 +8,18 @@
 // Launch. Grid: one block of 256 threads for each key head of each batch. It walks the query heads that share this key
 // head. So dK and dV are sums of one block: no atomics, and the same bits on every run.
 //
-// What lives where. HBM keeps Q, K, V, O, dO, lse, and between two tiles dQ, in float32. The shared memory of a block has
-// (float32, where D is d rounded up to a multiple of 4):
+// What lives where. HBM keeps Q, K, V, O, dO, lse, a RowState for each row and, between two tiles, dQ in float32. The
+// shared memory of a block has (float32 except m_i; D is d rounded up to a multiple of 4):
 //     Qi, dOi               Br x D     rows are padded by 1 number, so that rows and columns are read without conflicts
 //     Kj, Vj, dKj, dVj      Bc x D     likewise
 //     Pij; dPij, then dSij  Br x Bc    likewise
-//     m_i (float64), log_l_i, Di, Di_low    Br
+//     m_i, in float64       Br         of RowState, as log_l_i, Di and Di_low are
+//     log_l_i, Di, Di_low   Br each
 // For d = 64 on an H100 these are 131 KB: Br = Bc = 64.
 //
 // Which barrier orders what:
-//     in normalize_rows   tiles are loaded; Sij, m_i, Pij are complete   -> the next lines read them
+//     in normalize_rows tiles are loaded; Sij, m_i, Pij are complete     -> the next lines read them
+//     before step 6     normalize_rows is done, RowStates are in HBM     -> step 10 reads them
 //     before step 7     step 5 is done, dKj and dVj are written to HBM   -> they are initialised again
 //     before step 10    all reads of the last Qi, dOi, m_i, Pij, dSij    -> these are overwritten
 //     after step 10     Kj, Vj, Qi, dOi, m_i are loaded                  -> step 11 reads them
@@ -135,8 +137,8 @@ struct Shared {
     float *log_l_i, *Di, *Di_low;
 };
 
-// In HBM, of a row: P = exp(softmax_scale (QK - m) - log_l), with m a score before the scaling. Where lse is small, m = 0
-// and log_l is lse. D + D_low is set where lse is large; elsewhere step 19 computes D.
+// In HBM, of a row: P = exp(softmax_scale (QK - m) - log_l), with m a score before the scaling. Where lse is not large,
+// m = 0 and log_l is lse. D + D_low is what normalize_rows has computed; for other rows step 19 computes D.
 struct RowState {
     double m;
     float log_l, D, D_low;
@@ -148,8 +150,9 @@ __device__ void load(const Matrix &tile, const HeadRows<const T> &tensor, int fi
                 [&](int row, int x) { tile.at(row, x) = row < rows ? (float)tensor.at(first + row, x) : 0.f; });
 }
 
-// The RowState of the rows i0 <= i < i0 + rows of a query head where lse is large, from all scores: steps 5 to 11 of
-// Algorithm 1, and D = rowsum(P o dP). Scores and sums are float64: a float32 would round scores by more than P may be off.
+// Sets the RowState of the rows i0 <= i < i0 + rows of a query head where lse is large: steps 5 to 11 of Algorithm 1
+// over all keys, and D = rowsum(P o dP). Scores and sums are float64: rounding a large score to float32 changes P too
+// much.
 template <class T>
 __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRows<const T> (&Q_dO_K_V)[4], int i0,
                                int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
@@ -199,7 +202,7 @@ __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRo
             if (lane == 0 && row < rows) shared.m_i[row] = near_m == -INFINITY ? 0. : near_m;
         });
         __syncthreads();
-        // Less a number near the tile's maximum, which float32 scores have: then the difference may be a float32.
+        // Again in float64, less the maximum of the float32 scores: this difference is small enough for a float32.
         multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
             shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)(sign * QK - shared.m_i[row]) : -INFINITY;
         });
@@ -263,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for_numbers(a.Nq, a.d, [&](int i, int x) { HeadRows<float>(dQ_tensor, dQ_stride, b, h).at(i, x) = 0.f; });
     for_numbers(a.Nk, a.d, [&](int j, int x) { dK.set(j, x, 0.f), dV.set(j, x, 0.f); });
 
-    // A float32 is too coarse for a large lse
+    // The RowState of each row. Where lse is large, and k's keys are all that it covers, it is computed again
     for (int64_t h = h0; h < h1; ++h)
         for (int i0 = 0; i0 < a.Nq; i0 += Br) {
             const int rows = min(Br, a.Nq - i0);

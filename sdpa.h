@@ -1,11 +1,13 @@
 // sdpa.h: minimal_attn.activate(): the operators by which F.scaled_dot_product_attention computes, served by run().
 //
-// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward operator,
-// which is replaced as well. Both passes exchange o and the log-sum-exp as PyTorch's do, so that each works with PyTorch's
-// other one. A call that isn't served goes to PyTorch's kernel directly: the dispatcher would come back here.
+// PyTorch chooses an operator (flash, efficient or cuDNN on CUDA, flash on a CPU). Autograd records its backward
+// operator, which is replaced as well. Our passes exchange o and the log-sum-exp in PyTorch's form: so our forward pass
+// works with PyTorch's backward pass, and PyTorch's with ours. A call that isn't served goes to PyTorch's kernel
+// directly: the dispatcher would come back here.
 //
-// Three more operators are replaced only to see what PyTorch does: the function itself, which then avoids cuDNN's kernel
-// for masks; the separate steps that PyTorch takes where no fused kernel fits; and MultiheadAttention's fast path.
+// Three more operators are replaced, and still compute by PyTorch's kernels. The function itself then avoids cuDNN's
+// kernel for masks. The separate steps, which PyTorch takes where no fused kernel fits, and MultiheadAttention's fast
+// path are counted.
 #pragma once
 
 #include <ATen/Context.h>
@@ -91,7 +93,7 @@ inline constexpr std::array<Description, 11> kOutcomes = {
      {"PyTorch: MultiheadAttention's fast path",
       ", which calls no F.scaled_dot_product_attention. torch.backends.mha.set_fastpath_enabled(False) lets it"}}};
 inline std::array<std::atomic<int64_t>, kOutcomes.size()> counts{};  // they only grow
-inline std::array<std::atomic<bool>, kOutcomes.size()> told{};       // since the last activate()
+inline std::array<std::atomic<bool>, kOutcomes.size()> told{};       // which have warned since the last activate()
 inline std::atomic<bool> is_strict{false};
 inline thread_local int64_t calls_of_thread = 0;
 
@@ -343,8 +345,9 @@ inline Tensor padded_bias(Tensor bias, const Tensor &q, const Tensor &k) {
     return padded.slice_symint(-1, 0, Nk).expand_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), Nk});
 }
 
-// A call that takes_cudnn, by PyTorch's other kernels. In cuDNN's a row that a bool mask hides gets the softmax over all
-// keys, since PyTorch writes -65504 for False there (torch 2.11), and a float32 mask of half types gives NaN.
+// A call that takes_cudnn, computed by PyTorch's other kernels. In cuDNN's a row that a bool mask hides gets the
+// softmax over all keys, since PyTorch writes -65504 for False there (torch 2.11). A float32 mask of half types gives
+// NaN.
 inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_mask,
                             double dropout_p, std::optional<double> scale, bool enable_gqa) {
     const bool is_bool = attn_mask.scalar_type() == at::kBool;
@@ -380,7 +383,7 @@ inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const
 }
 
 // The same for calls that minimal_attn.scaled_dot_product_attention passes on: the operator minimal_attn::by_pytorch.
-// Autocast has not cast yet.
+// There autocast has not cast the arguments yet.
 inline Tensor by_pytorch(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                          double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
@@ -441,7 +444,7 @@ inline void define_operators(torch::Library &m) {
     for (const auto key : kComposite) m.impl("by_pytorch", torch::dispatch(key, &by_pytorch));
 }
 
-// `strict`: a call that leaves our kernels raises.
+// With strict a call that leaves our kernels raises.
 inline void set_strict(bool strict) { is_strict = strict; }
 
 inline void override_operators() {

@@ -42,7 +42,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
 // A thread's memory, in float32; D is d rounded up to a multiple of 16.
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
-    float *Qi_double, *Sij_double;  // as float64, where scores are large
+    float *Qi_double, *Sij_double;  // in float64, of tiles that have a row with a large lse
     float *dQi;                     // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
@@ -60,7 +60,7 @@ struct GradientBuffers {
     }
 };
 
-// What the backward pass knows of a row. A large lse is replaced: there P = exp(softmax_scale (S - m) - log_l).
+// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l).
 struct GradientRow {
     float lse, D, D_low;  // D + D_low = rowsum(dO o O) - dlse
     double m, log_l;      // m is a score before the scaling

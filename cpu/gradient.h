@@ -101,8 +101,8 @@ inline void compute_S(const Attention &a, int rows, int keys, const GradientBuff
 
 typedef double VecDouble __attribute__((vector_size(8 * W)));
 
-// Scores in float64, before the scaling, for tiles with a large row: float32 would round them by more than P may be off.
-// Eight rows at a time, for which `rows` is rounded up.
+// Scores in float64, before the scaling, for tiles that have a row with a large lse: rounding such a score to float32
+// changes P too much. Eight rows at a time, for which `rows` is rounded up.
 [[gnu::noinline]] void compute_S_double(const Attention &a, int rows, const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     double *const Q = (double *)buffers.Qi_double;
@@ -221,8 +221,8 @@ void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace 
     }
 }
 
-// Step 19: D = rowsum(dO o O), less the gradient of lse. Rows without a key get their dQ here, which is 0. Returns whether
-// a row has a large lse.
+// Step 19: D = rowsum(dO o O), less the gradient of lse. Rows without a key get their dQ here, which is 0. Returns
+// whether a row has a large lse.
 template <class T>
 bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
     const Attention &a = g.a;
@@ -247,7 +247,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
     return any_large;
 }
 
-// What normalize_rows knows of a row: m, l and D of the keys so far, D not yet divided by l.
+// A row in normalize_rows: m, l and D of the keys so far. D is not yet divided by l.
 struct RowSums {
     double m = -INFINITY, l = 0., D = 0.;
 };
@@ -268,8 +268,8 @@ inline void add_scores(double scale, const double *S, const float *dP, RowSums &
     for (int c = 0; c < W; ++c) row.l += l[c], row.D += D[c];
 }
 
-// Normalises the rows of a tile again where lse is large, from compute_tile's scores and dP. D, too, is a sum over these P:
-// o was rounded. A negative softmax_scale negates scores, so that its absolute value makes weights of them.
+// Normalises the rows of a tile again where lse is large, from the scores and dP that compute_tile will use. D, too, is
+// a sum over these P, since o was rounded. A negative softmax_scale negates scores here and counts as positive.
 template <class T>
 void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, const GradientBuffers &buffers) {
     const Attention &a = g.a;

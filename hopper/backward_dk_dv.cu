@@ -45,6 +45,8 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. steps_stored, in
 // memory, is a counter for dK or dV of 16 keys: a consumer warp adds the steps of a slice that it has stored.
+//
+// Where a row's lse is large, change_scores replaces S - lse (portable/gradient_rows.h).
 #include "hopper/key_slices.h"
 
 namespace minimal_attn::hopper {

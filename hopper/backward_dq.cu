@@ -39,6 +39,8 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
 // memory, counts the work tiles that thread 0 has taken.
+//
+// Where a row's lse is large, ScoreChange replaces Sij - lse_i (portable/gradient_rows.h).
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {

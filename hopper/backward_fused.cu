@@ -24,6 +24,10 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of dV and dK as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
+// Two things are not in the drawing (portable/gradient_rows.h). Where a row's lse is large, change_scores replaces
+// S - lse by what large_rows.cu has stored before. In float16 P is 2^15 times as large, and dP - D and dV are divided
+// by 2^15.
+//
 // A consumer's step, for one tile of queries. Each product runs beside what follows, until a line waits for it:
 //
 //     issue                          compute                    wait for    then
@@ -370,7 +374,7 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
     return is_banded(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
-// The workspace behind lse and D: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large,
+// The workspace behind GradientRows: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large,
 // units_taken, `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a
 // split tile. Zeros may place them in memory of its own instead.
 template <class Tile>

@@ -46,7 +46,7 @@ struct FusedParameters : KeyParameters {
     const float *dQ_data;  // the same memory
     const float *lse, *dlse;
     bool fills_rows;                             // whether warp 3 computes lse and D
-    bool keeps_large;                            // gradient_rows.cu has computed D of large rows
+    bool keeps_large;                            // large_rows.cu has stored D of large rows
     bool in_order;                               // each part of dQ is added in the order of tile_in_order
     int interleaved;                             // tile_in_order alternates between so many key heads
     Divisor units_of_head;                       // of a query head

@@ -26,7 +26,7 @@ __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
     buffer.advance();
 }
 
-// lse and D of unit n. Each lane has two rows.
+// lse and D of unit n. Each lane has two rows. D of large rows may be large_rows.cu's (keeps_large).
 template <class T, class Tile>
 __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kBox = 64 * 128;

@@ -56,7 +56,7 @@ struct KeyTile {
 template <int Br>
 struct alignas(16) RowNumbers {
     float x[Br];
-    int first_row;  // of GradientRows
+    int first_row;  // where the tile begins in GradientRows
 };
 
 // Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
@@ -86,7 +86,7 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
                                              barrier);
 }
 
-// ScoreChange of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one.
+// ScoreChange of S^T (gradient_rows.h), for rows with a large lse. `rows` are those of all heads.
 template <class T, int Count>
 __device__ void change_scores(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *rows) {
     const int first = threadIdx.x % 4 * 2;

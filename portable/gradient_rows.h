@@ -13,23 +13,23 @@ inline int64_t padded_rows(const Attention &a) {
 }
 
 // What replaces a large lse: P = exp2(c (S - m) - log2_l), with c = softmax_scale log2(e), and at most 1. m is a score
-// before the scaling. Neighbours have an exact difference, so P is as good as where scores are small.
+// before the scaling. S - m is exact for scores near m, so P is as exact as where scores are small.
 struct LargeRow {
     float m, log2_l;
-    float m_low, D, D_low, unused;  // for float32: what m lacks, D, and what that lacks
+    float m_low, D, D_low, unused;  // for float32: m - (float)m, then D in two parts
 };
 
-// float32, head h of batch b at (b * Hq + h) * head_stride. lse is what lse_of_P returns, D what D_of_dS does. Rows that
-// see no key and padding rows have lse = +inf, so that P = 0, and D = 0. In a large row lse is kLarge.
+// float32, head h of batch b at (b * Hq + h) * head_stride. lse is what lse_of_P returns, D what D_of_dS returns. Rows
+// that see no key and padding rows have lse = +inf, so that P = 0, and D = 0. In a large row lse is kLarge.
 struct GradientRows {
     float *lse, *D;
-    LargeRow *large;  // of large rows
+    LargeRow *large;  // one a row, filled for large rows alone
     int64_t head_stride;
     int *tile_counter;  // hopper/backward_dq.cu takes work tiles from it; 0 before
     int *any_large;     // whether there is a large row; 0 before launch_large_rows
 };
 
-constexpr float kLarge = 0x1p-100f;  // no lse of another row; exp2(x - kLarge) is exp2(x)
+constexpr float kLarge = 0x1p-100f;  // no other row has this lse; exp2(x - kLarge) is exp2(x)
 
 // Beside 131072 keys P is 7.6e-6, where float16 has 7 bits. So in float16 P is computed times 2^15, and dP - D times
 // 2^-15: then dS = P o (dP - D) is what it is, and dV is divided by 2^15 in the end.
@@ -40,8 +40,8 @@ constexpr float kLog2OfP = kScalesP<T> ? 15.f : 0.f;
 template <class T>
 constexpr float kPScale = kScalesP<T> ? 0x1p15f : 1.f;
 
-// Whether a row is large. Half types round P by more than an lse below 512 is off by. In float32 rows with few keys count
-// as large, too: there the rounding of scores is all the error that there is.
+// Whether a row is large. In half types the rounding of P is a larger error than that of an lse below 512. In float32
+// with at most 8 keys each row counts as large: the rounding of scores is then most of the error.
 template <class T>
 __device__ bool is_large_for(const Attention &a, float lse) {
     constexpr bool is_float32 = std::is_same_v<T, float>;
@@ -73,7 +73,7 @@ __device__ bool any_is_large(const float *lse) {
     return __any_sync(~0u, any);
 }
 
-// What turns a score S of a large row into the one that makes exp2(c S - kLarge) the row's P. Scores of other rows stay.
+// Changes the scores S of a large row so that exp2(c S - kLarge) is the row's P. Scores of other rows stay.
 template <class T>
 struct ScoreChange {
     float m, log2_l, c, inverse_c;
@@ -96,7 +96,8 @@ GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
 // Fills lse and D, and sets *tile_counter and *any_large to 0.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
-// After it, or before where the caller fills lse and D: fills `large`, *any_large, and D of large rows if g.is_complete.
+// Fills `large` and *any_large and, if g.is_complete, D of large rows. It follows launch_gradient_rows, or precedes the
+// kernel that fills lse and D (backward_fused.cu).
 const char *launch_large_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn

@@ -1,10 +1,12 @@
-// large_rows.cu: rows with a large lse, before a backward pass. There a float32 is too coarse for lse: P = exp(S - lse)
-// would be off by 2^-24 of it, and by what other kernels round S differently. So m, l and D of such rows are computed
-// again, from the backward kernels' own S^T = Kj Qi^T and dP^T = Vj dOi^T, bit for bit. docs/numerics.md says more.
+// large_rows.cu: rows with a large lse, before a backward pass. A float32 is too coarse for such an lse: P = exp(S -
+// lse) is off by up to 2^-24 lse, and by as much where the forward kernel rounds S otherwise. So m, l and D of these
+// rows are computed again, from S^T = Kj Qi^T and dP^T = Vj dOi^T with the bits that the backward kernels have: wgmma
+// gives those of mma.sync. In float32 S^T is float64 on both sides, where kFastFloat64 is true. docs/numerics.md has
+// more.
 //
 //     role       | warps | does
-//     every warp | 8     | looks at lse of some tiles of 64 rows. If one is large: loads a part of all operands, computes
-//                |       | S^T and dP^T of 16 keys and 16 queries
+//     every warp | 8     | reads lse of some tiles of 64 rows. If one is large: loads a part of all operands,
+//                |       | computes S^T and dP^T of 16 keys and 16 queries
 //
 //     shared memory | size    | written                     | read
 //     Kj or Vj      | 32 x 64 | for each 64 columns of d    | by all
@@ -12,12 +14,12 @@
 //     RowSums       | 64      | in the place of Kj, at last | by the warps of the first 16 keys of each tile
 //
 //     barrier                      | arrives and waits | then
-//     __syncthreads in add_product | the block         | all have read the operands, so the next ones may overwrite them
+//     __syncthreads in add_product | the block         | all have read the operands: the next ones may overwrite them
 //     wait_for_tiles               | the block         | both operands have arrived
 //     __syncthreads, at last       | the block         | twice: all have read the operands; RowSums are there
 //
-// multiply is half_gradient.cuh's, multiply_rows and multiply_rows_double tf32.cuh's; load_swizzled and lane_address are
-// mma.cuh's, wait_for_tiles is common.cuh's.
+// multiply is half_gradient.cuh's, multiply_rows and multiply_rows_double are tf32.cuh's, load_swizzled and
+// lane_address mma.cuh's, wait_for_tiles common.cuh's.
 #include "portable/gradient_rows.h"
 #include "portable/half_gradient.cuh"
 #include "portable/tf32.cuh"
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(RowsTile::Threads, 2)
     const auto row_of_tile = [&](int tile) {
         return int64_t(tile / tiles_of_head) * a.Nq + min(tile % tiles_of_head * RowsTile::Br, a.Nq);
     };
-    // Mostly there is no large row. This code is short, since the time of such a launch is that of fetching it.
+    // Most launches find no large row. Their time is that of fetching this code, so it is short.
     bool any_large = false;
     const int64_t last = row_of_tile(end);
 #pragma unroll 4
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(RowsTile::Threads, 2)
         if (g.is_complete) {
             normalize_rows<T>(g, rows, head, i0, aligned);
         } else if (is_large) {
-            // lse covers other keys, too: it remains a float32, with its rounding.
+            // lse may cover other keys, too, so it can't be computed again: P keeps the error of its rounding.
             const double m = (double)g.lse[dense] / a.softmax_scale;
             rows.large[padded] = {(float)m, 0.f, (float)(m - (float)m), rows.D[padded], 0.f, 0.f};
             if (std::is_same_v<T, float>) rows.D[padded] = 0.f;

@@ -21,8 +21,8 @@ constexpr bool kFastFloat64 = true;
 constexpr bool kFastFloat64 = false;
 #endif
 
-// The scores of large rows (gradient_rows.h). Where a GPU multiplies float64 fast, those of float32 are float64: a
-// float32 would round them by more than P may be off.
+// The type of the scores of large rows (gradient_rows.h). For float32 it is float64 where a GPU multiplies that fast:
+// rounding a large score to float32 changes P too much.
 template <class T>
 using Score = std::conditional_t<std::is_same_v<T, float> && kFastFloat64, double, float>;
 

@@ -89,8 +89,8 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
     }
 }
 
-// As ScoreChange in float64, and dP^T less D: then compute_P_dS has nothing large to subtract. `rows` points to query i0.
-// S^T is computed again, as Score<float>.
+// As ScoreChange, from S^T that is computed again as Score<float>. It also subtracts D from dP^T, so that compute_P_dS
+// has nothing large to subtract: there D of large rows is 0. `rows` points to query i0.
 template <class Tile>
 __device__ void change_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                               float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
