@@ -2,7 +2,7 @@
 # StableLM and Nemotron in transformers take a packed batch's cu_seq_lens and don't give them to their attention layers.
 #
 # Versions   transformers 5.24.0, torch 2.11.0, a CPU
-# Behaviour  DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes cu_seq_lens_q and kin. The models' forward
+# Behaviour  DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes cu_seq_lens_q and the like. The models' forward
 #            takes any keyword and hands it to its decoder layers, which take it, too, and call self_attn without it.
 #            An attention function registered by AttentionInterface sees None. Other decoders pass them on.
 # Output     cu_seq_lens_q that reach the attention function: llama [0, 3, 8], stablelm None, nemotron None

@@ -73,8 +73,9 @@ def backward(
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
         deterministic: the same bits on every run, as under torch.use_deterministic_algorithms.
         complete: (o, l, m) cover these keys and nothing else: no other chunk, no sinks. Then gradients are
-            about as exact at large scores as at small ones. Else the rounding of a float32 log-sum-exp is
-            an error of P: 1e-5 where scores are 400, 1e-3 at 4e4 (docs/numerics.md). Autograd sets it itself.
+            about as exact at large scores as at small ones. Otherwise P has the relative error of a float32
+            log-sum-exp: 1e-5 where scores are 400, 1e-3 at 4e4 (docs/numerics.md). The gradients of
+            minimal_attn.forward set it.
 
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key

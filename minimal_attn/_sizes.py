@@ -1,11 +1,11 @@
-"""Sizes, which may be symbols while a graph is traced. Those that depend on data have no value then."""
+"""Arithmetic of sizes. While a graph is traced they may be symbols, whose values may depend on data."""
 
 import torch
 from torch.compiler import is_compiling
 
 
 def known(*conditions):
-    """Whether one of the conditions holds, as far as symbols decide it. The operator checks the rest."""
+    """Whether one of the conditions is known to hold. What symbols leave open is checked by the operator."""
     if is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 

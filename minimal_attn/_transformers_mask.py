@@ -31,7 +31,10 @@ class Documents(NamedTuple):
 
     @classmethod
     def by_number(cls, numbers):
-        """Those of (B, N) numbers: a document ends where its number or its row does. This synchronises."""
+        """The documents of (B, N) tokens, given the number of each token's document. This synchronises.
+
+        A document ends where the number changes, or the row ends.
+        """
         is_first = torch.ones_like(numbers, dtype=torch.bool)
         is_first[:, 1:] = numbers.diff() != 0
         begin = is_first.flatten().nonzero()[:, 0]
@@ -40,10 +43,10 @@ class Documents(NamedTuple):
         return cls(cu, cu, longest, longest)
 
     def mask_function(self, function, B, Nq, Nk, is_remapped):
-        """transformers' mask function `function` inside of these documents.
+        """transformers' mask function `function`, limited to these documents.
 
-        It gets positions in the document, whose last query is at its last key.
-        With is_remapped it finds them itself.
+        `function` gets positions in the document, where the last query is at the last key. With is_remapped
+        it gets indices and finds the positions itself.
         """
 
         def place(cu, N):
@@ -77,7 +80,7 @@ class Mask:
         shape: (B, 1, Nq, Nk).
         window: window_size of minimal_attn.forward, None where `why` isn't None.
         bounds: seqlens_k, leftpad_k and offset of minimal_attn.forward, where they are needed.
-        documents: None, or Documents, which the window is meant inside of. Then there are no bounds.
+        documents: None, or Documents: the window then applies to each of them, and there are no bounds.
         why: why the kernels can't take this mask, or None.
         arguments: of transformers' mask functions, which make the tensor from them, if at all.
     """
@@ -110,7 +113,7 @@ class Mask:
         return self.tensors[key]
 
     def packed(self, cu_seq_lens_q, cu_seq_lens_k, max_length_q=None, max_length_k=None) -> Mask:
-        """This mask inside of the documents that these arguments of a layer name, whatever position_ids say.
+        """This mask, limited to the documents that these arguments of a layer give. position_ids don't count.
 
         Their numbers are read once a mask, which synchronises. So max_length is needed only while tracing.
 
@@ -129,7 +132,7 @@ class Mask:
         B, _, Nq, Nk = self.shape
         cu_q, cu_k = (cu.to(self.device) for cu in (cu_q, cu_k))
         is_known = not is_tracing(cu_q)
-        if is_known:  # then padding is outside of documents
+        if is_known:  # the check ensures that all padding is outside of the documents
             max_q, max_k = self._check_documents(cu_q, cu_k)
         longest = (B * N if n is None else n for n, N in ((max_q, Nq), (max_k, Nk)))
         documents = Documents(cu_q, cu_k, *longest)
@@ -139,7 +142,7 @@ class Mask:
             why = f"mask function {_name(function)}"
         elif not is_known and self.arguments["attention_mask"] is not None:
             why = "attention_mask's values aren't known while tracing"
-        is_remapped = not is_known and window is None  # a closure can't be looked into, so it may be
+        is_remapped = not is_known and window is None  # while tracing, closures can't be read: it may be
         inside = documents.mask_function(function, B, Nq, Nk, is_remapped)
         arguments = self.arguments | dict(mask_function=inside, q_offset=0, kv_offset=0)
         arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -251,8 +254,10 @@ for _stem in "eq ne lt le gt ge invert".split():
 
 
 def without_documents(mask_function):
-    """(f, numbers) of transformers' mask function for packed position_ids: f of positions in the document,
-    which has the same number (B, N) in all its tokens. (mask_function, None) of another one."""
+    """(function, numbers) of transformers' mask function for packed position_ids, else (mask_function, None).
+
+    `function` takes positions in the document; numbers (B, N) are each token's document.
+    """
     if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND:
         return mask_function, None
     [parts] = [cell.cell_contents for cell in mask_function.__closure__]
@@ -342,7 +347,7 @@ def make_mask(**arguments) -> Mask:
 
 
 def _name(function):
-    """A mask function's name for `calls`: what made it, and of what."""
+    """A mask function's name for `calls`: the function that made it, and its arguments."""
     if torch.compiler.is_compiling():
         return "made while tracing"
     name = getattr(function, "__qualname__", type(function).__name__).split(".<locals>")[0]

@@ -164,7 +164,7 @@ class _Sequences(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, s_aux, out, lse, *bounds = ctx.saved_tensors
-        # A graph can't have a loop over sizes, so it gets an operator.
+        # A graph can't have a loop over sizes, so there one operator has the loop.
         compute = torch.ops.minimal_attn.packed_backward if torch.compiler.is_compiling() else gradients
         dq, dk, dv = compute(do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, **ctx.options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)

@@ -7,14 +7,14 @@
 A model asks transformers for its mask once a call. Here it gets a Mask: bounds (leftpad_k, seqlens_k, offset,
 a window) instead of an Nq x Nk tensor. Each layer passes them to the kernel. What the kernels can't compute
 goes to transformers' own functions: sdpa's, or the model's eager one where sdpa can't do it either. `calls`
-counts which it was and why, and minimal_attn.FallbackWarning tells each reason once. register(strict=True)
-makes it an error. What is not understood is refused with an error, never guessed.
+counts both kinds of calls, by reason, and a minimal_attn.FallbackWarning names each reason once.
+register(strict=True) makes it an error. An argument with an unknown meaning is an error, too.
 
-Packed batches. cu_seq_lens_q and cu_seq_lens_k, of DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-for one, decide which tokens are one document, in each layer that gets them. Without them, position_ids that
-begin again do so where transformers' mask functions look at them: without attention_mask and without a cache
-(in training, or with use_cache=False), and not in every model. Elsewhere documents see each other, as they do
-with transformers' "sdpa" and "eager".
+Packed batches. cu_seq_lens_q and cu_seq_lens_k say which tokens are one document, in each layer that gets
+them. DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, for example. Without them a
+document begins where position_ids begin again, if transformers' mask functions look at these: without
+attention_mask and without a cache (in training, or with use_cache=False), and not in every model. Elsewhere
+documents see each other, as they do with transformers' "sdpa" and "eager".
 
 Models that don't ask transformers' AttentionInterface (BLOOM, Falcon, GPT-Neo, SAM's vision encoder and
 others) get the attention that they have for "sdpa", else "eager", with that warning. Where it is "sdpa",
@@ -60,7 +60,7 @@ __all__ = ["Mask", "attention", "calls", "make_mask", "register"]
 #: traced.
 calls: Counter[str] = Counter()
 
-_strict = False  # what register() was told
+_strict = False  # the last register(strict=...)
 
 # Arguments of an attention layer that don't change its result, since its mask decides.
 _HARMLESS = set(
@@ -134,7 +134,7 @@ def attention(
 
 
 def _in_documents(module, mask, q, k, causal, options):
-    """The mask inside of the documents of cu_seq_lens, if options have them. Takes these out of options."""
+    """The mask, limited to the documents of cu_seq_lens if options have them. Removes these from options."""
     if "cu_seq_lens_q" not in options and "cu_seq_lens_k" not in options:
         if _running and isinstance(mask, Mask) and not mask.documents:
             _check_running(module, q)
@@ -171,7 +171,8 @@ def _check_running(module, q):
     if torch.compiler.is_compiling():
         return
     tokens = q.shape[0] * q.shape[2]
-    if any(cu is not None and tokens == int(cu[-1]) for cu in _running):  # else it may be of other tokens
+    # With another number of tokens the layer may be one of another model, such as an encoder.
+    if any(cu is not None and tokens == int(cu[-1]) for cu in _running):
         raise ValueError(
             f"cu_seq_lens_q must be None, since this model does not give it to {type(module).__name__}: "
             "pass position_ids with use_cache=False instead"
@@ -179,8 +180,10 @@ def _check_running(module, q):
 
 
 def _of_indices(mask, q, k, options):
-    """The mask without the keys that options' indices (B, Nq, n) lack: those of a sparse attention, which
-    DeepSeek-V3.2's kin give to what isn't "sdpa" or "eager". Takes them out of options."""
+    """The mask without the keys that are not in options' indices (B, Nq, n). Removes these from options.
+
+    Models with sparse attention, such as DeepSeek-V3.2, give indices to any function but "sdpa" and "eager".
+    """
     indices = options.get("indices")
     if mask is None or indices is None or indices.shape[:-1] != (q.shape[0], q.shape[2]):
         return mask
@@ -191,7 +194,7 @@ def _of_indices(mask, q, k, options):
 
 
 def _both(mask, seen):
-    """The tensor of a mask where `seen` is True, too."""
+    """The tensor of a mask that also hides the keys where `seen` is False."""
     tensor = mask.full_tensor() if isinstance(mask, Mask) else mask
     if tensor.dtype == torch.bool:
         return tensor & seen
@@ -254,7 +257,7 @@ def _pass_on(module, query, key, value, mask, options):
 
 
 def _sdpa_kernels(query, mask):
-    """Those that PyTorch may take: not cuDNN's, its first choice on Hopper, where there is a mask.
+    """A context that keeps PyTorch from cuDNN's kernel, its first choice on Hopper, where there is a mask.
 
     It gives a row that a bool mask hides the softmax over all keys, and NaN for a float32 mask of half types.
     """
@@ -317,8 +320,10 @@ def _tell_of_own_layers(what, implementation):
 
 
 def _check_model(get_correct):
-    """PreTrainedModel.get_correct_attn_implementation, through which each model's implementation goes, with
-    another answer than "minimal_attn" for a model that has attention layers of its own."""
+    """PreTrainedModel.get_correct_attn_implementation, which chooses each model's implementation.
+
+    For a model that has attention layers of its own, it answers another one than "minimal_attn".
+    """
 
     @functools.wraps(get_correct)
     def checked(self, requested_attention, *args, **kwargs):
@@ -378,7 +383,7 @@ def register(*, strict: bool = False) -> None:
         functions.append(masking_utils.sliding_window_bidirectional_mask_function(n))
     i, j = torch.arange(9)[:, None], torch.arange(9)
     for function in functions:
-        left, right = window_of(function) or (0, -2)  # an empty window where it isn't known any more
+        left, right = window_of(function) or (0, -2)  # an empty window where window_of doesn't know it
         seen = ((j >= i - left) | (left == -1)) & ((j <= i + right) | (right == -1))
         if not torch.equal(seen, function(0, 0, i, j).expand(9, 9)):
             raise ImportError(

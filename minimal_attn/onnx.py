@@ -1,9 +1,9 @@
 """torch.onnx.export(dynamo=True) of models that call minimal_attn.forward, or what is built on it.
 
 Opset 23 and newer have an operator Attention, which computes o where softmax_scale is positive and there
-are no sinks. Else, and in older opsets, each step is an operator. Attention aligns the first query with the
-first key, and runtimes differ in what a row without keys gets. So other alignments, windows and lengths
-become a bool mask, and rows that see no key become 0.
+are no sinks. Other calls, and older opsets, get one operator for each step. Attention aligns the first query
+with the first key, and runtimes differ in what a row without keys gets. So other alignments, windows and
+lengths become a bool mask, and rows that see no key become 0.
 
 Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
 exported yet, since torch.onnx has no torch.searchsorted.
@@ -126,7 +126,7 @@ class _Call:
         self.seqlens_k, self.leftpad_k, self.offset, self.offsets = seqlens_k, leftpad_k, offset, offsets
 
     def constant(self, *values):
-        """A float, or one or several ints in a list, as axes are."""
+        """A node of one float, or of a list of ints, such as axes."""
         is_float = isinstance(values[0], float)
         return self.op.Constant(**{"value_float": values[0]} if is_float else {"value_ints": list(values)})
 
@@ -174,5 +174,5 @@ class _Call:
         visible = conditions[0]
         for condition in conditions[1:]:
             visible = op.And(visible, condition)
-        # Those of lengths alone have one row.
+        # Conditions on lengths alone have one row for all queries.
         return op.Expand(visible, op.Concat(number(1, 1), Nq, Nk, axis=0))

@@ -7,8 +7,7 @@
     print(activation.calls)                      # {"minimal_attn": 12, "PyTorch: attn_mask is given": 2}
 
 A call that goes to PyTorch's kernels gives a FallbackWarning, once for each reason. strict=True makes it an
-error.
-sdpa.h has the operators that activate() replaces.
+error. sdpa.h has the operators that activate() replaces.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def explain_scaled_dot_product_attention(
     """What computes scaled_dot_product_attention with these arguments.
 
     Returns:
-        minimal_attn.explain's answer if it is one of these kernels, else why the call goes to PyTorch's, in a
+        minimal_attn.explain's answer if these kernels serve the call. Else the reason why PyTorch's do, in a
         line such as "PyTorch: attn_mask is given". Nothing is computed.
     """
     served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -225,7 +224,7 @@ def _four_dimensional(tensors: list[Tensor], enable_gqa: bool) -> str | tuple[li
 
 
 def _broadcast(shapes: list[_Shape]) -> _Shape | None:
-    """As torch.broadcast_shapes, but None where they don't."""
+    """As torch.broadcast_shapes, but None where the shapes don't broadcast."""
     result: _Shape = ()
     for i in range(max(map(len, shapes)), 0, -1):
         sizes = {shape[-i] for shape in shapes if len(shape) >= i} - {1}
@@ -259,8 +258,8 @@ class Activation:
 
     @property
     def calls(self) -> dict[str, int]:
-        """How many calls came from activate() to now or remove(), in all threads: "minimal_attn" are those
-        that the kernels served, the others went to PyTorch's kernels, by reason.
+        """How many calls there were since activate(), until now or remove(), in all threads. The key
+        "minimal_attn" counts those that these kernels served. The others went to PyTorch's, by reason.
 
         "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: inputs of 2 or 5
         dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, value heads of another
@@ -322,8 +321,8 @@ def activate(*, strict: bool = False) -> Activation:
     need_weights=True nn.MultiheadAttention multiplies matrices itself, which .calls can't show.
 
     Args:
-        strict: raise a RuntimeError where a call would go to PyTorch, in one line that says why; for the fast
-            path after it was computed. Of several activations one that is strict suffices.
+        strict: raise a RuntimeError where a call would go to PyTorch, in one line that says why. For the fast
+            path it comes after the computation. One strict activation of several suffices.
 
     Returns:
         an Activation: a context manager that ends it, with .remove() and .calls. Where others end it before,
