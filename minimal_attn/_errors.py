@@ -125,6 +125,7 @@ _MUST_BE = {
     "return_state": (lambda x: isinstance(x, bool), "True or False"),
     "backward": (lambda x: isinstance(x, bool), "True or False"),
     "deterministic": (lambda x: isinstance(x, bool), "True or False"),
+    "complete": (lambda x: isinstance(x, bool), "True or False"),
     "backend": (
         lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
         "a Unicode string",

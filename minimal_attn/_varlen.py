@@ -166,7 +166,9 @@ class _Sequences(torch.autograd.Function):
         q, k, v, s_aux, out, lse, *bounds = ctx.saved_tensors
         # A graph can't have a loop over sizes, so there one operator has the loop.
         compute = torch.ops.minimal_attn.packed_backward if torch.compiler.is_compiling() else gradients
-        dq, dk, dv = compute(do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, **ctx.options)
+        dq, dk, dv = compute(
+            do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, complete=s_aux is None, **ctx.options
+        )
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
         return dq, dk, dv, dsinks, *[None] * 7
 
@@ -189,7 +191,10 @@ class _Deterministic(torch.autograd.Function):
     def backward(ctx, do, dlse):
         q, k, v, s_aux, out, lse = ctx.saved_tensors
         heads_first = (x.transpose(1, 2) for x in (do, q, k, v, out))
-        parts = backward(*heads_first, lse, None, dlse=dlse, deterministic=True, **ctx.options)
+        is_complete = s_aux is None
+        parts = backward(
+            *heads_first, lse, None, dlse=dlse, deterministic=True, complete=is_complete, **ctx.options
+        )
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
         return *(x.transpose(1, 2) for x in parts), dsinks, None, None, None
 
@@ -248,7 +253,7 @@ def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
     mutates_args=(),
     schema="(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dlse, Tensor cu_q, "
     "Tensor cu_k, SymInt max_q, SymInt max_k, *, float? softmax_scale, bool causal, SymInt[2] window_size, "
-    "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "bool deterministic, bool complete) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 def _gradients(*arguments, **options):
     return gradients(*arguments, **options)

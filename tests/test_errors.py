@@ -170,6 +170,9 @@ def test_what_is_no_int(backend, wrong):
     o, l, m = backend.forward(q, k, v, return_state=True)
     with pytest.raises(TypeError, match=window):
         minimal_attn.backward(o, q, k, v, o, l, m, window_size=(wrong, 3))
+    for flag in "deterministic", "complete":
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, but was 1"):
+            minimal_attn.backward(o, q, k, v, o, l, m, **{flag: 1})
 
 
 @pytest.mark.parametrize("number", [numpy.int64, numpy.int32, torch.tensor])

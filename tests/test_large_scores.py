@@ -8,6 +8,7 @@ from reference import gradients, relative_error
 from torch.nn import functional as F
 
 import minimal_attn
+from minimal_attn.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 SCALES = {torch.float32: (10, 100, 1e4, 1e8), torch.float16: (10, 100), torch.bfloat16: (10, 100, 1e4, 1e8)}
 # What rounding P and dS to the dtype leaves of dv, relative Frobenius error.
@@ -161,6 +162,20 @@ def test_sinks_and_states(backend, dtype):
         state = backend.forward(leaves[0], *chunk, state=state, return_state=True)
     dv = torch.autograd.grad(state[0], leaves, do.float())[2]
     assert relative_error(dv.double(), gradients(do, q, k, v)[2]) <= bound
+
+
+@pytest.mark.parametrize("form", ["as called", "deterministic", "packed"])
+def test_flash_attn(backend, form):
+    """Its own backward passes know that lse covers these keys alone."""
+    do, q, k, v = inputs_of(backend, torch.float32, 10, Nq=90)
+    leaves = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
+    if form == "packed":
+        cu = torch.tensor([0, 90], dtype=torch.int32, device=q.device)
+        o = flash_attn_varlen_func(*(t[0] for t in leaves), cu, cu, 90, 90)[None]
+    else:
+        o = flash_attn_func(*leaves, deterministic=form == "deterministic")
+    dv = torch.autograd.grad(o, leaves, do.transpose(1, 2))[2].transpose(1, 2)
+    assert relative_error(dv.double(), gradients(do, q, k, v)[2]) <= bounds_of(backend, q.dtype, q, k)[0]
 
 
 def test_activated(backend):
