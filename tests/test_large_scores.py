@@ -178,6 +178,15 @@ def test_flash_attn(backend, form):
     assert relative_error(dv.double(), gradients(do, q, k, v)[2]) <= bounds_of(backend, q.dtype, q, k)[0]
 
 
+def test_scale_of_0(backend, dtype):
+    """A sink alone makes lse large: no score says so."""
+    do, q, k, v = inputs_of(backend, dtype, 1)
+    sinks = torch.full((4,), 20.0, device=q.device)
+    found = grads(backend, do, q, k, v, softmax_scale=0.0, sinks=sinks)
+    for actual, exact in zip(found, gradients(do, q, k, v, softmax_scale=0.0, sinks=sinks), strict=True):
+        assert (actual.double() - exact).abs().max() <= 1e-6 * do.abs().max()
+
+
 def test_activated(backend):
     """F.scaled_dot_product_attention keeps one float32 for lse."""
     do, q, k, v = inputs_of(backend, torch.float32, 10, Hkv=4)
