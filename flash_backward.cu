@@ -223,10 +223,33 @@ __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRo
         });
     }
     for_rows([&](int row, int n) {
-        if (lane > 0 || row >= rows || l[n] == 0. || !is_large(lse[row])) return;
+        if (lane > 0 || row >= rows || l[n] == 0. || !is_large(a, lse[row])) return;
         const double D_of_row = D[n] / l[n] - (dlse ? dlse[row] : 0.f);
         states[row] = {sign * m[n], (float)log(l[n]), (float)D_of_row, (float)(D_of_row - (float)D_of_row)};
     });
+}
+
+// The RowStates of the rows i0 <= i < i0 + rows of query head h, whose first one is `states`. The block calls it.
+template <class T>
+__device__ void set_row_states(const Gradient &g, const Band &band, int64_t b, int64_t h, int i0, int rows, int Bc,
+                               const Shared &shared, RowState *states) {
+    const Attention &a = g.a;
+    const int64_t h_kv = h / (a.Hq / a.Hkv), at = (b * a.Hq + h) * a.Nq + i0;
+    bool any_large = false;
+    for (int row = threadIdx.x; row < rows; row += kThreads) {
+        const float lse = g.lse[at + row];
+        const bool divides = is_large(a, lse) && a.softmax_scale != 0.f;
+        any_large |= is_large(a, lse);
+        states[i0 + row] = divides ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
+    }
+    if (__syncthreads_or(any_large) && g.is_complete)
+        normalize_rows<T>(g, band,
+                          {{a.q, a.q_stride, b, h},
+                           {g.do_, g.do_stride, b, h},
+                           {a.k, a.k_stride, b, h_kv},
+                           {a.v, a.v_stride, b, h_kv}},
+                          i0, rows, Bc, shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, states + i0);
+    __syncthreads();
 }
 
 // ------------------------------------------------------------------------------ Algorithm 4
@@ -266,23 +289,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         for_numbers(a.Nq, a.d, [&](int i, int x) { HeadRows<float>(dQ_tensor, dQ_stride, b, h).at(i, x) = 0.f; });
     for_numbers(a.Nk, a.d, [&](int j, int x) { dK.set(j, x, 0.f), dV.set(j, x, 0.f); });
 
-    // The RowState of each row. Where lse is large, and k's keys are all that it covers, it is computed again
+    // A float32 is too coarse for a large lse
     for (int64_t h = h0; h < h1; ++h)
-        for (int i0 = 0; i0 < a.Nq; i0 += Br) {
-            const int rows = min(Br, a.Nq - i0);
-            const int64_t at = (b * a.Hq + h) * a.Nq + i0;
-            bool any_large = false;
-            for (int row = threadIdx.x; row < rows; row += kThreads) {
-                const float lse = g.lse[at + row];
-                const bool divides = is_large(lse) && a.softmax_scale != 0.f;
-                any_large |= is_large(lse);
-                all_states[at + row] = divides ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
-            }
-            if (__syncthreads_or(any_large) && g.is_complete)
-                normalize_rows(g, band, {{a.q, a.q_stride, b, h}, {g.do_, g.do_stride, b, h}, K, V}, i0, rows, Bc,
-                               shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, all_states + at);
-            __syncthreads();
-        }
+        for (int i0 = 0; i0 < a.Nq; i0 += Br)
+            set_row_states<T>(g, band, b, h, i0, min(Br, a.Nq - i0), Bc, shared, all_states + (b * a.Hq + h) * a.Nq);
 
     // 6. for 1 <= j <= Tc, among the keys that some query sees
     const Keys seen = keys_of_any(band, 0, a.Nq);

@@ -126,14 +126,14 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
 
 // Steps 11 and 13 for a tile: Pij, without the mask.
 void compute_P(const Attention &a, const GradientRow *rows, int count, int keys, const GradientBuffers &buffers) {
-    const auto large = std::count_if(rows, rows + count, [](const GradientRow &row) { return is_large(row.lse); });
+    const auto large = std::count_if(rows, rows + count, [&](const GradientRow &row) { return is_large(a, row.lse); });
     if (large < count) compute_S(a, count, keys, buffers);
     if (large > 0) compute_S_double(a, count, buffers);
     for (int lane = 0; lane < count; ++lane) {
         const GradientRow &row = rows[lane];
         float *const P = buffers.Pij + lane * Bc;
         const double *const S = (const double *)buffers.Sij_double + lane * Bc;
-        if (large > 0 && is_large(row.lse)) {
+        if (large > 0 && is_large(a, row.lse)) {
             for (int c = 0; c < keys; c += W) vec(P + c) = exp_double(S + c, a.softmax_scale, row.m, row.log_l);
             continue;
         }
@@ -240,7 +240,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         const double lse = g.lse[at], scale = a.softmax_scale;
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, 0., lse};
         if (scale != 0.) rows[lane].m = lse / scale, rows[lane].log_l = 0.;
-        any_large |= is_large(g.lse[at]);
+        any_large |= is_large(a, g.lse[at]);
         if (!empty(keys_of_row(band_of(a, t.b), i))) continue;
         const float zeros[256] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
@@ -294,7 +294,7 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         });
     }
     for (int lane = 0; lane < t.rows; ++lane) {
-        if (!is_large(rows[lane].lse)) continue;
+        if (!is_large(a, rows[lane].lse)) continue;
         const double dlse = g.dlse ? g.dlse[(t.b * a.Hq + t.head(lane)) * a.Nq + t.query(lane)] : 0.;
         const double D = sums[lane].D / sums[lane].l - dlse;
         rows[lane] = {rows[lane].lse, (float)D, (float)(D - (float)D), sign * sums[lane].m, std::log(sums[lane].l)};

@@ -46,7 +46,7 @@
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. steps_stored, in
 // memory, is a counter for dK or dV of 16 keys: a consumer warp adds the steps of a slice that it has stored.
 //
-// Where a row's lse is large, change_scores replaces S - lse (portable/gradient_rows.h).
+// Where a row's lse is large, shift_scores replaces S - lse (portable/gradient_rows.h).
 #include "hopper/key_slices.h"
 
 namespace minimal_attn::hopper {
@@ -129,7 +129,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
-            if (__builtin_expect(may_be_large, false)) change_scores<T>(S, shared.lse[of_S.stage()], p.c, p.rows.large);
+            if (__builtin_expect(may_be_large, false)) shift_scores<T>(S, shared.lse[of_S.stage()], p.c, p.rows.large);
             compute_P(S, shared.lse[of_S.stage()].x + thread % 4 * 2, p.c);
             mask();
             P_ready.producer_acquire();

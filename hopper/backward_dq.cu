@@ -40,7 +40,7 @@
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
 // memory, counts the work tiles that thread 0 has taken.
 //
-// Where a row's lse is large, ScoreChange replaces Sij - lse_i (portable/gradient_rows.h).
+// Where a row's lse is large, ScoreShift replaces Sij - lse_i (portable/gradient_rows.h).
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {
@@ -153,9 +153,9 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
                 const LargeRow *const rows = p.rows.large + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const ScoreChange<T> change(lse_of_rows[r], rows + 8 * r, p.c);
+                    const ScoreShift<T> shift(lse_of_rows[r], rows + 8 * r, p.c);
 #pragma unroll
-                    for (int x = 2 * r; x < Bc / 2; x += x % 2 ? 3 : 1) change(S[x]);
+                    for (int x = 2 * r; x < Bc / 2; x += x % 2 ? 3 : 1) shift(S[x]);
                 }
             }
 #pragma unroll

@@ -24,7 +24,7 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of dV and dK as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// Two things are not in the drawing (portable/gradient_rows.h). Where a row's lse is large, change_scores replaces
+// Two things are not in the drawing (portable/gradient_rows.h). Where a row's lse is large, shift_scores replaces
 // S - lse by what large_rows.cu has stored before. In float16 P is 2^15 times as large, and dP - D and dV are divided
 // by 2^15.
 //
@@ -298,7 +298,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if (__builtin_expect(may_be_large, false)) change_scores<T>(S, shared.lse[Q.stage()], p.c, p.rows.large);
+            if (__builtin_expect(may_be_large, false)) shift_scores<T>(S, shared.lse[Q.stage()], p.c, p.rows.large);
             compute_P(S, shared.lse[Q.stage()].x + thread % 4 * 2, p.c);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);

@@ -86,16 +86,16 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
                                              barrier);
 }
 
-// ScoreChange of S^T (gradient_rows.h), for rows with a large lse. `rows` are those of all heads.
+// ScoreShift of S^T (gradient_rows.h), for rows with a large lse. `rows` are those of all heads.
 template <class T, int Count>
-__device__ void change_scores(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *rows) {
+__device__ void shift_scores(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *rows) {
     const int first = threadIdx.x % 4 * 2;
     rows += lse.first_row + first;
 #pragma unroll
     for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
         const int row = x / 4 * 8 + x % 2;
-        const ScoreChange<T> change(lse.x[first + row], rows + row, c);
-        change(S[x]), change(S[x + 2]);
+        const ScoreShift<T> shift(lse.x[first + row], rows + row, c);
+        shift(S[x]), shift(S[x + 2]);
     }
 }
 

@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import minimal_attn
 from minimal_attn._backward import has_fast_backward
 from minimal_attn._fallback import passed_on
+from minimal_attn._forward import cast_by_autocast
 from minimal_attn.flash_attn import flash_attn_varlen_func
 
 try:
@@ -107,7 +108,7 @@ def attention(
             cu_seq_lens that contradict the mask.
         RuntimeError: the kernels can't serve this call, after register(strict=True).
     """
-    q, k, v = _autocast(query, key, value)
+    q, k, v = cast_by_autocast(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options = {name: x for name, x in options.items() if x is not None}
     mask = _in_documents(module, attention_mask, q, k, causal, options)
@@ -275,14 +276,6 @@ def _allowed_kernels():
         SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
     }
     return [kernel for kernel, allowed in is_allowed.items() if allowed] or [SDPBackend.CUDNN_ATTENTION]
-
-
-def _autocast(*tensors):
-    """In autocast's dtype where that is on, as SDPA does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 @torch.compiler.assume_constant_result  # compiled code has no counter and no warning: tracing has

@@ -16,7 +16,7 @@ inline int64_t padded_rows(const Attention &a) {
 // before the scaling. S - m is exact for scores near m, so P is as exact as where scores are small.
 struct LargeRow {
     float m, log2_l;
-    float m_low, D, D_low, unused;  // for float32: m - (float)m, then D in two parts
+    float m_low, D, D_low, padding;  // for float32: m - (float)m, then D in two parts
 };
 
 // float32, head h of batch b at (b * Hq + h) * head_stride. lse is what lse_of_P returns, D what D_of_dS returns. Rows
@@ -40,13 +40,12 @@ constexpr float kLog2OfP = kScalesP<T> ? 15.f : 0.f;
 template <class T>
 constexpr float kPScale = kScalesP<T> ? 0x1p15f : 1.f;
 
-// Whether a row is large. In half types the rounding of P is a larger error than that of an lse below 512. In float32
-// with at most 8 keys each row counts as large: the rounding of scores is then most of the error.
+// Whether a row is large. In half types the rounding of P is a larger error than that of an lse below 512. ScoreShift
+// multiplies by softmax_scale and divides by it.
 template <class T>
 __device__ bool is_large_for(const Attention &a, float lse) {
-    constexpr bool is_float32 = std::is_same_v<T, float>;
-    const float bound = !is_float32 ? 512.f : a.Nk <= 8 ? 0.f : 16.f;
-    return is_large(lse, bound) && fabsf(a.softmax_scale) > 1e-30f;
+    const float scale = fabsf(a.softmax_scale);
+    return is_large(a, lse, std::is_same_v<T, float> ? 16.f : 512.f) && 1e-30f < scale && scale < 1e30f;
 }
 
 // In P = exp2(c S - lse): in base 2, less the logarithm of P's scale.
@@ -75,11 +74,11 @@ __device__ bool any_is_large(const float *lse) {
 
 // Changes the scores S of a large row so that exp2(c S - kLarge) is the row's P. Scores of other rows stay.
 template <class T>
-struct ScoreChange {
+struct ScoreShift {
     float m, log2_l, c, inverse_c;
     bool is_large;
 
-    __device__ ScoreChange(float lse, const LargeRow *row, float c)
+    __device__ ScoreShift(float lse, const LargeRow *row, float c)
         : c(c), inverse_c(__fdividef(1.f, c)), is_large(lse == kLarge) {
         // Past L1, which may have these rows of an earlier launch.
         const float2 two = is_large ? __ldcg((const float2 *)row) : float2{};

@@ -84,15 +84,15 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
     }
 }
 
-// ScoreChange of S. lse and `rows` are of the columns or of the rows, as in compute_P_dS.
+// ScoreShift of S. lse and `rows` are of the columns or of the rows, as in compute_P_dS.
 template <class T, class Tile>
-__device__ void change_scores(float (&S)[Tile::M][Tile::N][4], float c, const float *lse, const LargeRow *rows) {
+__device__ void shift_scores(float (&S)[Tile::M][Tile::N][4], float c, const float *lse, const LargeRow *rows) {
 #pragma unroll
     for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
         const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4, r = 2 * m + e / 2;
         const int at = Tile::walks_queries ? 8 * n + e % 2 : 8 * r;
-        const ScoreChange<T> change(lse[Tile::walks_queries ? at : r], rows + at, c);
-        change(S[m][n][e]);
+        const ScoreShift<T> shift(lse[Tile::walks_queries ? at : r], rows + at, c);
+        shift(S[m][n][e]);
     }
 }
 

@@ -89,10 +89,10 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
     }
 }
 
-// As ScoreChange, from S^T that is computed again as Score<float>. It also subtracts D from dP^T, so that compute_P_dS
+// As ScoreShift, from S^T that is computed again as Score<float>. It also subtracts D from dP^T, so that compute_P_dS
 // has nothing large to subtract: there D of large rows is 0. `rows` points to query i0.
 template <class Tile>
-__device__ void change_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
+__device__ void shift_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                               float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
                               int d) {
     Score<float> exact[Tile::M][Tile::N][4] = {};
@@ -290,7 +290,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         }
         if (__builtin_expect(may_be_large && is_seen && any_is_large<Br>(lse_i), false)) {
             const int64_t row = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
-            change_scores<Tile>(S, dP, lse_i, c, gradient_rows.large + row, K_tile, Q_tile, warp_key, a.d);
+            shift_scores<Tile>(S, dP, lse_i, c, gradient_rows.large + row, K_tile, Q_tile, warp_key, a.d);
         }
         compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.band, i0, j0, warp_key, masked);
         if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
