@@ -238,7 +238,7 @@ struct Device {
 // How a backend computes one call. Made once a call, on the host, before anything is allocated or launched.
 struct Plan {
     const char *kernel;           // as minimal_attn.explain names it
-    int tile;                     // which of the kernel's tiles, in an order of its own
+    int tile;                     // which of the kernel's tiles, in an order of its own; decode: the number of stages
     int Br, Bc, D;                // that tile: queries, keys, columns; d is rounded up to D
     int64_t grid;                 // blocks, or on the CPU tiles of queries
     int threads;                  // of a block

@@ -25,7 +25,7 @@ namespace minimal_attn::cpu {
 
 constexpr int gradient_Br = 64;  // rows of Q of a tile
 
-struct KeyTile {
+struct GradientTile {
     int64_t b, h;  // batch, key head
     int j0;
 };
@@ -92,7 +92,7 @@ struct GradientWorkspace {
 struct BackwardFunctions {
     bool (*begin_rows)(const Gradient &, const QueryTile &, GradientRow *);
     void (*normalize_rows)(const Gradient &, const QueryTile &, GradientRow *, const GradientBuffers &);
-    void (*backward_tile)(const Gradient &, const KeyTile &, const GradientWorkspace &, const GradientBuffers &);
+    void (*backward_tile)(const Gradient &, const GradientTile &, const GradientWorkspace &, const GradientBuffers &);
 };
 
 #if defined(__x86_64__) && !defined(__clang__)

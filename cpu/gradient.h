@@ -58,7 +58,7 @@ void store_row(const float *row, int d, void *tensor, const Strides &stride, int
 
 // Step 7: a tile of K or V, and its transpose. Rows of keys that don't count are zeros.
 template <class T>
-void load_keys(const Attention &a, const KeyTile &t, Keys keys, const void *x, const Strides &stride, float *rows,
+void load_keys(const Attention &a, const GradientTile &t, Keys keys, const void *x, const Strides &stride, float *rows,
                float *transposed) {
     const int64_t D = round_up(a.d, 16);
     std::fill(rows, rows + (keys.begin - t.j0) * D, 0.f);
@@ -183,7 +183,7 @@ inline void add_dQ(int rows, int64_t D, Keys key_tiles, int key_tile, int keys, 
 
 // All of Algorithm 4 for a tile of keys.
 template <class T>
-void backward_tile(const Gradient &g, const KeyTile &t, const GradientWorkspace &workspace,
+void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorkspace &workspace,
                    const GradientBuffers &buffers) {
     const Attention &a = g.a;
     const int64_t D = round_up(a.d, 16), rows = rows_of_key_head(a), Tr = round_up(rows, gradient_Br) / gradient_Br;

@@ -188,7 +188,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
                 const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;
                 shift_scores<T, Tile>(S, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
-                                       rows.large + head * rows.head_stride + first);
+                                      rows.large + head * rows.head_stride + first);
             }
             compute_P_dS<T, Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
                                   walks_queries ? lse + Walk : row_D);

@@ -12,16 +12,16 @@ namespace {
 
 // What a block computes (hopper has its own): dK, dV of keys j0 <= j < j1 of head h_kv. Tiles of keys count from the
 // first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
-struct KeyTile {
+struct KeyBlock {
     int64_t b, h_kv;
     int index, j0, j1;
     BandOf<int> band;
     Interval queries, tiles;  // queries of the batch that see a key, and tiles of them that see a key of this tile
 };
 
-__device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc) {
+__device__ KeyBlock key_block_of(const Attention &a, int64_t index, int Br, int Bc) {
     const int Tc = (a.Nk + Bc - 1) / Bc;
-    KeyTile tile;
+    KeyBlock tile;
     tile.index = (int)(index % Tc);  // the first keys, which most queries see if causal, start first
     tile.b = index / Tc / a.Hkv, tile.h_kv = index / Tc % a.Hkv;
     const Band band = band_of(a, tile.b);
@@ -37,7 +37,7 @@ __device__ KeyTile key_tile_of(const Attention &a, int64_t index, int Br, int Bc
 }
 
 // Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.
-__device__ void zero_padding(const Attention &a, const KeyTile &block, int Bc, void *tensor, const Strides &stride) {
+__device__ void zero_padding(const Attention &a, const KeyBlock &block, int Bc, void *tensor, const Strides &stride) {
     float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
     const int begin = block.index * Bc, end = min(begin + Bc, a.Nk);
     for (int j = begin; j < end; ++j)

@@ -43,7 +43,7 @@ struct BackwardTile {
     static constexpr int XAtOnce = 4 / M, XQAtOnce = std::min(4 / MQ, XQ);    // of these, read at once
     static constexpr int Groups = D == 64 ? 2 : 1;  // of which so many are summed side by side
     static constexpr int Floats = 2 * (Bc + Br) * D + Br * Bc + 2 * Br;
-    static constexpr int SharedBytes = Floats * 4 + 128;                           // and KeyTile
+    static constexpr int SharedBytes = Floats * 4 + 128;                           // and KeyBlock
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static_assert(Br % 16 == 0 && Bc % 32 == 0 && X % XAtOnce == 0 && XQ % XQAtOnce == 0);
 };
@@ -60,7 +60,7 @@ __device__ void row_of_group(float (&row)[2 * XAtOnce], const float (*group)[4],
 
 // dK or dV of the block's keys, this warp's part, to HBM. If `adds`, an earlier part of the sum is there.
 template <class Tile>
-__device__ void store_gradient(const Attention &a, const KeyTile &block, const float (&sum)[Tile::M][Tile::X][4],
+__device__ void store_gradient(const Attention &a, const KeyBlock &block, const float (&sum)[Tile::M][Tile::X][4],
                                void *tensor, const Strides &stride, int row0, int column0, float scale, bool adds,
                                bool aligned) {
     constexpr int XAtOnce = Tile::XAtOnce;
@@ -93,8 +93,8 @@ __device__ void store_gradient(const Attention &a, const KeyTile &block, const f
 // has nothing large to subtract: there D of large rows is 0. `rows` points to query i0.
 template <class Tile>
 __device__ void shift_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
-                              float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
-                              int d) {
+                             float c, const LargeRow *rows, const float *K_tile, const float *Q_tile, int warp_key,
+                             int d) {
     Score<float> exact[Tile::M][Tile::N][4] = {};
     if constexpr (kFastFloat64) multiply_rows_double<Tile::D>(exact, K_tile, warp_key, Q_tile, 0, d);
 #pragma unroll
@@ -226,8 +226,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     float *const K_tile = shared, *const V_tile = K_tile + Bc * D, *const Q_tile = V_tile + Bc * D;
     float *const dO_tile = Q_tile + Br * D, *const dS_tile = dO_tile + Br * D;
     float *const lse_i = dS_tile + Br * Bc, *const Di = lse_i + Br;
-    KeyTile &block = *(KeyTile *)(Di + Br);
-    if (threadIdx.x == 0) block = key_tile_of(a, atomicAdd(turns.next_block, 1), Br, Bc);
+    KeyBlock &block = *(KeyBlock *)(Di + Br);
+    if (threadIdx.x == 0) block = key_block_of(a, atomicAdd(turns.next_block, 1), Br, Bc);
     __syncthreads();
     zero_padding(a, block, Bc, g.dk, g.dk_stride);
     zero_padding(a, block, Bc, g.dv, g.dv_stride);

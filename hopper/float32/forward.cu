@@ -48,7 +48,7 @@
 //     O, in HBM         | 1
 //
 //     a factor | converts
-//     S_to_m   | Sij S_to_m is in units of m: S_to_m = unit_of_S / unit_of_m <= 1 (softmax.h: tile_unit)
+//     S_to_m   | Sij S_to_m is in units of m: S_to_m = unit_of_S / unit_of_m <= 1 (softmax.h)
 //     O_to_T   | Oi O_to_T is in units of Tij: O_to_T = unit_of_O / unit_of_T
 //     c_of_m   | scores in units of m to exponents of 2: c_of_m = |softmax_scale| log2(e) unit_of_m
 //     c_of_S   | likewise Sij, so Pij = exp2(c_of_S Sij - c_of_m m): c_of_S = c_of_m S_to_m
