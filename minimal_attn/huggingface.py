@@ -27,6 +27,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 from collections import Counter
 
 import torch
@@ -70,9 +71,17 @@ _HARMLESS = set(
     "cache seq_idx max_length_q max_length_k".split()
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# The cu_seq_lens_q of the models whose forward runs, the innermost last, or None.
-_running: list[Tensor | None] = []
 _OTHERS = 'load the model with attn_implementation="sdpa" or "eager"'
+
+
+class _Running(threading.local):
+    """Of the models whose forward runs in this thread."""
+
+    def __init__(self):
+        self.documents: list[Tensor | None] = []  # their cu_seq_lens_q, the innermost model's last
+
+
+_running = _Running()
 
 
 def attention(
@@ -137,7 +146,7 @@ def attention(
 def _in_documents(module, mask, q, k, causal, options):
     """The mask, limited to the documents of cu_seq_lens if options have them. Removes these from options."""
     if "cu_seq_lens_q" not in options and "cu_seq_lens_k" not in options:
-        if _running and isinstance(mask, Mask) and not mask.documents:
+        if isinstance(mask, Mask) and not mask.documents:
             _check_running(module, q)
         return mask
     given = {name: options.pop(name, None) for name in _PACKED}
@@ -173,7 +182,7 @@ def _check_running(module, q):
         return
     tokens = q.shape[0] * q.shape[2]
     # With another number of tokens the layer may be one of another model, such as an encoder.
-    if any(cu is not None and tokens == int(cu[-1]) for cu in _running):
+    if any(cu is not None and tokens == int(cu[-1]) for cu in _running.documents):
         raise ValueError(
             f"cu_seq_lens_q must be None, since this model does not give it to {type(module).__name__}: "
             "pass position_ids with use_cache=False instead"
@@ -346,12 +355,12 @@ def _refuse_documents(model, args, kwargs):
 
 def _enter(model, args, kwargs):
     if not torch.compiler.is_compiling():
-        _running.append(kwargs.get("cu_seq_lens_q"))
+        _running.documents.append(kwargs.get("cu_seq_lens_q"))
 
 
 def _leave(model, args, result):
     if not torch.compiler.is_compiling():
-        _running.pop()
+        _running.documents.pop()
 
 
 def register(*, strict: bool = False) -> None:

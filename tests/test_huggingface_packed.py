@@ -1,6 +1,7 @@
 """minimal_attn.huggingface with packed batches: each document gets what it gets alone, in float64."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -152,11 +153,26 @@ def test_models_that_ignore_cu_seq_lens(name, seed):
     for _ in range(2):
         with pytest.raises(ValueError, match="cu_seq_lens_q must be None"):
             model(**batch)
-    assert not huggingface._running
+    assert not huggingface._running.documents
     if name != "bloom":
         expected, _ = alone(model, documents)
         o = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
         assert (o.double() - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_other_threads_have_no_documents(seed):
+    register()
+    model, other = (decoder("mistral", seed, **NO_DROPOUT).eval() for _ in range(2))
+    for each in model, other:
+        each.set_attn_implementation("minimal_attn")
+    _, batch = collated()
+    with ThreadPoolExecutor(1) as thread:
+
+        def meanwhile(*_):
+            thread.submit(other, batch["input_ids"]).result()
+
+        model.model.layers[0].register_forward_pre_hook(meanwhile)
+        model(**batch)
 
 
 def test_documents_of_padding(seed):
