@@ -253,16 +253,15 @@ struct RowSums {
     double m = -INFINITY, l = 0., D = 0.;
 };
 
-// Steps 10 and 11 of Algorithm 1 for a row: Bc scores join, and their dP. Hidden scores are -inf.
+// Steps 10 and 11 of Algorithm 1 for a row: Bc scores join, and their dP. Hidden scores are -inf, and hidden dP are 0.
 inline void add_scores(double scale, const double *S, const float *dP, RowSums &row) {
     const double m = std::max(row.m, *std::max_element(S, S + Bc));
     if (m == -INFINITY) return;
     VecDouble l = {}, D = {};
     for (int c = 0; c < Bc; c += W) {
         const Vec p = exp_double(S + c, scale, m, 0.);
-        const Vec dp = p == 0.f ? Vec{} : vec(dP + c);
         const VecDouble p_double = __builtin_convertvector(p, VecDouble);
-        l += p_double, D += p_double * __builtin_convertvector(dp, VecDouble);
+        l += p_double, D += p_double * __builtin_convertvector(vec(dP + c), VecDouble);
     }
     const double alpha = std::exp(scale * (row.m - m));
     row = {m, alpha * row.l, alpha * row.D};
@@ -288,9 +287,11 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         multiply_channels(a, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
         for_each_row(band, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
+            float *const dP = buffers.dSij + lane * Bc;
             for (int c = begin; c < end; ++c) S[c] *= sign;
             std::fill(S, S + begin, -INFINITY), std::fill(S + end, S + Bc, -INFINITY);
-            add_scores(sign * a.softmax_scale, S, buffers.dSij + lane * Bc, sums[lane]);
+            std::fill(dP, dP + begin, 0.f), std::fill(dP + end, dP + Bc, 0.f);
+            add_scores(sign * a.softmax_scale, S, dP, sums[lane]);
         });
     }
     for (int lane = 0; lane < t.rows; ++lane) {

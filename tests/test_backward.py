@@ -85,6 +85,15 @@ def test_options(backend, dtype, name):
     check(backend, torch.randn_like(q), q, k, v, **OPTIONS[name](backend))
 
 
+def test_nan_in_v_at_large_scores(backend):
+    """Each query sees it, if only with a P that is 0 in float32."""
+    q, k, v = backend.qkv(dtype=torch.float32)
+    v[:, :, 3, 1] = torch.nan
+    q = (100 * q.detach()).requires_grad_()
+    [dq] = torch.autograd.grad(backend.forward(q, k, v).sum(), q)
+    assert dq.isnan().all()
+
+
 @pytest.mark.parametrize(
     "B, Hq, Hkv, Nq, Nk, d",
     [
