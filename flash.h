@@ -92,9 +92,9 @@ struct Gradient {
 
 // Whether a row's lse is large: rounding it to float32 changes P too much. So do scores that are rounded otherwise than
 // in the forward pass. Below 16 the error of P is less than 2e-6. With few keys there is hardly another error, so all rows
-// count as large. docs/numerics.md has more.
+// count as large. With softmax_scale 0 no score is rounded, and none is large. docs/numerics.md has more.
 MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, float bound = 16.f) {
-    return fabsf(lse) > (a.Nk <= 8 ? 0.f : bound) && fabsf(lse) < INFINITY;
+    return fabsf(lse) > (a.Nk <= 8 ? 0.f : bound) && fabsf(lse) < INFINITY && a.softmax_scale != 0.f;
 }
 
 // Whether causal or a window bounds what a query sees.

@@ -237,9 +237,8 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         for (; x < a.d; ++x) sum[x % 16] += (float)o[x] * (float)dO[x];
         for (int half = 8; half > 0; half /= 2)
             for (int c = 0; c < half; ++c) sum[c] += sum[c + half];
-        const double lse = g.lse[at], scale = a.softmax_scale;
-        rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, 0., lse};
-        if (scale != 0.) rows[lane].m = lse / scale, rows[lane].log_l = 0.;
+        const double lse = g.lse[at];
+        rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
         if (!empty(keys_of_row(band_of(a, t.b), i))) continue;
         const float zeros[256] = {};

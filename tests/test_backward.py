@@ -85,6 +85,11 @@ def test_options(backend, dtype, name):
     check(backend, torch.randn_like(q), q, k, v, **OPTIONS[name](backend))
 
 
+def test_scale_0_with_few_keys(backend, dtype):
+    q, k, v = backend.qkv(Nk=5, dtype=dtype)
+    check(backend, torch.randn_like(q), q, k, v, softmax_scale=0.0, window_size=(-1, 1))
+
+
 def test_nan_in_v_at_large_scores(backend):
     """Each query sees it, if only with a P that is 0 in float32."""
     q, k, v = backend.qkv(dtype=torch.float32)
