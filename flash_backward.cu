@@ -212,9 +212,9 @@ __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRo
             if (mij == -INFINITY) return;  // all lanes of the row
             double sum = 0., sum_dP = 0.;
             for (int key = lane; key < keys && row < rows; key += kRowLanes) {
-                const float p = expf(sign * a.softmax_scale * (shared.Pij.at(row, key) - mij));
+                const float S = shared.Pij.at(row, key), p = expf(sign * a.softmax_scale * (S - mij));
                 sum += p;
-                if (p != 0.f) sum_dP += (double)p * shared.dSij.at(row, key);  // a hidden dP may be NaN
+                if (S > -INFINITY) sum_dP += (double)p * shared.dSij.at(row, key);  // a hidden dP may be NaN
             }
             const double of_tile = shared.m_i[row] + mij, m_new = fmax(m[n], of_tile);
             const double alpha = exp(sign * scale * (m[n] - m_new)), beta = exp(sign * scale * (of_tile - m_new));
@@ -238,9 +238,9 @@ __device__ void set_row_states(const Gradient &g, const Band &band, int64_t b, i
     bool any_large = false;
     for (int row = threadIdx.x; row < rows; row += kThreads) {
         const float lse = g.lse[at + row];
-        const bool divides = is_large(a, lse) && a.softmax_scale != 0.f;
-        any_large |= is_large(a, lse);
-        states[i0 + row] = divides ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
+        const bool large = is_large(a, lse);
+        any_large |= large;
+        states[i0 + row] = large ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
     }
     if (__syncthreads_or(any_large) && g.is_complete)
         normalize_rows<T>(g, band,

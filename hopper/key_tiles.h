@@ -56,7 +56,7 @@ struct KeyTile {
 template <int Br>
 struct alignas(16) RowNumbers {
     float x[Br];
-    int first_row;  // where the tile begins in GradientRows
+    unsigned first_row;  // where the tile begins in GradientRows
 };
 
 // Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
@@ -68,7 +68,7 @@ __device__ void load_query_tile(const KeyParameters &p, int b, int h, int i0, co
     pipeline.producer_acquire();
     const int stage = pipeline.stage();
     Barrier &full = pipeline.full();
-    const int row = (b * p.Hq + h) * (int)p.rows.head_stride + i0;
+    const unsigned row = (b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of q are 1 TB
     numbers[stage].first_row = row;
     arrive_expect_tx(full, Tile::Br * 4);
     bulk_load(numbers[stage].x, lse_or_D + row, Tile::Br * 4, full);

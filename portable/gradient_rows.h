@@ -72,6 +72,9 @@ __device__ bool any_is_large(const float *lse) {
     return __any_sync(~0u, any);
 }
 
+// A NaN stays one.
+__device__ inline float at_most_0(float x) { return x > 0.f ? 0.f : x; }
+
 // Changes the scores S of a large row so that exp2(c S - kLarge) is the row's P. Scores of other rows stay.
 template <class T>
 struct ScoreShift {
@@ -85,7 +88,7 @@ struct ScoreShift {
         m = two.x, log2_l = two.y;
     }
     __device__ void operator()(float &S) const {
-        const float x = fminf(fmaf(S - m, c, -log2_l), 0.f) + kLog2OfP<T>;
+        const float x = at_most_0(fmaf(S - m, c, -log2_l)) + kLog2OfP<T>;
         if (is_large) S = x * inverse_c;
     }
 };

@@ -105,8 +105,8 @@ __device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[Ro
         tile.m = m;
 #pragma unroll
         for (int r = 0; r < RowsTile::Keys; ++r) {
+            if (score[r] == -INFINITY) continue;  // a hidden dP may be NaN
             const float p = exp2_fast(c * (float)(score[r] - m));
-            if (p == 0.f) continue;  // a hidden dP may be NaN
             tile.l += p, tile.D += (double)p * dP[r / 2][column / 2][r % 2 * 2 + column % 2];
         }
         rows[column].join(tile, c);
@@ -155,13 +155,13 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         const int64_t dense = int64_t(head) * a.Nq + i0 + row, padded = head * rows.head_stride + i0 + row;
         if (i0 + row >= a.Nq || !is_large_for<T>(a, g.lse[dense])) return;
         sum.join(of_later_keys[row], c);
-        if (sum.l == 0.) return;  // the row sees no key
         const double factor = std::is_same_v<T, float> ? kUndoTruncation : 1.f;
         const double D = factor * (sum.D / sum.l) - (g.dlse ? g.dlse[dense] : 0.f);
-        const double m = sign * sum.m;
+        const double m = sum.l > 0. ? sign * sum.m : NAN;
         const auto low = [](double x) { return (float)(x - (float)x); };
         rows.large[padded] = {(float)m, log2f((float)sum.l), low(m), (float)D, low(D), 0.f};
-        rows.D[padded] = std::is_same_v<T, float> ? 0.f : D_of_dS<T>((float)D);
+        // A row that sees no key has NaN in `large`, which nothing reads, and D = 0.
+        if (sum.l > 0.) rows.D[padded] = std::is_same_v<T, float> ? 0.f : D_of_dS<T>((float)D);
     });
 }
 

@@ -106,7 +106,7 @@ __device__ void shift_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
         const LargeRow *const large = rows + row;
         const Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
         const float from_m = exact_s - __ldcg(&large->m) - __ldcg(&large->m_low);
-        s = fminf(fmaf(from_m, c, -__ldcg(&large->log2_l)), 0.f) / c;
+        s = at_most_0(fmaf(from_m, c, -__ldcg(&large->log2_l))) / c;
         dp = (fmaf(dp, kUndoTruncation, -__ldcg(&large->D)) - __ldcg(&large->D_low)) / kUndoTruncation;
     }
 }
