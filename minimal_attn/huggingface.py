@@ -153,6 +153,9 @@ def _in_documents(module, mask, q, k, causal, options):
     for name in _PACKED[:2]:
         if given[name] is None:
             raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, but {name} is None")
+        if not isinstance(given[name], Tensor) or given[name].is_floating_point():
+            was = given[name].dtype if isinstance(given[name], Tensor) else type(given[name]).__name__
+            raise TypeError(f"{name} must be a tensor of an integer dtype, but was {was}")
     if "indices" in options:
         raise ValueError(
             f"cu_seq_lens_q must be None in {type(module).__name__}, whose choice of keys ignores documents"

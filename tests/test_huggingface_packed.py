@@ -122,6 +122,9 @@ def test_contradictions_are_refused(seed):
             model(ids, attention_mask=mask, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
         with pytest.raises(ValueError, match="must be given together, but cu_seq_lens_k is None"):
             model(ids, cu_seq_lens_q=cu)
+        for wrong, was in (cu.tolist(), "list"), (cu.float(), "torch.float32"):
+            with pytest.raises(TypeError, match=f"^cu_seq_lens_q must be .* integer dtype, but was {was}$"):
+                model(ids, cu_seq_lens_q=wrong, cu_seq_lens_k=wrong)
         for wrong in (cu + 1, cu.flip(0)):
             with pytest.raises(
                 ValueError, match="cu_seq_lens_q must rise from 0 to 20, the number of queries"
