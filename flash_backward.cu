@@ -159,7 +159,7 @@ __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRo
                                RowState *states) {
     constexpr int kGroups = kThreads / kRowLanes, kRows = 64 / kGroups;  // of lanes that share a row; rows of a group
     const Attention &a = g.a;
-    const auto &[Q, dO, K, V] = Q_dO_K_V;
+    const HeadRows<const T> &Q = Q_dO_K_V[0], &dO = Q_dO_K_V[1], &K = Q_dO_K_V[2], &V = Q_dO_K_V[3];
     const int group = threadIdx.x / kRowLanes, lane = threadIdx.x % kRowLanes;
     const double scale = a.softmax_scale;
     double m[kRows], l[kRows] = {}, D[kRows] = {};
@@ -273,7 +273,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (Matrix *tile : {&shared.Kj, &shared.Vj, &shared.dKj, &shared.dVj}) *tile = take(Bc, D);
     for (Matrix *tile : {&shared.Pij, &shared.dSij}) *tile = take(Br, Bc);
     shared.log_l_i = free, shared.Di = free + Br, shared.Di_low = free + 2 * Br;
-    const auto &[m_i, Qi, dOi, Kj, Vj, dKj, dVj, Pij, dSij, log_l_i, Di, Di_low] = shared;
+    double *const m_i = shared.m_i;
+    float *const log_l_i = shared.log_l_i, *const Di = shared.Di, *const Di_low = shared.Di_low;
+    const Matrix &Qi = shared.Qi, &dOi = shared.dOi, &Kj = shared.Kj, &Vj = shared.Vj, &dKj = shared.dKj;
+    const Matrix &dVj = shared.dVj, &Pij = shared.Pij, &dSij = shared.dSij;
 
     // What belongs to the block's key head: query heads h0 <= h < h1
     const int64_t key_head = first_head + blockIdx.x, b = key_head / a.Hkv, h_kv = key_head % a.Hkv;

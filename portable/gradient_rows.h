@@ -72,6 +72,8 @@ __device__ bool any_is_large(const float *lse) {
     return __any_sync(~0u, any);
 }
 
+__device__ inline float reciprocal(float x) { return __fdividef(1.f, x); }
+
 // A NaN stays one.
 __device__ inline float at_most_0(float x) { return x > 0.f ? 0.f : x; }
 
@@ -82,7 +84,7 @@ struct ScoreShift {
     bool is_large;
 
     __device__ ScoreShift(float lse, const LargeRow *row, float c)
-        : c(c), inverse_c(__fdividef(1.f, c)), is_large(lse == kLarge) {
+        : c(c), inverse_c(reciprocal(c)), is_large(lse == kLarge) {
         // Past L1, which may have these rows of an earlier launch.
         const float2 two = is_large ? __ldcg((const float2 *)row) : float2{};
         m = two.x, log2_l = two.y;
