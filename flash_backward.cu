@@ -202,11 +202,19 @@ __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRo
             if (lane == 0 && row < rows) shared.m_i[row] = near_m == -INFINITY ? 0. : near_m;
         });
         __syncthreads();
-        // Again in float64, less the maximum of the float32 scores: this difference is small enough for a float32.
-        multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
-            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)(sign * QK - shared.m_i[row]) : -INFINITY;
-        });
-        __syncthreads();
+        // Again in float64, less the maximum of the float32 scores: the difference is small enough for a float32. Scores
+        // beyond 1e9 need a second subtraction, of what the float64 maximum is more.
+        for (int subtraction = 0; subtraction < 2; ++subtraction) {
+            multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
+                shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)(sign * QK - shared.m_i[row]) : -INFINITY;
+            });
+            __syncthreads();
+            for_rows([&](int row, int) {
+                const float more = max_of_row(row);
+                if (subtraction == 0 && lane == 0 && more > -INFINITY) shared.m_i[row] += more;
+            });
+            __syncthreads();
+        }
         for_rows([&](int row, int n) {
             const float mij = max_of_row(row);
             if (mij == -INFINITY) return;  // all lanes of the row
@@ -338,16 +346,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                 // 11. Sij = softmax_scale * Qi Kj^T
                 // 12. The mask: Sij = -inf where it hides the key
                 // 13. Pij = exp(Sij - lse_i), at most 1
+                // In float64 for large rows alone: the float32 scores of others have the bits of the forward pass
                 const auto set_P = [&](int row, int key, auto QK) {
+                    if ((m_i[row] != 0.) != std::is_same_v<decltype(QK), double>) return;
                     const Keys seen_by_row = keys_of_row(band, i0 + row);
                     const bool is_seen = seen_by_row.begin <= j0 + key && j0 + key < seen_by_row.end;
                     const float exponent = a.softmax_scale * (QK - (decltype(QK))m_i[row]) - log_l_i[row];
                     Pij.at(row, key) = is_seen ? expf(exponent > 0.f ? 0.f : exponent) : 0.f;
                 };
-                if (any_large)
-                    multiply<double>(rows, keys, a.d, Qi, Kj.transposed(), set_P);
-                else
-                    multiply(rows, keys, a.d, Qi, Kj.transposed(), set_P);
+                multiply(rows, keys, a.d, Qi, Kj.transposed(), set_P);
+                if (any_large) multiply<double>(rows, keys, a.d, Qi, Kj.transposed(), set_P);
                 __syncthreads();
 
                 // 16. dVj = dVj + Pij^T dOi

@@ -388,12 +388,12 @@ inline Tensor by_pytorch(const Tensor &q, const Tensor &k, const Tensor &v, cons
                          double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
     if (attn_mask && q.is_cuda()) {
-        const auto cast = [](const Tensor &t) {
-            return at::autocast::is_autocast_enabled(at::kCUDA)
-                       ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCUDA), t, at::kCUDA)
-                       : t;
-        };
+        const bool casts = at::autocast::is_autocast_enabled(at::kCUDA);  // before the guard, which turns it off
         const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+        const auto cast = [&](const Tensor &t) {
+            const auto type = at::autocast::get_autocast_dtype(at::kCUDA);
+            return casts ? at::autocast::cached_cast(type, t, at::kCUDA) : t;
+        };
         const Tensor q_ = cast(q), k_ = cast(k), v_ = cast(v), attn_mask_ = cast(*attn_mask);
         if (takes_cudnn(q_, k_, v_, attn_mask_, dropout_p, is_causal, scale, enable_gqa))
             return without_cudnn(q_, k_, v_, attn_mask_, dropout_p, scale, enable_gqa);

@@ -16,7 +16,8 @@ inline int64_t padded_rows(const Attention &a) {
 // before the scaling. S - m is exact for scores near m, so P is as exact as where scores are small.
 struct LargeRow {
     float m, log2_l;
-    float m_low, D, D_low, padding;  // for float32: m - (float)m, then D in two parts
+    double exact_m;  // for float32, whose scores are float64 (tf32.cuh: Score)
+    float D, D_low;  // for float32: D in two parts
 };
 
 // float32, head h of batch b at (b * Hq + h) * head_stride. lse is what lse_of_P returns, D what D_of_dS returns. Rows

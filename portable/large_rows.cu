@@ -158,8 +158,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         const double factor = std::is_same_v<T, float> ? kUndoTruncation : 1.f;
         const double D = factor * (sum.D / sum.l) - (g.dlse ? g.dlse[dense] : 0.f);
         const double m = sum.l > 0. ? sign * sum.m : NAN;
-        const auto low = [](double x) { return (float)(x - (float)x); };
-        rows.large[padded] = {(float)m, log2f((float)sum.l), low(m), (float)D, low(D), 0.f};
+        rows.large[padded] = {(float)m, log2f((float)sum.l), m, (float)D, (float)(D - (float)D)};
         // A row that sees no key has NaN in `large`, which nothing reads, and D = 0.
         if (sum.l > 0.) rows.D[padded] = std::is_same_v<T, float> ? 0.f : D_of_dS<T>((float)D);
     });
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(RowsTile::Threads, 2)
         } else if (is_large) {
             // lse may cover other keys, too, so it can't be computed again: P keeps the error of its rounding.
             const double m = (double)g.lse[dense] / a.softmax_scale;
-            rows.large[padded] = {(float)m, 0.f, (float)(m - (float)m), rows.D[padded], 0.f, 0.f};
+            rows.large[padded] = {(float)m, 0.f, m, rows.D[padded], 0.f};
             if (std::is_same_v<T, float>) rows.D[padded] = 0.f;
         }
     }

@@ -105,7 +105,7 @@ __device__ void shift_scores(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
         if (lse_i[row] != kLarge) continue;
         const LargeRow *const large = rows + row;
         const Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
-        const float from_m = exact_s - __ldcg(&large->m) - __ldcg(&large->m_low);
+        const float from_m = exact_s - (Score<float>)__ldcg(&large->exact_m);
         s = at_most_0(fmaf(from_m, c, -__ldcg(&large->log2_l))) / c;
         dp = (fmaf(dp, kUndoTruncation, -__ldcg(&large->D)) - __ldcg(&large->D_low)) / kUndoTruncation;
     }

@@ -233,7 +233,7 @@ def test_softmax_scale(backend, wrong):
         "v",
     ],
 )
-@pytest.mark.parametrize("wrong", ["wrong", [1, 2], {3: 4}, object()], ids=str)
+@pytest.mark.parametrize("wrong", ["wrong", [1, 2], {3: 4}, object()], ids=["str", "list", "dict", "object"])
 def test_other_types(backend, name, wrong):
     if name == "backend" and isinstance(wrong, str):
         pytest.skip("a string is right")

@@ -118,7 +118,7 @@ def test_equal_keys(backend, dtype):
 
 def test_chunks_have_what_a_float32_gives(backend, dtype):
     """lse of all keys is a float32, in autograd's states too: P is off by its rounding, and never above 1."""
-    do, q, k, v = inputs_of(backend, dtype, 30)
+    do, q, k, v = inputs_of(backend, dtype, 60)
     o, lse = backend.forward(q, k, v, return_lse=True)
     bound = ROUNDING[dtype] + 2**-21 * lse.abs().max().item()
     expected = gradients(do, q, k, v)[2]
@@ -127,11 +127,11 @@ def test_chunks_have_what_a_float32_gives(backend, dtype):
         chunk = k[:, :, part], v[:, :, part]
         parts.append(minimal_attn.backward(do, q, *chunk, o, lse, None, backend=backend.name)[2])
     assert relative_error(torch.cat(parts, 2).double(), expected) <= bound
-    for wrong in (lse - 1e3, -lse, lse.sign() * 1e30):  # P would be infinite
+    assert lse.abs().min() > 1100  # so half of it is large, too
+    for wrong in (lse / 2, -lse, lse.sign() * 1e30):  # P would be infinite
         dv = minimal_attn.backward(do, q, k, v, o, wrong, None, backend=backend.name)[2].double()
         largest = do.double().abs().sum(2, keepdim=True).view(1, 2, 2, 1, 64).sum(2)
-        if dtype == torch.float32 or lse.abs().min() > 1000:
-            assert (dv.abs() <= 1.01 * largest).all()
+        assert (dv.abs() <= 1.01 * largest).all()
 
 
 def test_complete(backend, dtype):

@@ -309,6 +309,8 @@ def test_masked_calls(as_by_default, randn, device, generator, dtype, kind, shap
         pytest.skip("not a kernel of this device and dtype")
     if path == "compiled" and (shape != (2, 1, 50, 70) or Hkv != 4):
         pytest.skip("one shape suffices")
+    if device == "cuda" and dtype == torch.float32 and shape[-1] == 1:
+        pytest.skip("PyTorch's memory-efficient kernel refuses a mask of one column (torch 2.11)")
     Nk = 64 if shape == (50, 64) else 70
     tensors = [randn(2, H, N, 64, dtype=dtype).requires_grad_() for H, N in ((4, 50), (Hkv, Nk), (Hkv, Nk))]
     hidden = (torch.rand(shape, generator=generator) < 0.3).to(device)
@@ -415,7 +417,10 @@ def test_operator_of_what_is_passed_on(randn, device, masked):
     def by_vmap(function):
         return torch.vmap(lambda x: function(x, x, x, mask))(q.unsqueeze(1))
 
-    torch.testing.assert_close(by_vmap(function), by_vmap(expected))
+    if not (
+        masked and device == "cuda"
+    ):  # PyTorch's memory-efficient kernel refuses such a mask under vmap (2.11)
+        torch.testing.assert_close(by_vmap(function), by_vmap(expected))
     torch.compiler.reset()
     leaf = q.clone().requires_grad_()
     for run in function, torch.compile(function, fullgraph=True, backend="aot_eager"):
