@@ -139,7 +139,7 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
         }
         for (int c = 0; c < keys; c += W) {
             const Vec x = a.softmax_scale * vec(P + c) - row.lse;
-            vec(P + c) = exp(x > 0.f ? Vec{} : x);
+            vec(P + c) = exp(min(Vec{}, x));
         }
     }
 }

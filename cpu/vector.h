@@ -15,7 +15,9 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
     return v;
 }
 
-[[gnu::always_inline]] inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b, where one is NaN
+// b, where one is NaN
+[[gnu::always_inline]] inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+[[gnu::always_inline]] inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
 [[gnu::always_inline]] inline float sum_of(Vec x) {
     for (int s = W / 2; s > 0; s /= 2)
