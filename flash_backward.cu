@@ -237,7 +237,8 @@ __device__ void normalize_rows(const Gradient &g, const Band &band, const HeadRo
     });
 }
 
-// The RowStates of the rows i0 <= i < i0 + rows of query head h, whose first one is `states`. The block calls it.
+// Computes the RowStates of rows i0 <= i < i0 + rows of query head h. `states` points to the head's first RowState. All
+// threads of the block call it.
 template <class T>
 __device__ void set_row_states(const Gradient &g, const Band &band, int64_t b, int64_t h, int i0, int rows, int Bc,
                                const Shared &shared, RowState *states) {

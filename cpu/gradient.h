@@ -121,7 +121,7 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
 // exp(scale (S - m) - log_l) of W scores in float64, at most 1.
 [[gnu::always_inline]] inline Vec exp_double(const double *S, double scale, double m, double log_l) {
     const Vec x = __builtin_convertvector(scale * (*(const VecDouble *)S - m) - log_l, Vec);
-    return exp(x > 0.f ? Vec{} : x);
+    return exp(min(Vec{}, x));
 }
 
 // Steps 11 and 13 for a tile: Pij, without the mask.
@@ -186,7 +186,7 @@ template <class T>
 void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorkspace &workspace,
                    const GradientBuffers &buffers) {
     const Attention &a = g.a;
-    const int64_t D = round_up(a.d, 16), rows = rows_of_key_head(a), Tr = round_up(rows, gradient_Br) / gradient_Br;
+    const int64_t D = round_up(a.d, 16), rows = rows_of_key_head(a), Tr = query_tiles_of_head(a);
     const int64_t bh = t.b * a.Hkv + t.h;
     const Band band = band_of(a, t.b);
     // 7., 8. Kj, Vj, dKj = 0, dVj = 0

@@ -16,7 +16,7 @@ inline int64_t padded_rows(const Attention &a) {
 // before the scaling. S - m is exact for scores near m, so P is as exact as where scores are small.
 struct LargeRow {
     float m, log2_l;
-    double exact_m;  // for float32, whose scores are float64 (tf32.cuh: Score)
+    double exact_m;  // for float32: scores of large rows are float64 (Score in tf32.cuh)
     float D, D_low;  // for float32: D in two parts
 };
 

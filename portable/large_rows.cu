@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(RowsTile::Threads)
     const Attention &a = g.a;
     const int tiles_of_head = rows.head_stride / RowsTile::Br, tiles = (int)(a.B * a.Hq) * tiles_of_head;
     const int begin = min(blockIdx.x * tiles_of_block, tiles), end = min(begin + tiles_of_block, tiles);
-    // Where a tile begins in lse, whose heads are not padded.
+    // The index in lse at which a tile begins. lse has no padding between heads.
     const auto row_of_tile = [&](int tile) {
         return int64_t(tile / tiles_of_head) * a.Nq + min(tile % tiles_of_head * RowsTile::Br, a.Nq);
     };

@@ -357,7 +357,7 @@ def check_loaded(make, config, seed, call, expected_calls=None):
     return model
 
 
-# Models that compute attention by themselves: what else their config has, and whose layers they take.
+# Models that compute attention by themselves: further names in their config, and the layers that they take.
 OWN_ATTENTION = {
     "bloom": ({}, "eager"),
     "mpt": (dict(d_model=64, n_heads=4, n_layers=2), "eager"),

@@ -149,7 +149,7 @@ def test_separate_steps_are_told(randn, device, name):
         assert told(call)[0] == []
     assert torch.equal(actual, expected)
     why = "PyTorch: sdpa_kernel allows no fused kernel" if name == "MATH" else "PyTorch chose no fused kernel"
-    if device == "cuda" and why not in activation.calls:  # whose fused kernels serve some of them
+    if device == "cuda" and why not in activation.calls:  # fused kernels of CUDA serve some of these calls
         [why] = activation.calls
         assert why.startswith("PyTorch: ")
     assert activation.calls == {why: 2} and why in str(warning.message)
