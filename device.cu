@@ -25,6 +25,10 @@ cudaError_t allow_shared_memory(const void *kernel, int *ptx_version) {
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          most - (int)attributes.sharedSizeBytes);
+        // A multiprocessor must be idle to divide its memory otherwise between L1 and shared memory.
+        if (error == cudaSuccess)
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared);
         if (error != cudaSuccess) return error;
         found = allowed.emplace(std::pair(kernel, device), attributes.ptxVersion).first;
     }
@@ -34,8 +38,8 @@ cudaError_t allow_shared_memory(const void *kernel, int *ptx_version) {
 
 // ------------------------------------------------------------------------------ zeros
 
-constexpr int kArrays = 8;                                       // a device's: for the first streams that ask
-constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 16;  // bytes: of an array; of a launch
+constexpr int kArrays = 8;                                      // a device's: for the first streams that ask
+constexpr int64_t kZeros = 256 << 10, kMostZeros = kZeros / 4;  // bytes: of an array; of a launch
 
 // A stream's array. In no unnamed namespace, since device.h declares it.
 struct ZerosOfStream {

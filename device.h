@@ -98,6 +98,21 @@ __device__ inline int load_acquire(const int &counter) {
     return x;
 }
 
+// Programmatic dependent launch, from compute capability 9.0 on: a kernel's blocks start while the kernel before ends, and
+// wait here until it has ended and its writes can be read.
+__device__ inline void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel's blocks may start once all blocks are here. If it reads before it waits, wait before this.
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Sets the rows of lse from Nq on, at most 32, after a head's last tile, which ends at i1. `thread` is of a whole warp.
 __device__ inline void pad_lse(const Attention &a, int64_t b, int64_t h, int i1, unsigned thread) {
     if (a.lse && i1 == a.Nq && thread < a.lse_rows - a.Nq) lse_of_row(a, b, h, a.Nq + (int)thread) = INFINITY;
@@ -145,6 +160,20 @@ cudaError_t allow_shared_memory(const void *kernel, int *ptx_version = nullptr);
 template <class... Parameters>
 cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int *ptx_version = nullptr) {
     return allow_shared_memory((const void *)kernel, ptx_version);
+}
+
+// Launches a kernel of which each block calls wait_for_kernel_before. PTX for a GPU before 9.0 can't wait.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t grid, int threads, int shared_memory,
+                               CUstream_st *stream, const Arguments &...arguments) {
+    int ptx_version;
+    const cudaError_t error = allow_shared_memory(kernel, &ptx_version);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{dim3((int)grid), dim3(threads), (size_t)shared_memory,
+                                    stream,          &overlap,      ptx_version >= 90};
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // Null, or why nothing was launched.

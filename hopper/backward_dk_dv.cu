@@ -45,8 +45,6 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. steps_stored, in
 // memory, is a counter for dK or dV of 16 keys: a consumer warp adds the steps of a slice that it has stored.
-//
-// Where a row's lse is large, shift_scores replaces S - lse (portable/gradient_rows.h).
 #include "hopper/key_slices.h"
 
 namespace minimal_attn::hopper {
@@ -66,7 +64,8 @@ template <class Tile>
 struct SharedStorage {
     alignas(1024) unsigned char Kj[Tile::TileBytes], Vj[Tile::TileBytes];
     unsigned char Qi[Tile::Stages][Tile::TileBytes], dOi[Tile::Stages][Tile::TileBytes];
-    RowNumbers<Tile::Br> lse[Tile::Stages], Di[Tile::Stages];
+    float m_l[Tile::Stages][2][Tile::Br];  // m_i and log2_l_i
+    float Di[Tile::Stages][1][Tile::Br];
     float4 P[Tile::Br / 8][128];  // P^T as the threads have it
     Barrier K_full, V_full;
     StageBarriers Q[Tile::Stages], dO[Tile::Stages], P_ready[1];
@@ -79,18 +78,18 @@ __device__ KeySlice<Tile> keys_of_block(const KeyParameters &p) {
 }
 
 // Loads Kj and all Qi, or Vj and all dOi.
-template <class Tile>
+template <class Tile, int Count>
 __device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K_or_V, unsigned char *key_tile,
-                                      Barrier &full, const TensorMap &Q_or_dO, const float *lse_or_D,
+                                      Barrier &full, const TensorMap &Q_or_dO, const float *const (&of_rows)[Count],
                                       StageBarriers (&barriers)[Tile::Stages],
                                       unsigned char (&tiles)[Tile::Stages][Tile::TileBytes],
-                                      RowNumbers<Tile::Br> (&numbers)[Tile::Stages]) {
+                                      float (&numbers)[Tile::Stages][Count][Tile::Br]) {
     const KeySlice<Tile> keys = keys_of_block<Tile>(p);
     if (keys.steps < 1) return;
     load_tile<Tile::Bc, Tile::Boxes>(key_tile, K_or_V, keys.j0, keys.key_head, keys.b, full);
     Pipeline queries{barriers};
     keys.for_each_step([&](int h, int i0, bool) {
-        load_query_tile<Tile>(p, keys.b, h, i0, Q_or_dO, lse_or_D, queries, tiles, numbers);
+        load_query_tile<Tile>(p, keys.b, h, i0, Q_or_dO, of_rows, queries, tiles, numbers);
     });
 }
 
@@ -129,8 +128,8 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
-            if (__builtin_expect(may_be_large, false)) shift_scores<T>(S, shared.lse[of_S.stage()], p.c, p.rows.large);
-            compute_P(S, shared.lse[of_S.stage()].x + thread % 4 * 2, p.c);
+            if (__builtin_expect(may_be_large, false)) subtract_m<T>(S, shared.m_l[of_S.stage()], thread % 4 * 2, p.c);
+            compute_P(S, shared.m_l[of_S.stage()][1] + thread % 4 * 2, p.c);
             mask();
             P_ready.producer_acquire();
 #pragma unroll
@@ -141,7 +140,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
             float P[Br / 2];
 #pragma unroll
             for (int x = 0; x < Br / 2; x += 4) *(float4 *)&P[x] = shared.P[x / 4][thread];
-            compute_dS<T>(S, P, shared.Di[of_S.stage()].x + thread % 4 * 2);
+            compute_dS<T>(S, P, shared.Di[of_S.stage()][0] + thread % 4 * 2);
             mask();
         }
         pack_operand<T>(A, S);
@@ -191,10 +190,10 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     };
     const auto produce = [&] {
         if (threadIdx.x == 0)
-            load_keys_and_queries<Tile>(p, p.K, shared.Kj, shared.K_full, p.Q, p.rows.lse, shared.Q, shared.Qi,
-                                        shared.lse);
+            load_keys_and_queries<Tile>(p, p.K, shared.Kj, shared.K_full, p.Q, {p.rows.m, p.rows.log2_l}, shared.Q,
+                                        shared.Qi, shared.m_l);
         if (threadIdx.x == 32)
-            load_keys_and_queries<Tile>(p, p.V, shared.Vj, shared.V_full, p.dO, p.rows.D, shared.dO, shared.dOi,
+            load_keys_and_queries<Tile>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO, shared.dOi,
                                         shared.Di);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
@@ -245,7 +244,7 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel = a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile> : dK_dV_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, counters, stream);  // tile_counter, which it sets, isn't read
+        return launch_kernels<Tile>({kernel}, p, plan, counters, stream);  // tile_counter, which it sets, isn't read
     });
 }
 

@@ -39,8 +39,6 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
 // memory, counts the work tiles that thread 0 has taken.
-//
-// Where a row's lse is large, ScoreShift replaces Sij - lse_i (portable/gradient_rows.h).
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {
@@ -118,19 +116,19 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         issue_ABt<T, D>(dP, dOi, tile_from(Tile::KStages + V.stage()));
     };
     const auto issue_dQ = [&] { issue_AB<T>(dQ, dS, Kj + K_of_dQ.stage() * Tile::TileBytes); };
+    const bool may_be_large = __ldcg(p.rows.any_large);
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
         const WorkTile &work = shared.work[tile_queue.stage()];
         if (work.b < 0) return;
-        float lse_of_rows[2], D_of_rows[2];
+        float log2_l[2], D_of_rows[2];
         for (int r = 0; r < 2; ++r) {
             const int i = work.i0 + row + 8 * r;
             const int64_t at = (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
             // Past L1, which may have these rows of an earlier launch: the kernel doesn't wait before it reads.
-            lse_of_rows[r] = i < work.i1 ? __ldcg(p.rows.lse + at) : INFINITY;
+            log2_l[r] = i < work.i1 ? __ldcg(p.rows.log2_l + at) : INFINITY;
             D_of_rows[r] = i < work.i1 ? __ldcg(p.rows.D + at) : 0.f;
         }
-        const bool any_large = __any_sync(~0u, lse_of_rows[0] == kLarge || lse_of_rows[1] == kLarge);
         Q.consumer_wait(), K.consumer_wait(), V.consumer_wait();
         ping_pong.wait_turn();
         issue_S();
@@ -149,17 +147,14 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             const Keys all_see = keys_of_all(work.band, i64, i64 + 64);
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
-            if (__builtin_expect(any_large, false)) {
-                const LargeRow *const rows = p.rows.large + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
+            if (__builtin_expect(may_be_large, false)) {
+                const float *const m = p.rows.m + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
+                const float m_of_rows[2] = {__ldcg(m), __ldcg(m + 8)};
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const ScoreShift<T> shift(lse_of_rows[r], rows + 8 * r, p.c);
-#pragma unroll
-                    for (int x = 2 * r; x < Bc / 2; x += x % 2 ? 3 : 1) shift(S[x]);
-                }
+                for (int x = 0; x < Bc / 2; ++x) S[x] = less_m<T>(S[x], m_of_rows[x / 2 % 2], log2_l[x / 2 % 2], p.c);
             }
 #pragma unroll
-            for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -lse_of_rows[x / 2 % 2]));  // P
+            for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -log2_l[x / 2 % 2]));  // P
             wgmma_wait<0>(dP);
             V.consumer_release();
 #pragma unroll
@@ -246,7 +241,7 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
         const auto kernel = a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile> : dQ_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, Zeros(nullptr, 0, stream), stream);
+        return launch_kernels<Tile>({kernel}, p, plan, Zeros(nullptr, 0, stream), stream);
     });
 }
 

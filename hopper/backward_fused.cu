@@ -24,9 +24,9 @@
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of dV and dK as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// Two things are not in the drawing (portable/gradient_rows.h). Where a row's lse is large, shift_scores replaces
-// S - lse by what large_rows.cu has stored before. In float16 P is 2^15 times as large, and dP - D and dV are divided
-// by 2^15.
+// Two things are not in the drawing (portable/gradient_rows.h). If a row has a large lse, m and log l of large_rows.cu
+// replace lse of all rows, in a kernel of its own. In float16 P is 2^15 times as large, and dP - D and dV are divided by
+// 2^15.
 //
 // A consumer's step, for one tile of queries. Each product runs beside what follows, until a line waits for it:
 //
@@ -76,8 +76,8 @@
 // | counter in memory | one for      | adds                                    | waits    | until                |
 // |-------------------|--------------|-----------------------------------------|----------|----------------------|
 // | tile_counter      | the launch   | thread 0: takes a work tile             | no role  |                      |
-// | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
 // | any_large         | the launch   | large_rows.cu before: sets it to 1      | no role  |                      |
+// | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
 // | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
 // | stored, in order  | a part of dQ | each adder: stored or added             | adders   | tiles_before         |
@@ -132,8 +132,8 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &
         const KeySlice<Tile> keys(p, work);
         if (p.fills_rows) wait_for(p.filled[work.tile / p.Tc], p.units_of_group);
         keys.for_each_step([&](int h, int i0, bool is_first) {
-            load_query_tile<Tile>(p, keys.b, h, i0, p.Q, p.rows.lse, Q, shared.Qi, shared.lse);
-            load_query_tile<Tile>(p, keys.b, h, i0, p.dO, p.rows.D, dO, shared.dOi, shared.Di);
+            load_query_tile<Tile>(p, keys.b, h, i0, p.Q, {p.rows.m, p.rows.log2_l}, Q, shared.Qi, shared.m_l);
+            load_query_tile<Tile>(p, keys.b, h, i0, p.dO, {p.rows.D}, dO, shared.dOi, shared.Di);
             if (!is_first) return;
             KV.producer_acquire();  // after the first Qi and dOi: their stages are free earlier
             for (int x = 0; x < Tile::Consumers; ++x) {
@@ -236,14 +236,13 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
 }
 
-template <class T, class Tile>
+template <class T, class Tile, bool may_be_large>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
     const int consumer = consumer_index(), thread = threadIdx.x % 128;
     const PingPong<Tile> ping_pong{consumer};
     if (consumer == Tile::Consumers - 1) ping_pong.pass_turn();  // the first turn is consumer 0's
-    const bool may_be_large = __ldcg(p.rows.any_large);
     Pipeline<1> KV{shared.KV}, dQ_staged{shared.dQ[consumer]};
     Pipeline<Tile::QStages> Q{shared.Q};
     Pipeline<Tile::dOStages> dO{shared.dO};
@@ -298,14 +297,14 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if (__builtin_expect(may_be_large, false)) shift_scores<T>(S, shared.lse[Q.stage()], p.c, p.rows.large);
-            compute_P(S, shared.lse[Q.stage()].x + thread % 4 * 2, p.c);  // beside dP^T
+            if constexpr (may_be_large) subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
+            compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
-            __syncwarp();                                                    // keeps what follows behind the products
-            compute_dS<T>(dP, S, shared.Di[dO.stage()].x + thread % 4 * 2);  // beside dV
+            __syncwarp();                                                     // keeps what follows behind the products
+            compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
@@ -331,9 +330,13 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     });
 }
 
-template <class T, class Tile>
+// Two are launched, first the one for large rows: one runs, the other ends at once. In one kernel either a branch behind
+// S^T or m for all rows made d 128 4 to 9 % slower (docs/backward.md).
+template <class T, class Tile, bool may_be_large>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
+    wait_for_kernel_before();  // large_rows.cu sets any_large
+    if ((bool)__ldcg(p.rows.any_large) != may_be_large) return;
     auto &shared = shared_storage<FusedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -350,7 +353,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, may_be_large>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -414,8 +417,11 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
         const Attention &a = g.a;
-        const auto kernel = a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile>
-                                                      : fused_backward_kernel<__nv_bfloat16, Tile>;
+        const bool is_float16 = a.dtype == Dtype::float16;
+        const auto kernel =
+            is_float16 ? fused_backward_kernel<__half, Tile, false> : fused_backward_kernel<__nv_bfloat16, Tile, false>;
+        const auto with_large_rows =
+            is_float16 ? fused_backward_kernel<__half, Tile, true> : fused_backward_kernel<__nv_bfloat16, Tile, true>;
         const cudaError_t error = allow_shared_memory(kernel);  // first, for make_tensor_map
         if (error != cudaSuccess) return why_not(error);
         const Workspace<Tile> workspace(g, plan.multiprocessors);
@@ -441,7 +447,8 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
-        return launch_kernel<Tile>(kernel, p, plan, counters, stream, 64, workspace.split.work_tiles());
+        return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64,
+                                    workspace.split.work_tiles());
     });
 }
 

@@ -35,7 +35,8 @@ struct FusedStorage {
     unsigned char dS[Tile::dSStages][Tile::QueryBoxes][Tile::Bc * 128];  // a row for each key, boxes of 64 queries
     unsigned char dQi[Tile::Consumers][2][64 * 128];                     // a row for each query, boxes of 32 columns
     unsigned char buffer[kBufferBytes];                                  // of warp 3
-    RowNumbers<Tile::Br> lse[Tile::QStages], Di[Tile::dOStages];
+    float m_l[Tile::QStages][2][Tile::Br];                               // m_i and log2_l_i
+    float Di[Tile::dOStages][1][Tile::Br];
     KeyWork work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];
@@ -46,7 +47,7 @@ struct FusedParameters : KeyParameters {
     const float *dQ_data;  // the same memory
     const float *lse, *dlse;
     bool fills_rows;                             // whether warp 3 computes lse and D
-    bool keeps_large;                            // large_rows.cu has stored D of large rows
+    bool keeps_large;                            // large_rows.cu has stored m, l and D of large rows
     bool in_order;                               // each part of dQ is added in the order of tile_in_order
     int interleaved;                             // tile_in_order alternates between so many key heads
     Divisor units_of_head;                       // of a query head

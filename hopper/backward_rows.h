@@ -26,7 +26,7 @@ __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
     buffer.advance();
 }
 
-// lse and D of unit n. Each lane has two rows. D of large rows may be large_rows.cu's (keeps_large).
+// m, log2_l and D of unit n. Each lane has two rows. Large rows may be large_rows.cu's (keeps_large).
 template <class T, class Tile>
 __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kBox = 64 * 128;
@@ -62,9 +62,9 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
         const unsigned padded = head * (unsigned)p.rows.head_stride + i, dense = head * p.a.Nq + i;
         const bool sees_key = i < p.a.Nq && !empty(keys_of_row(band, i));
         const float D = sum[r / 32];
-        const float lse = sees_key ? lse_of_P<T>(p.a, p.lse[dense]) : INFINITY;
-        p.rows.lse[padded] = lse;
-        if (p.keeps_large && lse == kLarge) continue;
+        const float lse = sees_key ? p.lse[dense] : INFINITY;
+        if (p.keeps_large && is_large_for<T>(p.a, lse)) continue;
+        p.rows.m[padded] = 0.f, p.rows.log2_l[padded] = log2_l_of<T>(p.a, lse);
         p.rows.D[padded] = !sees_key ? 0.f : D_of_dS<T>(p.dlse ? D - p.dlse[dense] : D);
     }
     __syncwarp();

@@ -388,7 +388,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         const auto kernel =
             a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile> : half_hopper_kernel<__nv_bfloat16, Tile>;
-        return launch_kernel<Tile>(kernel, p, plan, Zeros(workspace, plan.workspace, stream), stream);
+        return launch_kernels<Tile>({kernel}, p, plan, Zeros(workspace, plan.workspace, stream), stream);
     });
 }
 

@@ -52,26 +52,18 @@ struct KeyTile {
     __device__ bool is_seen(int j, int Nq) const { return max(queries(j).begin, 0) < min(queries(j).end, Nq); }
 };
 
-// lse_i or Di of a pipeline stage.
-template <int Br>
-struct alignas(16) RowNumbers {
-    float x[Br];
-    unsigned first_row;  // where the tile begins in GradientRows
-};
-
-// Loads a tile of Qi with lse_i, or of dOi with Di. A box of the tensor map has 64 rows.
-template <class Tile, int Stages, int Bytes>
+// Loads a tile of Qi with m_i and log2_l_i, or of dOi with Di. A box of the tensor map has 64 rows.
+template <class Tile, int Count, int Stages, int Bytes>
 __device__ void load_query_tile(const KeyParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
-                                const float *lse_or_D, Pipeline<Stages> &pipeline,
-                                unsigned char (&tiles)[Stages][Bytes], RowNumbers<Tile::Br> (&numbers)[Stages]) {
+                                const float *const (&of_rows)[Count], Pipeline<Stages> &pipeline,
+                                unsigned char (&tiles)[Stages][Bytes], float (&numbers)[Stages][Count][Tile::Br]) {
     static_assert(Tile::Br == 64 || Tile::Boxes == 1);
     pipeline.producer_acquire();
     const int stage = pipeline.stage();
     Barrier &full = pipeline.full();
     const unsigned row = (b * p.Hq + h) * (unsigned)p.rows.head_stride + i0;  // 2^32 rows of q are 1 TB
-    numbers[stage].first_row = row;
-    arrive_expect_tx(full, Tile::Br * 4);
-    bulk_load(numbers[stage].x, lse_or_D + row, Tile::Br * 4, full);
+    arrive_expect_tx(full, sizeof numbers[stage]);
+    for (int n = 0; n < Count; ++n) bulk_load(numbers[stage][n], of_rows[n] + row, Tile::Br * 4, full);
     for (int row = 0; row < Tile::Br; row += 64)
         load_tile<64, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
     pipeline.advance();
@@ -86,26 +78,23 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
                                              barrier);
 }
 
-// ScoreShift of S^T (gradient_rows.h), for rows with a large lse. `rows` are those of all heads.
+// Large rows: S^T less m_i. A thread's columns are 8 n + 2 (lane % 4) and the next one; `first` is its first one.
 template <class T, int Count>
-__device__ void shift_scores(float (&S)[Count], const RowNumbers<2 * Count> &lse, float c, const LargeRow *rows) {
-    const int first = threadIdx.x % 4 * 2;
-    rows += lse.first_row + first;
+__device__ void subtract_m(float (&S)[Count], const float (&m_l)[2][2 * Count], int first, float c) {
 #pragma unroll
-    for (int x = 0; x < Count; x += x % 2 ? 3 : 1) {
-        const int row = x / 4 * 8 + x % 2;
-        const ScoreShift<T> shift(lse.x[first + row], rows + row, c);
-        shift(S[x]), shift(S[x + 2]);
+    for (int x = 0; x < Count; x += 4) {
+        const float2 m = *(const float2 *)&m_l[0][first + 2 * x], log2_l = *(const float2 *)&m_l[1][first + 2 * x];
+#pragma unroll
+        for (int y = x; y < x + 4; ++y) S[y] = less_m<T>(S[y], y % 2 ? m.y : m.x, y % 2 ? log2_l.y : log2_l.x, c);
     }
 }
 
-// P^T = exp(S^T - lse) in place of S^T. A thread's columns are 8 n + 2 (lane % 4) and the next one. `lse` points to its
-// first column. The factor c is softmax_scale log2(e).
+// P^T = exp2(c S^T - log2_l_i) in place of S^T. `log2_l` points to the thread's first column.
 template <int Count>
-__device__ void compute_P(float (&S)[Count], const float *lse, float c) {
+__device__ void compute_P(float (&S)[Count], const float *log2_l, float c) {
 #pragma unroll
     for (int x = 0; x < Count; x += 4) {
-        const float2 two = *(const float2 *)(lse + 2 * x);
+        const float2 two = *(const float2 *)(log2_l + 2 * x);
 #pragma unroll
         for (int y = x; y < x + 4; ++y) S[y] = exp2_fast(fmaf(S[y], c, y % 2 ? -two.y : -two.x));
     }

@@ -22,16 +22,17 @@ inline void set_heads_and_mask(Parameters &p) {
     if (p.same_band) p.band = narrow(band_of(a, 0));
 }
 
-// Fills the parameters that all kernels have and launches. Without a memset the kernel may begin while the one before
-// it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of q.
+// Fills the parameters that all kernels have and launches one or more, one after the other. Without a memset a kernel may
+// begin while the one before it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of q.
 // work_tiles: how many there are, or 0 where each is Br queries of a head.
 template <class Tile, class Parameters>
-const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan &plan, const Zeros &counters,
-                          cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {
+const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, Parameters &p, const Plan &plan,
+                           const Zeros &counters, cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {
     const Attention &a = p.a;
     // First, since it gives this thread the context that cuTensorMapEncodeTiled needs.
-    cudaError_t error = allow_shared_memory(kernel);
-    if (error == cudaSuccess) error = counters.error;
+    cudaError_t error = counters.error;
+    for (const auto kernel : kernels)
+        if (error == cudaSuccess) error = allow_shared_memory(kernel);
     if (error != cudaSuccess) return why_not(error);
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
@@ -52,7 +53,11 @@ const char *launch_kernel(void (*kernel)(Parameters), Parameters &p, const Plan 
     overlap.val.programmaticStreamSerializationAllowed = !counters.by_memset;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,
                                     stream,          &overlap,           1};
-    return why_not(cudaLaunchKernelEx(&config, kernel, p));
+    for (const auto kernel : kernels) {
+        if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    return why_not(error);
 }
 
 }  // namespace minimal_attn::hopper

@@ -163,9 +163,9 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    if (!p.same_chunks) wait_for_the_kernel_before();  // which may write the lengths
+    if (!p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();  // which may write the lengths
     WorkItem item(a, p);
-    if (p.same_chunks) wait_for_the_kernel_before();
+    if (p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
     Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
     loader.fill(a, p);
     MmaOrFmaRows rows;
@@ -354,20 +354,9 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         auto kernel = decode_kernel<T, Tile, kOneChunk>;
         if constexpr (Tile::HasWholeRows)
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
-        int ptx_version;
-        cudaError_t error = allow_shared_memory(kernel, &ptx_version);
-        if (error != cudaSuccess) return error;
-        const bool waits = ptx_version >= 90;  // PTX for an older GPU has no griddepcontrol
-        cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
-        overlap.val.programmaticStreamSerializationAllowed = 1;
-        const auto launch = [&](auto kernel, int64_t grid, int threads, int shared_memory) {
-            const cudaLaunchConfig_t config{dim3((int)grid), dim3(threads), (size_t)shared_memory,
-                                            stream,          &overlap,      waits};
-            return cudaLaunchKernelEx(&config, kernel, a, p);
-        };
-        error = launch(kernel, plan.grid, kThreads, plan.shared_memory);
+        const cudaError_t error = launch_overlapping(kernel, plan.grid, kThreads, plan.shared_memory, stream, a, p);
         if (error != cudaSuccess || share == kWholeRow) return error;
-        return launch(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0);
+        return launch_overlapping(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0, stream, a, p);
     }));
 }
 

@@ -92,15 +92,6 @@ __device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &
     store_o<4>(a, block, i, 4 * x, end, sum.o, p.aligned_o);
 }
 
-// Programmatic dependent launch: a kernel's blocks start while the kernel before ends, and wait here until its writes
-// can be read. The next kernel's blocks may start as soon as all blocks are here.
-__device__ void wait_for_the_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // 12. - 13. A block joins the chunks of one row. A group of D / 4 threads, 4 columns each, joins every Groups-th four.
 // Then the first group joins the groups' sums.
 template <class T, class Tile>
@@ -110,13 +101,13 @@ __global__ void __launch_bounds__(kJoinThreads)
     constexpr int D = Tile::D, Groups = minimal_attn::Groups<D>;
     __shared__ float2 lm[Groups];
     __shared__ float4 O[Groups][D / 4];
-    if (!p.same_chunks) wait_for_the_kernel_before();
+    if (!p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
     const int x = threadIdx.x % (D / 4), group = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
     const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
     const Row row = row_of(p, head - b * (int)a.Hkv, r);
     const Block<T> block = block_of<T>(a, b, row);
-    if (p.same_chunks) wait_for_the_kernel_before();
+    if (p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
     pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
     const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
     Part sum = join<kFour>(

@@ -56,6 +56,8 @@ __device__ void add_products(float (&sum)[kCount], const bool (&is_seen)[kCount]
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     fill_rows(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, bool aligned) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     const Attention &a = g.a;
     const unsigned blocks = rows.head_stride / kRows, head = blockIdx.x / blocks, lane = threadIdx.x % kLanes;
     const int b = head / unsigned(a.Hq), h = head % unsigned(a.Hq);
@@ -70,7 +72,8 @@ __global__ void __launch_bounds__(kThreads)
     const int i = i0 + lane * kStep;
     const bool stores = lane < kCount, counts = stores && sees_key(i);
     const int64_t dense = int64_t(head) * a.Nq + i;  // the row in lse and dlse
-    const float lse = counts ? lse_of_P<T>(a, g.lse[dense]) : INFINITY, dlse = counts && g.dlse ? g.dlse[dense] : 0.f;
+    const float log2_l = log2_l_of<T>(a, counts ? g.lse[dense] : INFINITY);
+    const float dlse = counts && g.dlse ? g.dlse[dense] : 0.f;
     const T *const O = (const T *)g.o + b * g.o_stride.batch + h * g.o_stride.head + i0 * g.o_stride.row;
     const T *const dO = (const T *)g.do_ + b * g.do_stride.batch + h * g.do_stride.head + i0 * g.do_stride.row;
     if (aligned)
@@ -84,7 +87,10 @@ __global__ void __launch_bounds__(kThreads)
         if (lane == r) D = D_of_dS<T>(whole - dlse);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *rows.tile_counter = *rows.any_large = 0;
-    if (stores) rows.lse[head * rows.head_stride + i] = lse, rows.D[head * rows.head_stride + i] = D;
+    if (!stores) return;
+    const int64_t padded = head * rows.head_stride + i;
+    if (rows.m) rows.m[padded] = 0.f;
+    rows.log2_l[padded] = log2_l, rows.D[padded] = D;
 }
 
 template <class T>
@@ -93,23 +99,30 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
         is_aligned(g.o, g.o_stride, sizeof(T), g.a.d) && is_aligned(g.do_, g.do_stride, sizeof(T), g.a.d);
     // No GPU has memory for as many rows as would make the grid too large.
     const unsigned blocks = g.a.B * g.a.Hq * rows.head_stride / kRows;
-    fill_rows<T><<<blocks, kThreads, 0, stream>>>(g, rows, aligned);
-    return cudaGetLastError();
+    return launch_overlapping(fill_rows<T>, blocks, kThreads, 0, stream, g, rows, aligned);
+}
+
+// The workspace: log2_l, D, then m or `large`, then the two ints.
+int64_t bytes_of_m_or_large(const Gradient &g) {
+    const int64_t of_row = g.a.dtype == Dtype::float32 ? sizeof(LargeRow) : sizeof(float);
+    return g.a.B * g.a.Hq * padded_rows(g.a) * of_row;
 }
 
 }  // namespace
 
 int64_t gradient_rows_bytes(const Gradient &g) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    return (rows * (sizeof(LargeRow) + 8) + 8 + 255) / 256 * 256;
+    return (rows * 8 + bytes_of_m_or_large(g) + 8 + 255) / 256 * 256;
 }
 
 GradientRows gradient_rows_in(const Gradient &g, void *workspace) {
     const int64_t rows = g.a.B * g.a.Hq * padded_rows(g.a);
-    float *const lse = (float *)workspace, *const D = lse + rows;
-    LargeRow *const large = (LargeRow *)(D + rows);
-    int *const counter = (int *)(large + rows);
-    return {lse, D, large, padded_rows(g.a), counter, counter + 1};
+    float *const log2_l = (float *)workspace, *const D = log2_l + rows, *const m_or_large = D + rows;
+    const bool is_float32 = g.a.dtype == Dtype::float32;
+    float *const m = is_float32 ? nullptr : m_or_large;
+    LargeRow *const large = is_float32 ? (LargeRow *)m_or_large : nullptr;
+    int *const counter = (int *)((char *)m_or_large + bytes_of_m_or_large(g));
+    return {m, log2_l, D, large, padded_rows(g.a), counter, counter + 1};
 }
 
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {

@@ -116,6 +116,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     constexpr int D = Tile::D, Own = Tile::Own, Walk = Tile::Walk, WarpRows = Tile::WarpRows, Group = Tile::Group;
     constexpr int R = 2 * Tile::M;
     constexpr bool walks_queries = Tile::walks_queries;
+    if (walks_queries) wait_for_kernel_before();
+    let_next_kernel_start();
     const Attention &a = g.a;
     const Tensor Q = {a.q, a.q_stride}, dO = {g.do_, g.do_stride}, K = {a.k, a.k_stride}, V = {a.v, a.v_stride};
     extern __shared__ __align__(128) unsigned char shared[];
@@ -131,7 +133,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     const int first = seen.begin / Walk * Walk, row_warp = owned.row0 + warp_row;
     const int heads = (int)(a.Hq / a.Hkv);
 
-    // The walked tiles from row `column0` on, of the n-th head that the block walks; lse and D follow them.
+    // The walked tiles from row `column0` on, of the n-th head that the block walks; log2_l and D follow them.
     const auto load_walked = [&](int n, int column0, int stage) {
         T *const to = (T *)(stages + stage * Tile::StageBytes);
         if constexpr (walks_queries) {
@@ -139,7 +141,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, a.d, aligned);
             if (threadIdx.x < Walk / 2)
                 copy16((unsigned)__cvta_generic_to_shared(to + 2 * Walk * D) + 16 * threadIdx.x,
-                       (threadIdx.x < Walk / 4 ? rows.lse : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);
+                       (threadIdx.x < Walk / 4 ? rows.log2_l : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);
         } else {
             load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, a.d, aligned);
         }
@@ -147,11 +149,11 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     load_tiles<Own, Tile>(own, walks_queries ? K : Q, walks_queries ? V : dO, owned.b, owned.h, owned.row0, view.rows,
                           a.d, aligned);
     if (Tile::Stages == 2 && !empty(seen)) load_walked(0, first, 0);
-    float row_lse[R], row_D[R];
+    float row_log2_l[R], row_D[R];
     if constexpr (!walks_queries) {
         const int64_t row = (owned.b * a.Hq + owned.h) * rows.head_stride + row_warp + lane / 4;
 #pragma unroll
-        for (int r = 0; r < R; ++r) row_lse[r] = rows.lse[row + 8 * r], row_D[r] = rows.D[row + 8 * r];
+        for (int r = 0; r < R; ++r) row_log2_l[r] = rows.log2_l[row + 8 * r], row_D[r] = rows.D[row + 8 * r];
     }
 
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
@@ -183,15 +185,17 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             float S[Tile::M][Tile::N][4] = {}, dP[Tile::M][Tile::N][4] = {};
             multiply<T, Tile>(S, A, B0 + bytes + 2 * D * c0);
             multiply<T, Tile>(dP, A + Tile::OwnBytes, B0 + bytes + Tile::WalkBytes + 2 * D * c0);
-            const float *const lse = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0 + lane % 4 * 2;
+            const float *const of_columns = (float *)(stages + bytes + 2 * Tile::WalkBytes) + c0 + lane % 4 * 2;
+            const float *const log2_l = walks_queries ? of_columns : row_log2_l;
+            const float *const D_i = walks_queries ? of_columns + Walk : row_D;
+            const float c = a.softmax_scale * kLog2e;
             if (__builtin_expect(may_be_large, false)) {
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
                 const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;
-                shift_scores<T, Tile>(S, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
-                                      rows.large + head * rows.head_stride + first);
+                compute_P_dS<T, Tile, true>(S, dP, c, log2_l, D_i, rows.m + head * rows.head_stride + first);
+            } else {
+                compute_P_dS<T, Tile, false>(S, dP, c, log2_l, D_i, nullptr);
             }
-            compute_P_dS<T, Tile>(S, dP, a.softmax_scale * kLog2e, walks_queries ? lse : row_lse,
-                                  walks_queries ? lse + Walk : row_D);
             if (column < seen_by_all.begin || column + Tile::Columns > seen_by_all.end)
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
@@ -208,6 +212,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         store(sums.of_dS, a.softmax_scale, g.dk, g.dk_stride, own);
     } else {
         store(sums.of_dS, a.softmax_scale, g.dq, g.dq_stride, own);
+        wait_for_kernel_before();  // at last, for the next kernel: dQ needs nothing of dK and dV
     }
 }
 
@@ -272,12 +277,10 @@ Plan plan_tiles(const Gradient &g, const Device &device, TileList<Tiles, Smaller
 template <class T, class Tiles, class Tile>
 cudaError_t launch_pass(const Gradient &g, const GradientRows &rows, int64_t heads, int64_t N, bool aligned,
                         CUstream_st *stream) {
-    const auto kernel = gradient_kernel<T, Tiles, Tile>;
-    const cudaError_t error = allow_shared_memory(kernel);
-    if (error != cudaSuccess) return error;
     const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own);
     return launch_all(blocks, kMostBlocks, [&](int64_t first, int grid) {
-        kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(g, rows, first, aligned);
+        return launch_overlapping(gradient_kernel<T, Tiles, Tile>, grid, Tile::Threads, Tile::SharedBytes, stream, g,
+                                  rows, first, aligned);
     });
 }
 

@@ -84,35 +84,25 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
     }
 }
 
-// ScoreShift of S. lse and `rows` are of the columns or of the rows, as in compute_P_dS.
-template <class T, class Tile>
-__device__ void shift_scores(float (&S)[Tile::M][Tile::N][4], float c, const float *lse, const LargeRow *rows) {
-#pragma unroll
-    for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
-        const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4, r = 2 * m + e / 2;
-        const int at = Tile::walks_queries ? 8 * n + e % 2 : 8 * r;
-        const ScoreShift<T> shift(lse[Tile::walks_queries ? at : r], rows + at, c);
-        shift(S[m][n][e]);
-    }
-}
-
-// 13., 20. P = exp2(c S - lse), c = softmax_scale * log2(e), and dS = P o (dP - D), in the places of S and dP. lse and
-// D are of the columns (in shared memory, from this thread's first) or of the rows (registers).
-template <class T, class Tile>
+// 13., 20. P and dS = P o (dP - D), in the places of S and dP; c = softmax_scale * log2(e). log2_l and D are of the
+// columns (in shared memory, from this thread's first) or of the rows (registers). So is m, in HBM, or null: all are 0.
+template <class T, class Tile, bool has_m>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
-                             const float *lse, const float *D) {
+                             const float *log2_l, const float *D, const float *m_i) {
     constexpr bool by_column = Tile::walks_queries;
 #pragma unroll
     for (int n = 0; n < Tile::N; ++n) {
-        float2 lse_n, D_n;
-        if constexpr (by_column) lse_n = *(const float2 *)(lse + 8 * n), D_n = *(const float2 *)(D + 8 * n);
+        float2 l_n, D_n;
+        if constexpr (by_column) l_n = *(const float2 *)(log2_l + 8 * n), D_n = *(const float2 *)(D + 8 * n);
 #pragma unroll
         for (int m = 0; m < Tile::M; ++m)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int r = 2 * m + e / 2;
                 float &p = S[m][n][e], &ds = dP[m][n][e];
-                p = exp2_fast(fmaf(p, c, -(!by_column ? lse[r] : e % 2 ? lse_n.y : lse_n.x)));
+                const float l = !by_column ? log2_l[r] : e % 2 ? l_n.y : l_n.x;
+                if (has_m) p = less_m<T>(p, __ldcg(m_i + (by_column ? 8 * n + e % 2 : 8 * r)), l, c);
+                p = exp2_fast(fmaf(p, c, -l));
                 ds = p * subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x);
             }
     }

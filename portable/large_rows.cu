@@ -113,7 +113,7 @@ __device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[Ro
     }
 }
 
-// Fills `large` and D of the large rows among 64 of a head, from i0 on. All threads of the block call it.
+// Stores m, l and D of the large rows among 64 of a head, from i0 on. All threads of the block call it.
 template <class T>
 __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int head, int i0, bool aligned) {
     const Attention &a = g.a;
@@ -156,11 +156,15 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         if (i0 + row >= a.Nq || !is_large_for<T>(a, g.lse[dense])) return;
         sum.join(of_later_keys[row], c);
         const double factor = std::is_same_v<T, float> ? kUndoTruncation : 1.f;
-        const double D = factor * (sum.D / sum.l) - (g.dlse ? g.dlse[dense] : 0.f);
-        const double m = sum.l > 0. ? sign * sum.m : NAN;
-        rows.large[padded] = {(float)m, log2f((float)sum.l), m, (float)D, (float)(D - (float)D)};
-        // A row that sees no key has NaN in `large`, which nothing reads, and D = 0.
-        if (sum.l > 0.) rows.D[padded] = std::is_same_v<T, float> ? 0.f : D_of_dS<T>((float)D);
+        const bool is_empty = sum.l == 0.;  // it sees no key, or scores of -inf alone, whatever its lse: P = 0
+        const double m = is_empty ? 0. : sign * sum.m;
+        const double D = is_empty ? 0. : factor * (sum.D / sum.l) - (g.dlse ? g.dlse[dense] : 0.f);
+        const float log2_l = is_empty ? INFINITY : log2f((float)sum.l);
+        if constexpr (std::is_same_v<T, float>)
+            rows.large[padded] = {m, log2_l, (float)D, (float)(D - (float)D)}, rows.D[padded] = 0.f;
+        else
+            rows.m[padded] = (float)m, rows.log2_l[padded] = log2_l - kLog2OfP<T>,
+            rows.D[padded] = D_of_dS<T>((float)D);
     });
 }
 
@@ -173,6 +177,8 @@ __global__ void __launch_bounds__(RowsTile::Threads)
     large_rows_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, int tiles_of_block,
                       bool aligned) {
     if constexpr (!on_tensor_cores<T>() && !std::is_same_v<T, float>) return;  // bfloat16 before 8.0
+    let_next_kernel_start();
+    wait_for_kernel_before();
     const Attention &a = g.a;
     const int tiles_of_head = rows.head_stride / RowsTile::Br, tiles = (int)(a.B * a.Hq) * tiles_of_head;
     const int begin = min(blockIdx.x * tiles_of_block, tiles), end = min(begin + tiles_of_block, tiles);
@@ -197,11 +203,10 @@ __global__ void __launch_bounds__(RowsTile::Threads)
         if (!__syncthreads_or(is_large)) continue;
         if (g.is_complete) {
             normalize_rows<T>(g, rows, head, i0, aligned);
-        } else if (is_large) {
+        } else if (is_large && std::is_same_v<T, float>) {
             // lse may cover other keys, too, so it can't be computed again: P keeps the error of its rounding.
-            const double m = (double)g.lse[dense] / a.softmax_scale;
-            rows.large[padded] = {(float)m, 0.f, m, rows.D[padded], 0.f};
-            if (std::is_same_v<T, float>) rows.D[padded] = 0.f;
+            rows.large[padded] = {(double)g.lse[dense] / a.softmax_scale, 0.f, rows.D[padded], 0.f};
+            rows.D[padded] = 0.f;
         }
     }
 }
@@ -213,8 +218,8 @@ cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *str
     const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
     const int64_t tiles = a.B * a.Hq * (rows.head_stride / RowsTile::Br);
     const int grid = (int)std::min<int64_t>(tiles, kMostGrid), tiles_of_block = (int)((tiles + grid - 1) / grid);
-    large_rows_kernel<T><<<grid, RowsTile::Threads, kRowsBytes<T>, stream>>>(g, rows, tiles_of_block, aligned);
-    return cudaGetLastError();
+    return launch_overlapping(large_rows_kernel<T>, grid, RowsTile::Threads, kRowsBytes<T>, stream, g, rows,
+                              tiles_of_block, aligned);
 }
 
 }  // namespace

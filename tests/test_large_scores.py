@@ -47,9 +47,11 @@ def check(backend, do, q, k, v, **options):
     assert all(t.isfinite().all() for t in found)
     assert relative_error(found[2].double(), expected[2]) <= of_dv
     # Where P is 1, dq and dk are small differences of large numbers: there is no relative error to compare.
+    # float16 has no dS below 6e-8.
+    least = 1e-4 if q.dtype == torch.float16 else 1e-6
     size = do.double().abs().max() * max(q.abs().max(), k.abs().max()).double() * v.double().abs().max()
     for actual, exact in zip(found[:2], expected[:2], strict=True):
-        if exact.abs().max() > 1e-6 * size:
+        if exact.abs().max() > least * size:
             assert relative_error(actual.double(), exact) <= of_dq_dk
 
 
@@ -61,8 +63,9 @@ def test_one_key(backend, dtype, scale, d):
         pytest.skip("beyond float16")
     do, q, k, v = inputs_of(backend, dtype, scale, Nq=1, Nk=1, d=d, Hq=2, Hkv=2)
     dv = grads(backend, do, q, k, v)[2]
-    # Hopper's forward pass in float32 rounds scores otherwise than portable's backward pass.
-    assert relative_error(dv.double(), do.double()) <= 1.5 * torch.finfo(dtype).eps
+    # float32 on tensor cores: do as hi + lo, and 1 + 2^-23 undoes a truncation that one term doesn't have.
+    factor = 2.5 if dtype == torch.float32 and backend.name in ("portable", "hopper") else 1.5
+    assert relative_error(dv.double(), do.double()) <= factor * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(
@@ -108,9 +111,9 @@ def test_rows_of_every_size(backend, dtype):
 
 
 def test_equal_keys(backend, dtype):
-    """All weights are the same, however large their score is."""
+    """All weights are the same, however large their score is. No score is a small sum of large products."""
     do, q, k, v = inputs_of(backend, dtype, 50)
-    k = k[:, :, :1].expand_as(k).contiguous()
+    q, k = q.abs(), k[:, :, :1].abs().expand_as(k).contiguous()
     dv = grads(backend, do, q, k, v)[2]
     expected = do.double().view(1, 2, 2, 70, 64).sum((2, 3), keepdim=True)[:, :, 0] / 90
     assert relative_error(dv.double(), expected.expand_as(dv)) <= ROUNDING[dtype]

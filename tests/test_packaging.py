@@ -400,9 +400,11 @@ def test_no_kernel_spills():
 
     Up to 8 words are let pass: so many ptxas leaves in float_kernel's largest tile for d = 64 on some GPUs.
     More have the largest tiles of half_kernel and gradient_kernel on sm_75, whose GPUs are too small for
-    them.
+    them. tf32_backward_kernel has LargeScores on the stack, for rows that are rarely there.
     """
     larger = {
+        ("", "tf32_backward_kernelINS0_12BackwardTileILi64E"): 256 + 32,
+        ("", "tf32_backward_kernelINS0_12BackwardTile"): 128 + 32,
         ("75", "HalfTileILi128ELi128ELi64E"): 72,
         ("75", "HalfTileILi256ELi64ELi64E"): 72,
         ("75", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E"): 72,
@@ -425,7 +427,7 @@ def test_no_kernel_spills():
             function = match[1]
         elif match := re.match(r"\s*REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", line):
             found.add(architecture)
-            limits = [n for (sm, tile), n in larger.items() if sm == architecture and tile in function]
+            limits = [n for (sm, tile), n in larger.items() if sm in ("", architecture) and tile in function]
             limit = max(limits, default=32)
             if sum(map(int, match.groups())) > limit:
                 spilling.append(f"sm_{architecture} {function}: {line.strip()}")

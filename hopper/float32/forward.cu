@@ -399,7 +399,7 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
         const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
         const Zeros counters(workspace, has_workspace ? p.workspace.counter_bytes : plan.workspace, stream);
         if (has_workspace) move_counters(p.workspace, workspace, counters);
-        return launch_kernel<Tile>(float32_hopper_kernel<Tile>, p, plan, counters, stream);
+        return launch_kernels<Tile>({float32_hopper_kernel<Tile>}, p, plan, counters, stream);
     });
 }
 
