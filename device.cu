@@ -25,7 +25,7 @@ cudaError_t allow_shared_memory(const void *kernel, int *ptx_version) {
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          most - (int)attributes.sharedSizeBytes);
-        // A multiprocessor must be idle to divide its memory otherwise between L1 and shared memory.
+        // A multiprocessor changes its split of L1 and shared memory only when idle, so all kernels ask for one split.
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared);
@@ -100,7 +100,7 @@ Zeros::Zeros(void *workspace, int64_t bytes, cudaStream_t stream) : memory(nullp
     }
     cudaThreadExchangeStreamCaptureMode(&mode);
     if (memory) return;
-    memory = workspace, by_memset = true;
+    memory = workspace;
     error = cudaMemsetAsync(workspace, 0, bytes, stream);
 }
 

@@ -106,7 +106,8 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-// The next kernel's blocks may start once all blocks are here. If it reads before it waits, wait before this.
+// The next kernel's blocks may start once all blocks have called this. If that kernel reads before it waits, this one must
+// wait before.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -154,15 +155,16 @@ constexpr bool is_last(TileList<First, More...>) {
     return sizeof...(More) == 0 && std::is_same_v<Tile, First>;
 }
 
-// Allows a kernel's blocks all shared memory that the device has for one. Each host thread tells CUDA only once a device,
-// since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code was compiled for, 90 for 9.0.
+// Allows a kernel's blocks all shared memory that the device has for one, and prefers it to L1. Each host thread tells
+// CUDA only once a device, since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code was compiled for, 90 for 9.0.
 cudaError_t allow_shared_memory(const void *kernel, int *ptx_version = nullptr);
 template <class... Parameters>
 cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int *ptx_version = nullptr) {
     return allow_shared_memory((const void *)kernel, ptx_version);
 }
 
-// Launches a kernel of which each block calls wait_for_kernel_before. PTX for a GPU before 9.0 can't wait.
+// Launches a kernel of which each block calls wait_for_kernel_before. Code for GPUs before 9.0 has no wait, so it doesn't
+// overlap.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t grid, int threads, int shared_memory,
                                CUstream_st *stream, const Arguments &...arguments) {
@@ -185,24 +187,24 @@ inline const char *why_not(cudaError_t error) {
 
 constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;  // of one launch
 
-// launch(first, grid) for all blocks, at most `most` of them at a time: `grid` blocks from number `first` on.
+// launch(first, grid), which returns an error, for all blocks, at most `most` of them at a time: `grid` blocks from number
+// `first` on.
 template <class Launch>
 cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
     for (int64_t first = 0; first < blocks; first += most) {
-        launch(first, (int)std::min(blocks - first, most));
-        const cudaError_t error = cudaGetLastError();
+        const cudaError_t error = launch(first, (int)std::min(blocks - first, most));
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
 }
 
 // A launch's counters, 0 when its kernel begins. They are the next part of the stream's array, which one memset clears
-// for hundreds of launches: a memset each takes 1.2 us of host time and ends the overlap with the kernel before. A memset
-// clears the workspace instead in three cases: a graph, since its replays use a part again; no array; many counters.
+// for at least four launches, mostly for hundreds: a memset each takes 1.2 us of host time and ends the overlap with the
+// kernel before. A memset clears the workspace instead in three cases: a graph, since its replays use a part again; no
+// array; many counters.
 struct Zeros {
     void *memory;                 // null for 0 bytes
     struct ZerosOfStream *array;  // the stream's, locked; or null
-    bool by_memset = false;       // whether a memset cleared the workspace
     cudaError_t error = cudaSuccess;
 
     // It must exist until the kernel is launched: else another thread could use up the stream's array and clear it.
@@ -219,6 +221,7 @@ const char *launch_blocks(Kernel *kernel, const Plan &plan, CUstream_st *stream,
     if (error == cudaSuccess)
         error = launch_all(plan.grid, kMostBlocks, [&](int64_t first, int grid) {
             kernel<<<grid, plan.threads, plan.shared_memory, stream>>>(arguments..., first);
+            return cudaGetLastError();
         });
     return why_not(error);
 }

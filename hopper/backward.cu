@@ -1,11 +1,12 @@
 // backward.cu: the backward pass of float16 and bfloat16 on Hopper. Its kernels:
 //
-//     backward_fused.cu    d up to 128: dK, dV and dQ in one kernel
+//     backward_fused.cu    d up to 128: dK, dV and dQ in one kernel; another one for calls with large rows
 //     backward_dk_dv.cu    d above 128: dK and dV
 //     backward_dq.cu       d above 128: then dQ
 //
-// portable/gradient_rows.cu computes lse and D of the rows before, unless the fused kernel does. The workspace has lse
-// and D, float32, rows padded (gradient_rows.h). Behind them a kernel may have more (its Workspace).
+// portable/gradient_rows.cu computes log2_l and D of the rows before, unless the fused kernel does, and large_rows.cu
+// those of large rows. The workspace begins with them (gradient_rows.h). Behind them a kernel may have more (its
+// Workspace).
 #include "hopper/backward.h"
 
 namespace minimal_attn::hopper {

@@ -24,7 +24,7 @@
 //
 // | role           | warps         | registers a thread | does                                                      |
 // |----------------|---------------|--------------------|-----------------------------------------------------------|
-// | K, Q           | 0 (thread 0)  | 32                 | loads Kj, then all Qi with lse_i                          |
+// | K, Q           | 0 (thread 0)  | 32                 | loads Kj, then all Qi with m_i, log2_l_i                  |
 // | V, dO          | 1 (thread 32) | 32                 | loads Vj, then all dOi with Di                            |
 // | none           | 2, 3          | 32                 | end                                                       |
 // | consumer of dV | 4 to 7        | 232                | S^T, P^T and dVj; writes dv, or adds the slices' dV       |
@@ -35,9 +35,9 @@
 // |-----------------------|-----------------------|--------------------|--------------------------------------------|
 // | K_full                | thread 0; TMA         | consumer of dV     | Kj has arrived                             |
 // | V_full                | thread 32; TMA        | consumer of dK     | Vj has arrived                             |
-// | Q full                | thread 0, twice; TMA  | consumers          | Qi and lse_i have arrived                  |
+// | Q full                | thread 0, twice; TMA  | consumers          | Qi, m_i and log2_l_i have arrived          |
 // | dO full               | thread 32, twice; TMA | consumers          | dOi and Di have arrived                    |
-// | Q empty, dO empty     | consumers             | thread 0, 32       | Qi and lse_i, or dOi and Di, are read      |
+// | Q empty, dO empty     | consumers             | thread 0, 32       | Qi, m_i, log2_l_i, or dOi, Di, are read    |
 // | P full                | consumer of dV        | consumer of dK     | P^T is stored                              |
 // | P empty               | consumer of dK        | consumer of dV     | P^T is read                                |
 // | named kZeroed + index | that consumer         | that consumer      | rows of dOi (index 0) or Qi (1) that see   |
@@ -149,7 +149,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
             zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[of_sum.stage()], keys.band, i0, p.a.Nq,
                                   Tile::kZeroed + !is_dV);
         issue_AB<T>(sum, A, Descriptor{opaque(all.low)} + kOfSum + of_sum.stage() * Tile::TileBytes);
-        // Each lane has read lse, or D and P: the operand of the issued product depends on them.
+        // Each lane has read m and log2_l, or D and P: the operand of the issued product depends on them.
         of_S.consumer_release();
         if constexpr (!is_dV) P_ready.consumer_release();
         if (n == keys.steps) break;

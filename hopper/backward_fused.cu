@@ -18,15 +18,15 @@
 //                        dQi <-----------+--------------------------------------------> TMA: 64 x 64 of dQ in HBM
 //
 //         warp 3            shared memory      warp 3
-//         +------------> buffer ------------> D = rowsum(dO o O) - dlse, lse in base 2: to HBM, for thread 0's loads
+//         +------------> buffer ------------> D = rowsum(dO o O) - dlse, log2_l: to HBM, for thread 0's loads
 //         +------------> buffer ------------> dq = softmax_scale dQ: to HBM
 //
 // With S^T instead of S the accumulators P^T and dS^T are the operand A of dV and dK as they are. dQ of a tile is
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
-// Two things are not in the drawing (portable/gradient_rows.h). If a row has a large lse, m and log l of large_rows.cu
-// replace lse of all rows, in a kernel of its own. In float16 P is 2^15 times as large, and dP - D and dV are divided by
-// 2^15.
+// Two things are not in the drawing (portable/gradient_rows.h). lse is two numbers a row, m and log2_l. There are two
+// kernels: with has_large_rows m is subtracted from S. In float16 P is 2^15 times as large, and dP - D and dV are divided
+// by 2^15.
 //
 // A consumer's step, for one tile of queries. Each product runs beside what follows, until a line waits for it:
 //
@@ -43,17 +43,17 @@
 // "in order": of the keys that the part's queries see, the last come first (tile_in_order, KeySlice::tiles_before).
 //
 // Warp 3 does what is bound by memory, beside the products. A unit is 64 queries of one query head. First the warp
-// computes lse and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
+// computes log2_l and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
 // dQ of its key head is complete.
 //
 // | role                | warps           | registers a thread | does                                            |
 // |---------------------|-----------------|--------------------|-------------------------------------------------|
 // | scheduler, loads    | 0 (thread 0)    | 24 or 40           | takes work tiles, loads Kj, Vj, all Qi and dOi  |
 // | adders of dQ        | 1, 2 (lane 0)   | 24 or 40           | store or add the dQi that their consumer staged |
-// | rows                | 3               | 24 or 40           | computes lse and D of units, then converts dQ   |
+// | rows                | 3               | 24 or 40           | computes log2_l and D of units; converts dQ     |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
-// Registers are those at d 64 or d 128. At d 64 the kernel spills 88 bytes, outside the consumers' loop.
+// Registers are those at d 64 or d 128. At d 64 the kernels spill 88 and 96 bytes, outside the consumers' loop.
 //
 // | barrier                 | arrives                      | waits             | then                          |
 // |-------------------------|------------------------------|-------------------|-------------------------------|
@@ -77,8 +77,8 @@
 // |-------------------|--------------|-----------------------------------------|----------|----------------------|
 // | tile_counter      | the launch   | thread 0: takes a work tile             | no role  |                      |
 // | any_large         | the launch   | large_rows.cu before: sets it to 1      | no role  |                      |
-// | units_taken       | the launch   | warp 3: takes a unit, for lse and D     | no role  |                      |
-// | filled            | a key head   | warp 3: stored lse and D of a unit      | thread 0 | all units are stored |
+// | units_taken       | the launch   | warp 3: takes a unit, for log2_l and D  | no role  |                      |
+// | filled            | a key head   | warp 3: stored log2_l and D of a unit   | thread 0 | all units are stored |
 // | stored            | a part of dQ | first adder: before and after its store | adders   | 2: then they add     |
 // | stored, in order  | a part of dQ | each adder: stored or added             | adders   | tiles_before         |
 // | added             | a key head   | each adder: 1 for a slice, or for a     | warp 3   | all: dQ is complete  |
@@ -86,8 +86,8 @@
 // | steps_stored      | 16 keys of a | consumer warp: stored dK and dV of so   | no role  |                      |
 // |                   | split tile   | many steps                              |          |                      |
 //
-// No wait is circular, even if only some blocks run: these take all work tiles, and all units for lse and D. Thread 0
-// waits for lse and D, which wait for no other role. An adder waits only for a store that has begun. In order it waits
+// No wait is circular, even if only some blocks run: these take all work tiles, and all units for log2_l and D. Thread 0
+// waits for these, which wait for no other role. An adder waits only for a store that has begun. In order it waits
 // for work tiles taken earlier. A block ends its tiles in the order in which it took them: so of all unfinished tiles
 // the one taken first never waits. No role waits for dq, or to sum slices.
 #include "hopper/backward_fused.h"
@@ -236,7 +236,7 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
 }
 
-template <class T, class Tile, bool may_be_large>
+template <class T, class Tile, bool has_large_rows>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -297,7 +297,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if constexpr (may_be_large) subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
+            if constexpr (has_large_rows) subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
             if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
             pack_operand<T>(P, S);
@@ -330,13 +330,13 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     });
 }
 
-// Two are launched, first the one for large rows: one runs, the other ends at once. In one kernel either a branch behind
-// S^T or m for all rows made d 128 4 to 9 % slower (docs/backward.md).
-template <class T, class Tile, bool may_be_large>
+// Each call launches two kernels. *any_large says which one runs, and the other returns at once. In one kernel a branch
+// behind S^T, or m for all rows, made d 128 6 to 9 % slower (docs/backward.md).
+template <class T, class Tile, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     wait_for_kernel_before();  // large_rows.cu sets any_large
-    if ((bool)__ldcg(p.rows.any_large) != may_be_large) return;
+    if ((bool)__ldcg(p.rows.any_large) != has_large_rows) return;
     auto &shared = shared_storage<FusedStorage<Tile>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, may_be_large>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, has_large_rows>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 using Tiles = TileList<FusedTile<64, 128, 2, 2, 24>, FusedTile<128, 64, 3, 2, 40>>;
 int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 
-// Whether warp 3 computes lse and D, else gradient_rows.cu. Where queries see few keys, the products take less time
+// Whether warp 3 computes log2_l and D, else gradient_rows.cu. Where queries see few keys, the products take less time
 // than warp 3's work. A mask is taken to hide half of the keys that the bounds leave, as causal does.
 bool fills_rows(const Attention &a) {
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
@@ -429,7 +429,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.lse = g.lse, p.dlse = g.dlse, p.fills_rows = fills_rows(a);
         p.in_order = p.whole_heads = g.deterministic, p.starts_apart = g.deterministic ? 0 : -1;
         p.interleaved = interleaved_heads<Tile>(a, plan.multiprocessors);
-        p.keeps_large = g.is_complete;
+        p.keeps_D = g.is_complete;
         if (const char *why = p.fills_rows ? nullptr : launch_gradient_rows(g, rows, stream)) return why;
         const Zeros counters(memory, workspace.counter_bytes, stream);
         p.rows.any_large = (int *)counters.memory + 1, p.units_taken = p.rows.any_large + 1;

@@ -28,6 +28,7 @@ constexpr int kBufferBytes = 2 * 64 * 128;  // of warp 3: 64 x 64 of O and of dO
 // Qi, dOi        | 64   | 80
 // dS, dQi        | 96   | 64
 // buffer         | 16   | 16
+// m_l, Di        | 3    | 2
 template <class Tile>
 struct FusedStorage {
     alignas(1024) unsigned char Kj[Tile::Consumers][Tile::KBytes], Vj[Tile::Consumers][Tile::KBytes];
@@ -47,7 +48,7 @@ struct FusedParameters : KeyParameters {
     const float *dQ_data;  // the same memory
     const float *lse, *dlse;
     bool fills_rows;                             // whether warp 3 computes lse and D
-    bool keeps_large;                            // large_rows.cu has stored m, l and D of large rows
+    bool keeps_D;                                // large_rows.cu has stored D of large rows
     bool in_order;                               // each part of dQ is added in the order of tile_in_order
     int interleaved;                             // tile_in_order alternates between so many key heads
     Divisor units_of_head;                       // of a query head

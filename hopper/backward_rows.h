@@ -1,4 +1,4 @@
-// backward_rows.h: what warp 3 of backward_fused.cu computes of rows, beside the products: lse and D before, dq after.
+// backward_rows.h: what warp 3 of backward_fused.cu computes of rows, beside the products: log2_l and D before, dq after.
 #pragma once
 #include "hopper/backward_fused.h"
 
@@ -26,7 +26,7 @@ __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
     buffer.advance();
 }
 
-// m, log2_l and D of unit n. Each lane has two rows. Large rows may be large_rows.cu's (keeps_large).
+// m, log2_l and D of unit n. Each lane has two rows. m and log2_l of large rows are large_rows.cu's.
 template <class T, class Tile>
 __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kBox = 64 * 128;
@@ -63,8 +63,9 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
         const bool sees_key = i < p.a.Nq && !empty(keys_of_row(band, i));
         const float D = sum[r / 32];
         const float lse = sees_key ? p.lse[dense] : INFINITY;
-        if (p.keeps_large && is_large_for<T>(p.a, lse)) continue;
-        p.rows.m[padded] = 0.f, p.rows.log2_l[padded] = log2_l_of<T>(p.a, lse);
+        const bool is_large = is_large_for<T>(p.a, lse);
+        if (!is_large) p.rows.m[padded] = 0.f, p.rows.log2_l[padded] = log2_l_of<T>(p.a, lse);
+        if (is_large && p.keeps_D) continue;
         p.rows.D[padded] = !sees_key ? 0.f : D_of_dS<T>(p.dlse ? D - p.dlse[dense] : D);
     }
     __syncwarp();
@@ -119,7 +120,7 @@ __device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared,
     }
 }
 
-// lse and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
+// log2_l and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
 // wait for one that another kernel keeps from starting.
 template <class T, class Tile>
 __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared) {

@@ -18,11 +18,11 @@ struct GradientTensor {
 struct GradientParameters : Parameters {
     TensorMap dO;
     GradientTensor dq, dk, dv;
-    GradientRows rows;  // lse and D
-    float c;            // softmax_scale log2(e)
+    GradientRows rows;
+    float c;  // softmax_scale log2(e)
 };
 
-// All but the tensor maps and what launch_kernel sets.
+// All but the tensor maps and what launch_kernels sets.
 inline GradientParameters gradient_parameters(const Gradient &g, const GradientRows &rows) {
     const auto tensor = [&](void *data, const Strides &stride) -> GradientTensor {
         return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};

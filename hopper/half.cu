@@ -49,7 +49,7 @@
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
-// | launch.h    | make_plan, launch_kernel; params.h: Parameters, what the host hands to the kernel                   |
+// | launch.h    | make_plan, launch_kernels; params.h: Parameters, what the host hands to the kernel                   |
 #include "hopper/epilogue.h"
 #include "hopper/half.h"
 #include "hopper/launch.h"

@@ -169,7 +169,7 @@ Split best_split(const Attention &a, int multiprocessors, bool whole_heads) {
     return best;
 }
 
-// All but the tensor maps, what launch_kernel sets, and the pointers to the workspace.
+// All but the tensor maps, what launch_kernels sets, and the pointers to the workspace.
 template <class Tile>
 KeyParameters key_parameters(const Gradient &g, const GradientRows &rows, const Split &split) {
     KeyParameters p{gradient_parameters(g, rows)};

@@ -1,5 +1,7 @@
 // launch.h: what the plans and launches of all Hopper kernels have in common. Host code.
 #pragma once
+#include <initializer_list>
+
 #include "hopper/scheduler.h"
 
 namespace minimal_attn::hopper {
@@ -22,8 +24,8 @@ inline void set_heads_and_mask(Parameters &p) {
     if (p.same_band) p.band = narrow(band_of(a, 0));
 }
 
-// Fills the parameters that all kernels have and launches one or more, one after the other. Without a memset a kernel may
-// begin while the one before it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of q.
+// Launches the kernels one after the other, with the parameters that all kernels have. A kernel may begin while the one
+// before it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of q.
 // work_tiles: how many there are, or 0 where each is Br queries of a head.
 template <class Tile, class Parameters>
 const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, Parameters &p, const Plan &plan,
@@ -50,13 +52,11 @@ const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, 
     p.sequential_heads = a.B * a.Hq - p.interleaved_heads;
     if (counters.memory) p.tile_counter = (int *)counters.memory;
     cudaLaunchAttribute overlap{cudaLaunchAttributeProgrammaticStreamSerialization};
-    overlap.val.programmaticStreamSerializationAllowed = !counters.by_memset;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
     const cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.threads), (size_t)plan.shared_memory,
                                     stream,          &overlap,           1};
-    for (const auto kernel : kernels) {
+    for (const auto kernel : kernels)
         if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);
-        overlap.val.programmaticStreamSerializationAllowed = 1;
-    }
     return why_not(error);
 }
 

@@ -273,12 +273,13 @@ def _sdpa_kernels(query, mask):
     """A context that keeps PyTorch from cuDNN's kernel, its first choice on Hopper, where there is a mask.
 
     It gives a row that a bool mask hides the softmax over all keys, and NaN for a float32 mask of half types.
-    The other fused kernels refuse such a mask, so separate steps compute it.
+    The other fused kernels refuse such a mask, so separate steps compute it. Autocast casts the mask, too.
     """
     if mask is None or query.device.type != "cuda":
         return contextlib.nullcontext()
     kernels = _allowed_kernels()
-    if SDPBackend.MATH in kernels and mask.dtype not in (torch.bool, query.dtype):
+    is_cast = torch.is_autocast_enabled("cuda")
+    if SDPBackend.MATH in kernels and mask.dtype not in (torch.bool, query.dtype) and not is_cast:
         kernels = [SDPBackend.MATH]
     return sdpa_kernel(kernels)
 

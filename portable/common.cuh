@@ -257,6 +257,7 @@ cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, floa
     const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : kMostBlocks;
     return launch_all(plan.grid, most, [&](int64_t first, int grid) {
         kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned, sums);
+        return cudaGetLastError();
     });
 }
 

@@ -1,4 +1,4 @@
-// gradient_rows.cu: the kernel that computes lse and D of each row before a backward pass. It is bound by memory.
+// gradient_rows.cu: the kernel that computes log2_l and D of each row before a backward pass. It is bound by memory.
 #include "portable/gradient_rows.h"
 
 #include <cuda_bf16.h>

@@ -12,35 +12,26 @@ inline int64_t padded_rows(const Attention &a) {
     return (a.Nq + kGradientRows - 1) / kGradientRows * (int64_t)kGradientRows;
 }
 
-// Of a large row of float32, where scores are float64 (Score in tf32.cuh): P = exp2(c (S - m) - log2_l).
+// Of a large row of float32, where scores are float64 (Score in tf32.cuh): P = exp2(c (S - m) - log2_l), with c =
+// softmax_scale log2(e).
 struct LargeRow {
     double m;
     float log2_l, D, D_low;  // D in two parts
 };
-constexpr float kLarge = 0x1p-100f;  // no other row has this log2_l
+// log2_l of large rows in float32. No other row has it, and c S - kLarge is c S.
+constexpr float kLarge = 0x1p-100f;
 
-// Of all rows, those of head h of batch b from (b * Hq + h) * head_stride on. P = exp2(c (S - m) - log2_l), with c =
-// softmax_scale log2(e). In usual rows m is 0, and log2_l is lse in base 2. In large rows m is a score before the scaling:
-// S - m is exact for scores near m, so P is as exact as where scores are small. In float32 log2_l of large rows is
-// kLarge. D is what D_of_dS returns. Rows that see no key and padding rows have log2_l = +inf, so that P = 0, and D = 0.
+// What the kernels read of a row, at (b * Hq + h) * head_stride + i. In half types P is exp2(c (S - m) - log2_l), in
+// float32 exp2(c S - log2_l). A usual row has m = 0, and its log2_l is lse in base 2. A row that sees no key, and one of
+// the padding, have log2_l = +inf, so that P = 0, and D = 0.
 struct GradientRows {
-    float *m;  // null for float32
-    float *log2_l, *D;
-    LargeRow *large;  // float32: filled for large rows alone
+    float *m;           // of large rows a score before the scaling; null for float32
+    float *log2_l, *D;  // log2_l_of, D_of_dS; in large rows of float32 kLarge and, behind large_rows.cu, 0
+    LargeRow *large;    // float32: filled for large rows alone
     int64_t head_stride;
     int *tile_counter;  // hopper/backward_dq.cu takes work tiles from it; 0 before
-    int *any_large;     // whether there is a large row; 0 before launch_large_rows
+    int *any_large;     // whether there is a large row; 0 before launch_large_rows. launch_fused has another one
 };
-
-// min(x, bound), and NaN where x is.
-__device__ inline float at_most(float bound, float x) {
-#if __CUDA_ARCH__ >= 800
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(bound));
-    return x;
-#else
-    return x > bound ? bound : x;
-#endif
-}
 
 // Beside 131072 keys P is 7.6e-6, where float16 has 7 bits. So in float16 P is computed times 2^15, and dP - D times
 // 2^-15: then dS = P o (dP - D) is what it is, and dV is divided by 2^15 in the end.
@@ -51,8 +42,8 @@ constexpr float kLog2OfP = kScalesP<T> ? 15.f : 0.f;
 template <class T>
 constexpr float kPScale = kScalesP<T> ? 0x1p15f : 1.f;
 
-// Whether a row is large. In half types the rounding of P is a larger error than that of an lse below 512. float32
-// divides by softmax_scale.
+// Whether a row is large. In half types the rounding of P is a larger error than that of an lse below 512. The
+// kernels divide by softmax_scale where any_large is set.
 template <class T>
 __device__ bool is_large_for(const Attention &a, float lse) {
     const float scale = fabsf(a.softmax_scale);
@@ -65,8 +56,8 @@ __device__ float log2_l_of(const Attention &a, float lse) {
     return std::is_same_v<T, float> && is_large_for<T>(a, lse) ? kLarge : fmaf(lse, kLog2e, -kLog2OfP<T>);
 }
 
-// S less m, for half types: P = exp2(c (S - m) - log2_l). Where lse is that of other keys, too (is_complete), it may be
-// rounded too much: so S - m is bounded, and P is at most 1.
+// S - m, for half types, bounded so that P is at most 1: if not g.is_complete, lse is a rounded float32 even here. The
+// bound is exact enough since log2_l is small: in large rows 0 or the logarithm of a sum over keys.
 template <class T>
 __device__ float less_m(float S, float m, float log2_l, float c) {
     const float x = S - m, limit = __fdividef(log2_l + kLog2OfP<T>, c);
@@ -88,8 +79,8 @@ GradientRows gradient_rows_in(const Gradient &g, void *workspace);
 
 // Fills m, log2_l and D, and sets *tile_counter and *any_large to 0.
 const char *launch_gradient_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
-// Fills m and log2_l, or `large`, and *any_large and, if g.is_complete, D of large rows. It follows
-// launch_gradient_rows, or precedes the kernel that fills other rows (backward_fused.cu).
+// Sets *any_large and stores m and log2_l, or `large`, of large rows, and if g.is_complete D. It follows
+// launch_gradient_rows, or precedes the kernel that fills the other rows (backward_fused.cu).
 const char *launch_large_rows(const Gradient &g, const GradientRows &rows, CUstream_st *stream);
 
 }  // namespace minimal_attn

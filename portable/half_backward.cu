@@ -17,7 +17,7 @@
 //     shared memory   | size              | written                             | read
 //     owned tiles     | 2 x Own x D       | once; the results in the end        | steps 11 and 17, by the warps of the rows
 //     walked tiles    | 2 x Walk x D each | while the ones before are in use    | steps 11 to 22, by all
-//     lse, D (dK_dV)  | 2 x Walk floats   | likewise                            | steps 13 and 20
+//     log2_l, D (dK_dV) | 2 x Walk floats   | likewise                            | steps 13 and 20
 //     operands P, dS  | of each warp      | after step 20, where Group > 1      | steps 16, 21, 22, by the rest of the group
 //
 //     barrier                       | arrives and waits | then
@@ -116,7 +116,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     constexpr int D = Tile::D, Own = Tile::Own, Walk = Tile::Walk, WarpRows = Tile::WarpRows, Group = Tile::Group;
     constexpr int R = 2 * Tile::M;
     constexpr bool walks_queries = Tile::walks_queries;
-    if (walks_queries) wait_for_kernel_before();
+    if constexpr (walks_queries) wait_for_kernel_before();
     let_next_kernel_start();
     const Attention &a = g.a;
     const Tensor Q = {a.q, a.q_stride}, dO = {g.do_, g.do_stride}, K = {a.k, a.k_stride}, V = {a.v, a.v_stride};
@@ -153,7 +153,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     if constexpr (!walks_queries) {
         const int64_t row = (owned.b * a.Hq + owned.h) * rows.head_stride + row_warp + lane / 4;
 #pragma unroll
-        for (int r = 0; r < R; ++r) row_log2_l[r] = rows.log2_l[row + 8 * r], row_D[r] = rows.D[row + 8 * r];
+        for (int r = 0; r < R; ++r)
+            row_log2_l[r] = __ldcg(rows.log2_l + row + 8 * r), row_D[r] = __ldcg(rows.D + row + 8 * r);
     }
 
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
@@ -212,7 +213,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         store(sums.of_dS, a.softmax_scale, g.dk, g.dk_stride, own);
     } else {
         store(sums.of_dS, a.softmax_scale, g.dq, g.dq_stride, own);
-        wait_for_kernel_before();  // at last, for the next kernel: dQ needs nothing of dK and dV
+        wait_for_kernel_before();  // for the next kernel, which waits for this one alone: dQ needs nothing of dK and dV
     }
 }
 

@@ -85,7 +85,7 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
 }
 
 // 13., 20. P and dS = P o (dP - D), in the places of S and dP; c = softmax_scale * log2(e). log2_l and D are of the
-// columns (in shared memory, from this thread's first) or of the rows (registers). So is m, in HBM, or null: all are 0.
+// columns (in shared memory, from this thread's first) or of the rows (registers). So is m_i, in HBM; it is null if all m are 0.
 template <class T, class Tile, bool has_m>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
                              const float *log2_l, const float *D, const float *m_i) {
@@ -101,7 +101,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                 const int r = 2 * m + e / 2;
                 float &p = S[m][n][e], &ds = dP[m][n][e];
                 const float l = !by_column ? log2_l[r] : e % 2 ? l_n.y : l_n.x;
-                if (has_m) p = less_m<T>(p, __ldcg(m_i + (by_column ? 8 * n + e % 2 : 8 * r)), l, c);
+                if constexpr (has_m) p = less_m<T>(p, __ldcg(m_i + (by_column ? 8 * n + e % 2 : 8 * r)), l, c);
                 p = exp2_fast(fmaf(p, c, -l));
                 ds = p * subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x);
             }

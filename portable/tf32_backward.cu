@@ -107,15 +107,18 @@ __device__ void multiply_scores(float (&S)[M][N][4], float (&dP)[M][N][4], const
     multiply_rows<D>(dP, of.V, of.dO, d);
 }
 
+// min(x, bound), and NaN where x is.
+__device__ float at_most(float bound, float x) { return x > bound ? bound : x; }
+
 // What large_scores returns, through memory: so S and dP of the loop stay in registers.
 template <class Tile>
 struct LargeScores {
     float S[Tile::M][Tile::N][4], dP[Tile::M][Tile::N][4];
 };
 
-// The same where rows are large, with S^T of these as Score<float>, so that exp2(c S^T - kLarge) is P^T. It also subtracts
-// D from dP^T, so that compute_P_dS has nothing large to subtract: there D of large rows is 0. `rows` points to query i0.
-// Inlined it took instruction cache from the loop: (16, 12, 64, 64), which runs all code once, was 13 % slower.
+// multiply_scores for a tile with large rows. In their columns S becomes log2(P) / c, from S as Score<float>, and D is
+// subtracted from dP: there Di is 0. `rows` points to query i0. Inlined, the code pushed the loop out of the instruction
+// cache: (16, 12, 64, 64), which runs all code once, was 13 % slower.
 template <class Tile>
 __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Operands &operands, const float *lse_i,
                                           float c, const LargeRow *rows, const float *K_tile, const float *Q_tile,

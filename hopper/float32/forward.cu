@@ -80,7 +80,7 @@
 //     consumer.h   issue_QK, issue_PV; scores_fit, any_row_small; flush_O: Oi is added to O, in HBM; store_O;
 //                  kLog2eS: log2(e), a little more, since tensor cores truncate
 //     fallback.h   defer: puts 64 rows on the consumer's list; run_deferred: computes the list
-//     launch.h     make_plan, launch_kernel
+//     launch.h     make_plan, launch_kernels
 #include "hopper/float32/fallback.h"
 #include "hopper/float32/single.h"
 #include "hopper/float32/splitters.h"
