@@ -81,7 +81,6 @@ __device__ void add_to_dQ(float *to, const float *x, bool aligned, int count) {
 // dQ = 0, and nothing has been added
 __global__ void __launch_bounds__(256)
     begin_kernel(const __grid_constant__ Gradient g, const __grid_constant__ Turns turns) {
-    wait_for_kernel_before();  // no let_next_kernel_start: with blocks that wait beside it, this kernel took twice as long
     const int64_t thread = blockIdx.x * (int64_t)256 + threadIdx.x, threads = gridDim.x * (int64_t)256;
     if (thread == 0) *turns.next_block = 0;
     for (int64_t at = thread; at < turns.count; at += threads) turns.added[at] = 0;

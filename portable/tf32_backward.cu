@@ -426,7 +426,9 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
     char *const rest = (char *)workspace + gradient_rows_bytes(g);
     const int64_t count = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
     const Turns turns = {(unsigned long long *)rest, (int *)(rest + 256), count};
-    const cudaError_t error = launch_overlapping(begin_kernel, 4 * plan.multiprocessors, 256, 0, stream, g, turns);
+    // It doesn't overlap: beside the end of large_rows.cu its blocks spread unevenly, and it took twice as long.
+    begin_kernel<<<4 * plan.multiprocessors, 256, 0, stream>>>(g, turns);
+    const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     return launch_all(plan.grid, kMostBlocks, [&](int64_t, int grid) {  // blocks number themselves
         return launch_overlapping(tf32_backward_kernel<Tile>, grid, Tile::Threads, Tile::SharedBytes, stream, g,

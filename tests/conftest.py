@@ -92,8 +92,10 @@ def check_o(o, expected, dtype):
     assert torch.equal(o.isnan(), expected.o.isnan())
     assert torch.equal(o[special].double().nan_to_num(), expected.o[special].nan_to_num())
     error, size = (t.masked_fill(special, 0).norm(dim=-1) for t in (o.double() - expected.o, expected.size))
-    # A row may be a single element: all of o's rounding and all of P's at their worst.
-    wrong = ~(error <= 2 * ERROR_BOUND[dtype] * size)
+    # A row may be a single element: all of o's rounding and all of P's at their worst. Beside a sink that
+    # takes all weight o is near 0, where float16 has steps of 2^-24.
+    step = 2**-24 if dtype == torch.float16 else 0
+    wrong = ~(error <= 2 * ERROR_BOUND[dtype] * size + step / 2 * o.shape[-1] ** 0.5)
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {wrong.numel()} rows are wrong, the first at {wrong.nonzero()[0].tolist()}, "
         f"the worst by {(error / size).nan_to_num(0).max():.1e}"
