@@ -38,7 +38,7 @@ except ImportError:  # not a Unix
 HERE = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(HERE, ".venv")
 UNFINISHED = os.path.join(VENV, "unfinished")
-SOURCE_FOLDERS = ["cpu", "portable", "hopper"]  # with the folders inside them; flash.cu and main.cpp are here
+SOURCE_FOLDERS = ["binding", "cpu", "portable", "hopper"]  # with their folders; beside what is here
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 8)

@@ -1,5 +1,5 @@
-// flash.h: the contract. What attention is computed, as one plain struct: main.cpp checks and fills it,
-// the backends compute it. No torch.
+// flash.h: the contract. What attention is computed, as one plain struct: binding/call.cpp fills it, the backends compute
+// it. No torch.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
@@ -18,7 +18,7 @@
 #define MINIMAL_ATTN_HOST_DEVICE
 #endif
 
-struct CUstream_st;  // cudaStream_t is a pointer to it; named here so that main.cpp needs no CUDA header
+struct CUstream_st;  // cudaStream_t is a pointer to it; named here so that call.cpp needs no CUDA header
 
 namespace minimal_attn {
 
@@ -248,7 +248,7 @@ struct Plan {
     const char *error = nullptr;  // why this device can't run it
 };
 
-// The backends, which main.cpp lists. Each computes the whole contract on its device. A launch gets the plan's
+// The backends, which binding/call.cpp lists. Each computes the whole contract on its device. A launch gets the plan's
 // workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
 Plan plan_paper(const Attention &attention, const Device &device);
 const char *launch_paper(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);

@@ -1,547 +1,123 @@
-// main.cpp: from Python's arguments to a backend's launch, and the result back.
+// main.cpp: from Python's arguments to the operators, and what Python finds in minimal_attn._C.
 //
 // minimal_attn.forward (minimal_attn/_forward.py) -> pybind11 below -> PyTorch's dispatcher, operator
-// minimal_attn::forward -> run(): checks once, allocates the results, fills flash.h's `Attention` -> a backend.
-// The dispatcher chooses between Autocast (casts q, k, v), Autograd (autograd.h), Meta (shapes only), CPU, CUDA.
-// Gradients likewise: operator minimal_attn::backward -> differentiate(), which fills `Gradient` -> a backend.
+// minimal_attn::forward (binding/overload.h) -> run() in binding/call.cpp: checks once, allocates the results, fills
+// flash.h's `Attention` -> a backend. The dispatcher chooses between Autocast (casts q, k, v), Autograd
+// (binding/autograd.h), Meta (shapes only), CPU, CUDA. Gradients likewise: operator minimal_attn::backward ->
+// differentiate(), which fills `Gradient` -> a backend.
 
 #define AT_PER_OPERATOR_HEADERS  // torch's headers then include what they need, not all operators: 5 s of compiling
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
-#include <ATen/Context.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <array>
-#include <atomic>
-#include <cmath>
-#include <limits>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
 
-#include "casters.h"
-#include "checks.h"
-#include "flash.h"
-#include "overload.h"
-#include "portable/portable.h"
-#include "sdpa.h"
-#include "tensors.h"
-
-#ifdef WITH_CUDA
-#include <ATen/cuda/CUDAContextLight.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "binding/call.h"
+#include "binding/casters.h"
+#include "binding/overload.h"
+#include "binding/sdpa.h"
 
 namespace minimal_attn {
 namespace {
 
-std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
+// Python's arguments of forward and explain, in their order.
+using Window = std::pair<Number<int64_t>, Number<int64_t>>;
+using PythonTypes =
+    TypeList<const Tensor &, const Tensor &, const Tensor &, Flag, Window, std::optional<Number<double>>,
+             const MaybeTensor &, const MaybeTensor &, std::optional<Number<int64_t>>, const MaybeTensor &,
+             const std::string &, const std::optional<State> &, Flag, const MaybeTensor &, Flag, const MaybeTensor &,
+             const MaybeTensor &>;
+struct PythonArguments {
+    const Tensor &q, &k, &v;
+    Flag causal;
+    Window window_size;
+    std::optional<Number<double>> softmax_scale;
+    const MaybeTensor &seqlens_k, &leftpad_k;
+    std::optional<Number<int64_t>> offset;
+    const MaybeTensor &offsets;
+    const std::string &backend;
+    const std::optional<State> &state;
+    Flag return_state;
+    const MaybeTensor &sinks;
+    Flag return_lse;
+    const MaybeTensor &out, &block_table;
 
-// ---------------------------------------------------------------------------------------------- backends
-
-const char *cuda_architectures() {
-#ifdef WITH_CUDA
-    return MINIMAL_ATTN_ARCHS;
-#else
-    return "";
-#endif
-}
-
-// Whether the portable backend can run each of its tiles here; kOnHopperAlone (device.h).
-bool has_all_tiles() {
-#ifdef MINIMAL_ATTN_ALL_TILES
-    return true;
-#else
-    return std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos;
-#endif
-}
-
-#ifdef WITH_CUDA
-std::string refusal_of_hopper(const Tensor &q) {
-    const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
-    if (gpu->major != 9 || gpu->minor != 0)
-        return c10::str("compute capability 9.0, but q is on ", q.device(), ", a ", gpu->name,
-                        " of compute capability ", gpu->major, ".", gpu->minor);
-    if (std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos)
-        return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
-                        "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
-    if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > int64_t(1) << 30)
-        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes(), ": pass fewer batches");
-    return "";
-}
-
-// The hopper backend. It takes kernels of portable for few queries and for the gradients that it has no kernel for.
-bool hopper_takes_decode(const Attention &a, const Device &device) {
-    return portable::takes_decode(a, device, a.dtype != Dtype::float32);
-}
-
-Plan plan_hopper(const Attention &a, const Device &device) {
-    if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
-    return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
-}
-
-const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
-    return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
-                                     : hopper::launch_half(a, plan, workspace, stream);
-}
-
-Plan plan_hopper_backward(const Gradient &g, const Device &device) {
-    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
-}
-
-const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
-                                      : launch_portable_backward(g, plan, workspace, stream);
-}
-#endif
-
-// How this build computes attention. docs/reading.md says how one is added.
-struct Backend {
-    std::string name;
-    at::DeviceType device;
-    std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
-    bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
-    bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
-    Plan (*plan)(const Attention &, const Device &);
-    const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
-    Plan (*plan_backward)(const Gradient &, const Device &);
-    const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
+    Returns returns() const { return return_lse ? Returns::lse : state || return_state ? Returns::state : Returns::o; }
 };
 
-// The fastest of each device first: "auto" takes the first that serves q.
-const std::vector<Backend> &backends() {
-    static const auto serves_all = [](const Tensor &) { return std::string(); };
-    static const auto always = [](const Attention &, const Device &) { return true; };
-    static const std::vector<Backend> list = {
-#ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward},
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward},
-        {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward},
-#endif
-        {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward},
-    };
-    return list;
+// use(arguments): the operator's arguments.
+template <class Use>
+auto with_arguments(const PythonArguments &p, const Use &use) {
+    const std::array<SymInt, 2> window = {p.window_size.first.value, p.window_size.second.value};
+    const auto scale = p.softmax_scale ? std::optional<double>(*p.softmax_scale) : std::nullopt;
+    const auto offset = p.offset ? std::optional<SymInt>(*p.offset) : std::nullopt;
+    MaybeTensor o, l, m;
+    if (p.state) std::tie(o, l, m) = *p.state;
+    return use(Arguments{p.q, p.k, p.v, p.causal, window, scale, p.seqlens_k, p.leftpad_k, offset, p.offsets, p.backend,
+                         o, l, m, p.sinks, p.block_table});
 }
-
-std::vector<std::string> backend_names() {
-    std::vector<std::string> names;
-    for (const Backend &backend : backends()) names.push_back(backend.name);
-    return names;
-}
-
-// The backend that "auto" or the name means; null for meta tensors, which need none.
-const Backend *check_backend(const Arguments &a) {
-    const auto device = a.q.device().type();
-    const bool is_auto = a.backend == "auto";
-    bool is_known = is_auto;
-    for (const Backend &backend : backends()) {
-        if (!is_auto && backend.name != a.backend) continue;
-        is_known = true;
-        if (backend.device != device) continue;
-        const std::string refusal = backend.refusal(a.q);
-        if (refusal.empty()) return &backend;
-        TORCH_CHECK_VALUE(is_auto, "backend \"", backend.name, "\" serves ", refusal);
-    }
-    size_t length = std::min<size_t>(a.backend.size(), 40);
-    while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
-    auto name = std::string(a.backend.substr(0, length));
-    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
-    TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
-                      ", but was \"", name, "\"");
-    if (device == at::kMeta) return nullptr;
-    TORCH_CHECK_VALUE(is_auto, "backend must serve q's device ", a.q.device(), ", but \"", name, "\" doesn't");
-    TORCH_CHECK_VALUE(false, "q must be on the cpu, but is on ", a.q.device(),
-                      ": this build of minimal_attn has no CUDA code; rebuild it where the GPU is, by make build");
-}
-
-// ---------------------------------------------------------------------------------------------- results
-
-// What the caller gets and hasn't given.
-void allocate(const Arguments &a, Returns returns, Results &results) {
-    const bool is_state = returns == Returns::state;
-    if (!results.o.defined()) results.o = empty_like_q(a.q, is_state ? at::kFloat : a.q.scalar_type());
-    const auto allocate_rows = [&](Tensor &t, bool is_wanted) {
-        if (is_wanted && !t.defined())
-            t = at::empty_symint(a.q.sym_sizes().slice(0, 3), a.q.options().dtype(at::kFloat));
-    };
-    allocate_rows(results.l, is_state), allocate_rows(results.m, is_state);
-    allocate_rows(results.lse, returns == Returns::lse);
-}
-
-// ---------------------------------------------------------------------------------------------- a call
-
-int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kNoBound
-    const __int128 sum = (__int128)x + y;
-    return sum < -kNoBound ? -kNoBound : sum > kNoBound ? kNoBound : (int64_t)sum;
-}
-
-void set_mask(Attention &attention, const Arguments &a) {
-    const int64_t left = a.window_size[0].expect_int(), right = a.causal ? 0 : a.window_size[1].expect_int();
-    const int64_t offset = a.offset ? a.offset->expect_int() : 0;
-    attention.first = left < 0 ? -kNoBound : sum_within(offset, -left);
-    attention.last = right < 0 ? kNoBound : sum_within(offset, right);
-    attention.offset_from_end = !a.offset && !a.offsets;
-}
-
-Device gpu_of(const Tensor &q) {
-#ifdef WITH_CUDA
-    if (q.is_cuda()) {
-        const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
-        return {gpu->multiProcessorCount, std::min((int)gpu->sharedMemPerBlockOptin, shared_memory_limit.load())};
-    }
-#endif
-    return {};
-}
-
-void check_launch(const char *error, const Tensor &q) {
-    if (!error) return;
-#ifdef WITH_CUDA
-    const auto *gpu = at::cuda::getCurrentDeviceProperties();
-    const bool has_no_code = std::string_view(error).find("no kernel image") != std::string_view::npos;
-    TORCH_CHECK(!has_no_code, "q is on ", q.device(), ", a ", gpu->name, " of compute capability ", gpu->major, ".",
-                gpu->minor, ", for which this build has no code (", error, "): it has code for ", cuda_architectures(),
-                "; code for this GPU is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".", gpu->minor, " make build");
-    TORCH_CHECK(false, "the launch on ", q.device(), ", a ", gpu->name, ", failed: ", error);
-#endif
-}
-
-// `call` is an Attention or a Gradient.
-template <class Call>
-void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Device &),
-                     const char *(*launch)(const Call &, const Plan &, void *, CUstream_st *), const Tensor &q) {
-    const Plan plan = make_plan(call, gpu_of(q));
-    check_launch(plan.error, q);
-    // From PyTorch's allocator directly: a tensor would cost 0.5 us more.
-    const c10::DataPtr workspace =
-        plan.workspace > 0 ? c10::GetAllocator(q.device().type())->allocate(plan.workspace) : c10::DataPtr();
-    CUstream_st *stream = nullptr;
-#ifdef WITH_CUDA
-    if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
-#endif
-    check_launch(launch(call, plan, workspace.get(), stream), q);
-}
-
-const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
-const float *floats_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; }
-
-// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score sink and
-// the value 0: m = sink, l = 1, o = 0. A sink of -inf is no key.
-Results earlier_state(const Arguments &a) {
-    if (a.o) return {has_contiguous_rows(*a.o) ? *a.o : aligned_copy(*a.o), a.l->contiguous(), a.m->contiguous()};
-    if (!a.sinks) return {};
-    const Tensor m = a.sinks->to(at::kFloat).unsqueeze(-1).expand(a.q.sizes().slice(0, 3)).contiguous();
-    const Tensor zero = at::zeros({1, 1, 1, a.q.size(3)}, m.options());
-    return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
-}
-
-// The part of flash.h's struct that the shapes, strides and options decide. With a block_table k and v are pages.
-Attention describe(const Arguments &a, Returns returns, const Tensor &q, const Tensor &k, const Tensor &v,
-                   const Tensor &block_table) {
-    Attention attention{};
-    attention.dtype = dtype_of(q);
-    attention.o_dtype = returns == Returns::state || a.o || a.sinks ? Dtype::float32 : attention.dtype;
-    attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
-    attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
-    attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
-    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
-    if (block_table.defined()) {
-        attention.Nk = (int)(block_table.size(1) * k.size(2));
-        attention.block_table = (const int *)block_table.const_data_ptr();
-        attention.block_table_stride = block_table.stride(0);
-        attention.pages = k.size(0), attention.page_size = (int)k.size(2);
-    }
-    attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
-    set_mask(attention, a);
-    // Of any integer dtype: plans ask only whether they are there; run() and differentiate() set them anew.
-    const auto given = [](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
-    attention.seqlens_k = given(a.seqlens_k), attention.leftpad_k = given(a.leftpad_k);
-    attention.offset = given(a.offsets);
-    return attention;
-}
-
-// Whether the backend reads k and v page by page. Else gather() copies them first.
-bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
-    return backend.reads(a.k) && backend.reads(a.v) &&
-           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
-}
-
-}  // namespace
-
-Results run(const Arguments &a, Returns returns, const Tensor *out, Results results) {
-    check_q_k_v(a);
-    check_options(a);
-    const Backend *backend = check_backend(a);
-    check_state(a);
-    if (out) check_out(a, *out), results.o = *out;
-#ifdef WITH_CUDA
-    const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
-#endif
-    allocate(a, returns, results);
-    if (!backend || a.q.numel() == 0) return results;
-    check_data(a, out);
-
-    // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
-    const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
-    Tensor block_table = int32_of(a.block_table), k = a.k, v = a.v;
-    if (a.block_table && !reads_pages(a, *backend, block_table)) {
-        k = gather(k, block_table), v = gather(v, block_table);
-        block_table = Tensor();
-    }
-    const Tensor q = readable(a.q);
-    k = readable(k), v = readable(v);
-    Attention attention = describe(a, returns, q, k, v, block_table);
-    const Tensor seqlens_k = int32_of(a.seqlens_k), leftpad_k = int32_of(a.leftpad_k), offset = int32_of(a.offsets);
-    attention.seqlens_k = ints_of(seqlens_k), attention.leftpad_k = ints_of(leftpad_k);
-    attention.offset = ints_of(offset);
-    const Results before = earlier_state(a);
-    if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
-    attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
-
-    const bool is_converted = attention.o_dtype != dtype_of(results.o);
-    const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
-    attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
-    const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
-    attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
-    if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
-    plan_and_launch(attention, backend->plan, backend->launch, q);
-    if (is_converted) results.o.copy_(o);
-    return results;
-}
-
-Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results) {
-    const Tensor &q = a.q, &k = a.k, &v = a.v;
-    check_q_k_v(a);
-    check_options(a);
-    check_gradients(a, do_, o, lse, dlse, out_dtype);
-    const Backend *backend = check_backend(a);
-    const auto dtype = out_dtype.value_or(q.scalar_type());
-#ifdef WITH_CUDA
-    const c10::cuda::OptionalCUDAGuard guard(q.is_cuda() ? std::optional(q.device()) : std::nullopt);
-#endif
-    auto &[dq, dk, dv] = results;
-    for (const auto &[t, like] : {std::pair{&dq, &q}, {&dk, &k}, {&dv, &v}})
-        if (!t->defined()) *t = empty_like_q(*like, dtype);
-    if (!backend) return results;
-    if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
-    for_each_tensor(a, check_memory);
-    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
-    if (dlse) check_memory(*dlse, "dlse");
-
-    // As in run(), what is copied here lives until the launch is queued.
-    const auto readable = [&](const Tensor &t) { return backend->reads(t) ? t : aligned_copy(t); };
-    const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
-    const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
-    const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
-    Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
-    const Tensor lengths = int32_of(a.seqlens_k), pads = int32_of(a.leftpad_k), positions = int32_of(a.offsets);
-    g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
-    g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
-    g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
-    g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;
-    g.out_dtype = dtype_of(dq);
-    g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
-    g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
-    g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-    g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
-    plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
-    return results;
-}
-
-bool has_fast_backward(const Tensor &q) {
-    Gradient g{};
-    g.a.dtype = g.out_dtype = dtype_of(q);
-    g.a.B = q.size(0), g.a.Hq = g.a.Hkv = q.size(1), g.a.Nq = g.a.Nk = (int)q.size(2), g.a.d = (int)q.size(3);
-    const Device device = gpu_of(q);
-    // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
-    if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)
-        return false;
-    for (const Backend &backend : backends())
-        if (backend.device == q.device().type() && backend.refusal(q).empty())
-            return std::string_view(backend.plan_backward(g, device).kernel) != kPaperBackward;
-    return false;
-}
-
-Gradients backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
-                   const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
-                   std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-                   std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
-                   std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
-    const MaybeTensor none;
-    const Arguments a{q,       k,       v,    causal, window_size, softmax_scale, seqlens_k, leftpad_k,     offset,
-                      offsets, backend, none, none,   none,        none,          none,      deterministic, complete};
-    return differentiate(a, do_, o, lse, dlse, out_dtype);
-}
-
-namespace {
-
-// ---------------------------------------------------------------------------------------------- the operator
-// Four overloads with the same arguments, since a schema fixes what is returned. forward: o; forward.lse: (o,
-// log-sum-exp); forward.state: (o, l, m); forward.out writes o into its last argument.
-
-template <class Result, class... Out>
-Result forward(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
-               std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-               std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend, const MaybeTensor &o,
-               const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks, const MaybeTensor &block_table,
-               Out... out) {
-    const Arguments a{q,       k,       v, causal, window_size, softmax_scale, seqlens_k,  leftpad_k, offset,
-                      offsets, backend, o, l,      m,           sinks,         block_table};
-    if constexpr (std::is_same_v<Result, State>) {
-        const Results results = run(a, Returns::state);
-        return {results.o, results.l, results.m};
-    } else if constexpr (std::is_same_v<Result, Lse>) {
-        const Results results = run(a, Returns::lse);
-        return {results.o, results.lse};
-    } else {
-        return (Result)run(a, Returns::o, &out...).o;
-    }
-}
-
-using Window = std::pair<Number<int64_t>, Number<int64_t>>;
 
 // What Python calls while not compiling: the same operator.
-std::variant<Tensor, Lse, State> eager(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal,
-                                       Window window_size, std::optional<Number<double>> softmax_scale,
-                                       const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-                                       std::optional<Number<int64_t>> offset, const MaybeTensor &offsets,
-                                       const std::string &backend, const std::optional<State> &state, Flag return_state,
-                                       const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
-                                       const MaybeTensor &block_table) {
-    const std::array<SymInt, 2> window = {window_size.first.value, window_size.second.value};
-    const auto position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
-    MaybeTensor o, l, m;
-    if (state) std::tie(o, l, m) = *state;
-    const auto call = [&](const auto &op, const auto &...out) {
-        return op(q, k, v, causal, window, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, o, l, m,
-                  sinks, block_table, out...);
-    };
-    if (out) return call(Overload<forward<void, const Tensor &>>::call, *out), *out;
-    if (return_lse) return call(Overload<forward<Lse>>::call);
-    if (state || return_state) return call(Overload<forward<State>>::call);
-    return call(Overload<forward<Tensor>>::call);
-}
-
-// Why each backend but `taken` isn't taken, by name. `plan_of` gives a backend's plan of the call.
-template <class PlanOf>
-pybind11::dict why_not_others(const Tensor &q, const std::string &backend, const Backend &taken,
-                              const PlanOf &plan_of) {
-    pybind11::dict others;
-#ifndef WITH_CUDA
-    for (const char *name : {"hopper", "portable", "paper"}) others[name] = "this build has no CUDA code";
-#endif
-    bool is_slower = false;
-    for (const Backend &other : backends()) {
-        if (&other == &taken) is_slower = true;
-        if (&other == &taken) continue;
-        const auto why_not = [&]() -> std::string {
-            if (other.device != q.device().type())
-                return c10::str("serves tensors on a ", other.device == at::kCPU ? "CPU" : "CUDA GPU", ", but q is on ",
-                                q.device());
-            if (const std::string refusal = other.refusal(q); !refusal.empty()) return "serves " + refusal;
-            if (q.numel() == 0) return "there is nothing to compute";
-            const Plan plan = plan_of(other);
-            if (plan.error) return c10::str("this build has no code for q's GPU: ", plan.error);
-            const Plan taken_plan = plan_of(taken);  // names of kernels differ as pointers, not always as text
-            if (plan.kernel == taken_plan.kernel && plan.tile == taken_plan.tile && plan.grid == taken_plan.grid)
-                return "runs the same kernel as " + taken.name;
-            return is_slower ? "is slower than " + taken.name : "backend=\"" + backend + "\" was given";
+std::variant<Tensor, Lse, State> call_operator(const PythonArguments &p) {
+    return with_arguments(p, [&](const Arguments &a) -> std::variant<Tensor, Lse, State> {
+        const auto call = [&](const auto &operation, const auto &...out) {
+            return std::apply([&](const auto &...all) { return operation(all..., out...); }, forward_arguments_of(a));
         };
-        others[other.name.c_str()] = why_not();
-    }
-    return others;
+        if (p.out) return call(Overload<Forward<void, const Tensor &>>::call, *p.out), *p.out;
+        if (p.return_lse) return call(Overload<Forward<Lse>>::call);
+        if (p.returns() == Returns::state) return call(Overload<Forward<State>>::call);
+        return call(Overload<Forward<Tensor>>::call);
+    });
 }
 
-// What forward or backward would do with these arguments, for minimal_attn.explain; launches nothing.
-pybind11::dict explain(const Tensor &q, const Tensor &k, const Tensor &v, Flag causal, Window window_size,
-                       std::optional<Number<double>> softmax_scale, const MaybeTensor &seqlens_k,
-                       const MaybeTensor &leftpad_k, std::optional<Number<int64_t>> offset, const MaybeTensor &offsets,
-                       const std::string &backend, const std::optional<State> &state, Flag return_state,
-                       const MaybeTensor &sinks, Flag return_lse, const MaybeTensor &out,
-                       const MaybeTensor &block_table, Flag backward) {
+pybind11::dict explain_call(const PythonArguments &p, bool backward) {
     using namespace pybind11::literals;
-    const std::array<SymInt, 2> window = {window_size.first.value, window_size.second.value};
-    const std::optional<SymInt> position = offset ? std::optional<SymInt>(*offset) : std::nullopt;
-    MaybeTensor o, l, m;
-    if (state) std::tie(o, l, m) = *state;
-    const Arguments a{q,       k,       v, causal, window, softmax_scale, seqlens_k,  leftpad_k, position,
-                      offsets, backend, o, l,      m,      sinks,         block_table};
-    check_q_k_v(a);
-    check_options(a);
-    const Backend *taken = check_backend(a);
-    TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
-    TORCH_CHECK_VALUE(!backward || !block_table, "block_table must be None with backward=True, but was given");
-    check_state(a);
-    if (out) check_out(a, *out);
-    if (q.numel() > 0) check_data(a, out ? &*out : nullptr);
-    const Tensor table = block_table.value_or(Tensor());
-    const auto gathers = [&](const Backend &by) { return block_table && q.numel() > 0 && !reads_pages(a, by, table); };
-    pybind11::list copied;
-    for (const auto &[t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
-        if (t->numel() > 0 && (!taken->reads(*t) || (t != &q && gathers(*taken)))) copied.append(name);
-    const auto returns = return_lse ? Returns::lse : state || return_state ? Returns::state : Returns::o;
-    Attention attention = describe(a, returns, q, k, v, table);
-    // Plans ask only whether these are there, so that any pointer does.
-    float any;
-    if (returns == Returns::state) attention.l = attention.m = &any;
-    if (returns == Returns::lse) attention.lse = &any;
-    if (state || sinks) attention.o_in = attention.l_in = attention.m_in = &any;
-    if (state) attention.o_in_stride = strides_of(*o);
-    const auto plan_of = [&](const Backend &by) {
-        Attention call = attention;
-        if (gathers(by)) call.block_table = nullptr;
-        if (!backward) return by.plan(call, gpu_of(q));
-        Gradient gradient{call};
-        gradient.out_dtype = call.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
-        return by.plan_backward(gradient, gpu_of(q));
-    };
-    const Plan plan = q.numel() == 0 ? Plan{"nothing to compute"} : plan_of(*taken);
-    return pybind11::dict("backend"_a = taken->name, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
+    const Tensor *const out = p.out ? &*p.out : nullptr;
+    const Explanation found =
+        with_arguments(p, [&](const Arguments &a) { return explain(a, p.returns(), out, backward); });
+    pybind11::dict others;
+    for (const auto &[name, why] : found.others) others[name.c_str()] = why;
+    const Plan &plan = found.plan;
+    return pybind11::dict("backend"_a = found.backend, "kernel"_a = plan.kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
-                          "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace, "copied"_a = copied,
-                          "others"_a = why_not_others(q, backend, *taken, plan_of));
+                          "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace,
+                          "copied"_a = found.copied, "others"_a = others);
 }
+
+template <class Types>
+struct PythonFunctions;
+template <class... Types>
+struct PythonFunctions<TypeList<Types...>> {
+    static std::variant<Tensor, Lse, State> forward(Types... arguments) { return call_operator({arguments...}); }
+    static pybind11::dict explain(Types... arguments, Flag backward) { return explain_call({arguments...}, backward); }
+};
+using Python = PythonFunctions<PythonTypes>;
 
 }  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
-    Overload<forward<Tensor>>::define(m, "", "Tensor");
-    Overload<forward<Lse>>::define(m, "", "(Tensor o, Tensor lse)");
-    Overload<forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
-    Overload<forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
-    m.def((std::string("backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") +
-           kOptions + "ScalarType? out_dtype=None, bool deterministic=False, bool complete=False) -> " +
-           "(Tensor dq, Tensor dk, Tensor dv)")
-              .c_str(),
-          {at::Tag::pt2_compliant_tag});
-    for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
-        m.impl("backward", torch::dispatch(key, &backward));
-    m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&backward)));
+    Overload<Forward<Tensor>>::define(m, "", "Tensor");
+    Overload<Forward<Lse>>::define(m, "", "(Tensor o, Tensor lse)");
+    Overload<Forward<State>>::define(m, "", "(Tensor o, Tensor l, Tensor m)");
+    Overload<Forward<void, const Tensor &>>::define(m, ", *, Tensor(a!) result", "()");
+    BackwardOperator<OptionTypes>::define(m);
     sdpa::define_operators(m);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("built_for") = "minimal_attn for torch " MINIMAL_ATTN_TORCH;  // which _load.py finds in the file, too
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
-    m.def("forward", torch::wrap_pybind_function_no_gil(eager));
-    m.def("explain", torch::wrap_pybind_function(explain), "What minimal_attn.explain returns, as a dict");
+    m.def("forward", torch::wrap_pybind_function_no_gil(Python::forward));
+    m.def("explain", torch::wrap_pybind_function(Python::explain), "What minimal_attn.explain returns, as a dict");
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
     m.def("set_sdpa_strict", &sdpa::set_strict, "Whether a call that leaves our kernels raises");
@@ -551,10 +127,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
     m.def("has_all_tiles", &has_all_tiles, "Whether shared_memory_limit may be less than a Hopper GPU has");
-    m.def(
-        "shared_memory_limit", [](int bytes) { return shared_memory_limit.exchange(bytes); },
-        "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last "
-        "limit");
+    m.def("shared_memory_limit", &limit_shared_memory,
+          "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last limit");
     m.def(
         "cpu_instructions",
         [] {

@@ -255,7 +255,7 @@ class Build(build_ext):
 
 
 # main.cpp only calls the backends. -O3 takes a fifth more to compile, and saves nothing in a call.
-OPTIMIZE = {"main.cpp": "-O2"}
+OPTIMIZE = {"main.cpp": "-O2", "binding/call.cpp": "-O2"}
 
 # What takes longest to compile, in this order. ninja starts with it, so that the last are short ones.
 LONGEST = ["main.cpp", "hopper/float32/forward.cu", "hopper/half.cu", "portable/tf32.cu", "portable/half.cu"]

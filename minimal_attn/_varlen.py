@@ -13,7 +13,7 @@ from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
 from minimal_attn._sizes import divide_up, known, larger, smaller
 
-_MAX_KEYS = 1 << 28  # of a batch, and more: checks.h
+_MAX_KEYS = 1 << 28  # of a batch, and more: binding/checks.h
 
 
 def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):

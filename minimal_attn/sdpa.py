@@ -7,7 +7,7 @@
     print(activation.calls)                      # {"minimal_attn": 12, "PyTorch: attn_mask is given": 2}
 
 A call that goes to PyTorch's kernels gives a FallbackWarning, once for each reason. strict=True makes it an
-error. sdpa.h has the operators that activate() replaces.
+error. binding/sdpa.h has the operators that activate() replaces.
 """
 
 from __future__ import annotations

@@ -52,10 +52,11 @@
 #include <string>
 #include <tuple>
 
-#include "autograd.h"
-#include "checks.h"
-#include "overload.h"
-#include "tensors.h"
+#include "binding/autograd.h"
+#include "binding/call.h"
+#include "binding/checks.h"
+#include "binding/overload.h"
+#include "binding/tensors.h"
 
 namespace minimal_attn::sdpa {
 
@@ -157,11 +158,8 @@ enum class Aligned { first, last };
 // function(arguments): the call as run() and differentiate() take it.
 template <class Function>
 auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
-    static const MaybeTensor none;
-    static const std::array<SymInt, 2> window = {-1, -1};
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
-    return function(Arguments{c.q, c.k, c.v, c.is_causal, window, c.scale, none, none, offset, none, "auto", none, none,
-                              none, none, none});
+    return with_defaults(c.q, c.k, c.v, c.is_causal, c.scale, offset, function);
 }
 
 inline Tensor empty_in(Layout layout, const Tensor &t) {

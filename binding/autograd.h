@@ -30,34 +30,9 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
+#include "binding/call.h"
 
 namespace minimal_attn {
-
-using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-sum-exp
-using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
-// The operators as C++ calls them: forward with one of its results, and backward.
-template <class Result>
-using Forward = Result(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, c10::SymIntArrayRef window_size,
-                       std::optional<double> softmax_scale, const MaybeTensor &seqlens_k, const MaybeTensor &leftpad_k,
-                       std::optional<SymInt> offset, const MaybeTensor &offsets, std::string_view backend,
-                       const MaybeTensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &sinks,
-                       const MaybeTensor &block_table);
-using Backward = Gradients(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
-                           const Tensor &lse, const MaybeTensor &dlse, bool causal, c10::SymIntArrayRef window_size,
-                           std::optional<double> softmax_scale, const MaybeTensor &seqlens_k,
-                           const MaybeTensor &leftpad_k, std::optional<SymInt> offset, const MaybeTensor &offsets,
-                           std::string_view backend, std::optional<at::ScalarType> out_dtype, bool deterministic,
-                           bool complete);
-Backward backward;  // what the operator computes (main.cpp)
-// The same, into the tensors that `results` has, which are not checked. What is missing is allocated.
-Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {});
-// Whether our kernel for the gradients of tensors like q, (B, H, N, d), is as fast as PyTorch's. If not, a drop-in lets
-// PyTorch compute them.
-bool has_fast_backward(const Tensor &q);
 
 // An operator for calls from C++, looked up once: faster than torch.ops.
 template <class Signature>
@@ -102,21 +77,29 @@ inline EarlierGradients gradients_of_earlier(const Tensor &do_, const Tensor &o,
     return {P.unsqueeze(-1) * do_.to(at::kFloat), at::where(l_in == 0., 0., dS / l_in), dS, {}};
 }
 
+// What a node keeps of an option.
+inline std::vector<SymInt> kept(c10::SymIntArrayRef option) { return option.vec(); }
+inline std::string kept(std::string_view option) { return std::string(option); }
+inline SavedVariable kept(const MaybeTensor &option) { return SavedVariable(option, false); }
+template <class T>
+T kept(const T &option) {
+    return option;
+}
+template <class Options>
+struct KeptOptions;
+template <class... Types>
+struct KeptOptions<TypeList<Types...>> {
+    using type = std::tuple<decltype(kept(std::declval<const std::decay_t<Types> &>()))...>;
+};
+
 // The node of a call. Its edges are those of q, k, v, o, l, m and sinks, in this order.
 class AttentionNode : public torch::autograd::Node {
 public:
     explicit AttentionNode(const Arguments &a)
-        : causal(a.causal),
-          window_size(a.window_size.begin(), a.window_size.end()),
-          softmax_scale(a.softmax_scale),
-          offset(a.offset),
-          backend(a.backend),
+        : options(std::apply([](const auto &...all) { return Kept(kept(all)...); }, options_of(a))),
           q(a.q, false),
           k(a.k, false),
           v(a.v, false),
-          seqlens_k(a.seqlens_k, false),
-          leftpad_k(a.leftpad_k, false),
-          offsets(a.offsets, false),
           o_in(a.o, false),
           l_in(a.l, false),
           m_in(a.m, false),
@@ -134,15 +117,23 @@ public:
 
     void release_variables() override {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (SavedVariable *t :
-             {&q, &k, &v, &seqlens_k, &leftpad_k, &offsets, &o_in, &l_in, &m_in, &sinks, &o, &l, &m, &lse})
-            t->reset_data();
+        for (SavedVariable *t : {&q, &k, &v, &o_in, &l_in, &m_in, &sinks, &o, &l, &m, &lse}) t->reset_data();
+        const auto release = [](auto &option) {
+            if constexpr (std::is_same_v<std::decay_t<decltype(option)>, SavedVariable>) option.reset_data();
+        };
+        std::apply([&](auto &...all) { (release(all), ...); }, options);
     }
 
     variable_list apply(variable_list &&grads) override {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto unpack = [&](const SavedVariable &t) { return t.unpack(getptr()); };
         const auto maybe = [](const Tensor &t) { return t.defined() ? MaybeTensor(t) : std::nullopt; };
+        const auto unpack_option = [&](const auto &option) -> decltype(auto) {
+            if constexpr (std::is_same_v<std::decay_t<decltype(option)>, SavedVariable>)
+                return maybe(unpack(option));
+            else
+                return (option);
+        };
         const Tensor o_ = unpack(o), l_ = unpack(l), m_ = unpack(m);
         const Tensor lse_ = l_.defined() ? m_ + l_.log() : unpack(lse);
         const Tensor do_ = grads[0].defined() ? grads[0] : at::zeros_like(o_);
@@ -152,12 +143,14 @@ public:
 
         variable_list results(7);
         if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
-            std::tie(results[0], results[1], results[2]) =
-                typed_handle<Backward>("minimal_attn::backward")
-                    .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), causal, window_size,
-                          softmax_scale, maybe(unpack(seqlens_k)), maybe(unpack(leftpad_k)), offset,
-                          maybe(unpack(offsets)), backend, std::nullopt, /*deterministic=*/false,
-                          /*complete=*/!o_before.defined() && !sinks_.defined());
+            std::tie(results[0], results[1], results[2]) = std::apply(
+                [&](const auto &...all) {
+                    return typed_handle<Backward>("minimal_attn::backward")
+                        .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), unpack_option(all)...,
+                              std::nullopt, /*deterministic=*/false,
+                              /*complete=*/!o_before.defined() && !sinks_.defined());
+                },
+                options);
         if (o_before.defined() || sinks_.defined()) {
             const auto earlier =
                 gradients_of_earlier(do_, o_, lse_, dlse, o_before, unpack(l_in), unpack(m_in), sinks_);
@@ -169,12 +162,9 @@ public:
     }
 
 private:
-    bool causal;
-    std::vector<SymInt> window_size;
-    std::optional<double> softmax_scale;
-    std::optional<SymInt> offset;
-    std::string backend;
-    SavedVariable q, k, v, seqlens_k, leftpad_k, offsets, o_in, l_in, m_in, sinks, o, l, m, lse;
+    using Kept = KeptOptions<OptionTypes>::type;
+    Kept options;
+    SavedVariable q, k, v, o_in, l_in, m_in, sinks, o, l, m, lse;
 };
 
 // PyTorch counts a node's owners by std::shared_ptr or, in newer versions, by c10::intrusive_ptr.
@@ -194,8 +184,7 @@ inline Results record(const Arguments &a, Returns returns) {
     {
         const at::AutoDispatchBelowADInplaceOrView guard;
         const auto call = [&](const auto &op) {
-            return op.call(a.q, a.k, a.v, a.causal, a.window_size, a.softmax_scale, a.seqlens_k, a.leftpad_k, a.offset,
-                           a.offsets, a.backend, a.o, a.l, a.m, a.sinks, a.block_table);
+            return std::apply([&](const auto &...all) { return op.call(all...); }, forward_arguments_of(a));
         };
         if (returns == Returns::state)
             std::tie(results.o, results.l, results.m) =

@@ -12,7 +12,7 @@
 #include <limits>
 #include <utility>
 
-#include "checks.h"
+#include "binding/checks.h"
 #include "flash.h"
 
 namespace minimal_attn {

@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "autograd.h"
+#include "binding/autograd.h"
 
 // Of ATen/autocast_mode.h, which includes all operators: 3 s of compiling
 namespace at::autocast {
@@ -23,16 +23,6 @@ TORCH_API bool is_autocast_enabled(c10::DeviceType device_type);
 }  // namespace at::autocast
 
 namespace minimal_attn {
-
-// The arguments that forward and backward share.
-inline constexpr const char *kOptions =
-    "bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, Tensor? seqlens_k=None, "
-    "Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, str backend=\"auto\", ";
-
-// The arguments in their order, as errors name them. Python's `offset` is two here: an int, and a tensor.
-inline constexpr std::array<const char *, 17> kNames = {
-    "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
-    "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
 
 constexpr size_t place_of(std::string_view name) {
     size_t i = 0;
@@ -57,16 +47,38 @@ inline bool check_grad(const T &, const char *, const char *) {
     return false;
 }
 
-// One overload as the dispatcher sees it: the computation and what other dispatch keys do before.
-template <auto compute>
+// One overload as the dispatcher sees it: the computation and what other dispatch keys do before. Its signature decides
+// what is returned. forward: o; forward.lse: (o, log-sum-exp); forward.state: (o, l, m); forward.out writes o into its
+// last argument.
+template <class Signature>
 struct Overload;
 
-template <class Result, class... Args, Result (*compute)(Args...)>
-struct Overload<compute> {
-    static constexpr const char *name = std::is_same_v<Result, Lse>     ? "lse"
-                                        : std::is_same_v<Result, State> ? "state"
-                                        : std::is_void_v<Result>        ? "out"
-                                                                        : "";
+template <class Result, class... Args>
+struct Overload<Result(Args...)> {
+    static constexpr bool is_lse = std::is_same_v<Result, Lse>, is_state = std::is_same_v<Result, State>;
+    static constexpr Returns returns = is_lse ? Returns::lse : is_state ? Returns::state : Returns::o;
+    static constexpr const char *name = is_lse ? "lse" : is_state ? "state" : std::is_void_v<Result> ? "out" : "";
+
+    // `out` is the last argument where there is one.
+    static Result compute(Args... args) {
+        if constexpr (std::is_void_v<Result>)
+            run(without_last(std::tie(args...), std::make_index_sequence<sizeof...(Args) - 1>()), returns,
+                &std::get<sizeof...(Args) - 1>(std::tie(args...)));
+        else
+            return result_of(run(Arguments{args...}, returns));
+    }
+    template <class All, size_t... i>
+    static Arguments without_last(const All &args, std::index_sequence<i...>) {
+        return {std::get<i>(args)...};
+    }
+    static Result result_of(const Results &results) {
+        if constexpr (is_state)
+            return {results.o, results.l, results.m};
+        else if constexpr (is_lse)
+            return {results.o, results.lse};
+        else
+            return results.o;
+    }
 
     static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }
 
@@ -80,22 +92,10 @@ struct Overload<compute> {
         const char *const refused_with = std::is_void_v<Result> ? "out" : block_table ? "block_table" : nullptr;
         (..., (is_wanted |= check_grad(args, kNames[i++], refused_with)));
         if constexpr (!std::is_void_v<Result>)
-            if (is_wanted) return record(Arguments{args...});
+            if (is_wanted) return result_of(autograd::record(Arguments{args...}, returns));
         const at::AutoDispatchBelowAutograd guard;
         return handle().redispatch(keys & c10::after_autograd_keyset, std::forward<Args>(args)...);
     }
-    static Result record(const Arguments &a) {
-        if constexpr (std::is_same_v<Result, State>) {
-            const Results results = autograd::record(a, Returns::state);
-            return {results.o, results.l, results.m};
-        } else if constexpr (std::is_same_v<Result, Lse>) {
-            const Results results = autograd::record(a, Returns::lse);
-            return {results.o, results.lse};
-        } else {
-            return autograd::record(a, Returns::o).o;
-        }
-    }
-
     // Autograd must know that `out`, the last argument, changes; in inference mode, too.
     static Result bump_version(c10::DispatchKeySet keys, Args... args) {
         const Tensor &out = std::get<sizeof...(Args) - 1>(std::tie(args...));
@@ -137,13 +137,12 @@ struct Overload<compute> {
 
     static void define(torch::Library &m, const char *out, const char *returns) {
         const auto full_name = std::string("forward") + (*name ? "." : "") + name;
-        const std::string arguments = std::string("(Tensor q, Tensor k, Tensor v, ") + kOptions +
-                                      "Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None, "
-                                      "Tensor? block_table=None";
+        const std::string arguments =
+            std::string("(Tensor q, Tensor k, Tensor v, ") + kOptions + ", " + kForwardOptions;
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
         // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
-            m.impl(full_name.c_str(), torch::dispatch(key, compute));
+            m.impl(full_name.c_str(), torch::dispatch(key, &compute));
         m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, &autograd));
         if constexpr (std::is_void_v<Result>) {
             m.impl(full_name.c_str(), torch::dispatch(c10::DispatchKey::ADInplaceOrView, &bump_version));
@@ -152,6 +151,31 @@ struct Overload<compute> {
         }
         for (const auto key : {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA})
             m.impl(full_name.c_str(), torch::dispatch(key, &autocast));
+    }
+};
+
+// The operator minimal_attn::backward.
+template <class Options>
+struct BackwardOperator;
+
+template <class... Options>
+struct BackwardOperator<TypeList<Options...>> {
+    static Gradients compute(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                             const Tensor &lse, const MaybeTensor &dlse, Options... options,
+                             std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
+        const MaybeTensor none;
+        const Arguments a{q, k, v, options..., none, none, none, none, none, deterministic, complete};
+        return differentiate(a, do_, o, lse, dlse, out_dtype);
+    }
+
+    static void define(torch::Library &m) {
+        const std::string arguments =
+            std::string("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") + kOptions +
+            ", ScalarType? out_dtype=None, bool deterministic=False, bool complete=False)";
+        m.def(("backward" + arguments + " -> (Tensor dq, Tensor dk, Tensor dv)").c_str(), {at::Tag::pt2_compliant_tag});
+        for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+            m.impl("backward", torch::dispatch(key, &compute));
+        m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&compute)));
     }
 };
 

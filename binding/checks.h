@@ -1,4 +1,4 @@
-// checks.h: a call: its arguments, its results, and the checks that refuse bad ones before anything is launched.
+// checks.h: the checks that refuse bad arguments before anything is launched.
 //
 // Each error is one line: the argument's name, what it must be, what it was. All checks work on symbolic sizes, so that
 // Meta (shapes without data, torch.compile) refuses what the backends refuse. A size that depends on data is "unbacked":
@@ -12,45 +12,15 @@
 #include <cmath>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 
-namespace minimal_attn {
+#include "binding/arguments.h"
 
-using at::Tensor;
-using c10::SymInt;
-using MaybeTensor = std::optional<Tensor>;
+namespace minimal_attn {
 
 // Queries and keys are numbered by ints, and narrow() in flash.h needs room above them.
 constexpr int64_t kMaxTokens = int64_t(1) << 28;
 constexpr int64_t kMaxPages = int64_t(1) << 31;  // pages are numbered by ints
-
-// The operator's arguments, as the dispatcher hands them over.
-struct Arguments {
-    const Tensor &q, &k, &v;
-    bool causal;
-    c10::SymIntArrayRef window_size;
-    std::optional<double> softmax_scale;
-    const MaybeTensor &seqlens_k, &leftpad_k;
-    const std::optional<SymInt> &offset;
-    const MaybeTensor &offsets;
-    std::string_view backend;
-    const MaybeTensor &o, &l, &m;  // the earlier state: all three or none
-    const MaybeTensor &sinks;
-    const MaybeTensor &block_table;
-    bool deterministic = false, complete = false;  // arguments of backward alone
-};
-
-// What the caller gets: o alone, o and the log-sum-exp, or the state (o, l, m) with o in float32.
-enum class Returns { o, lse, state };
-
-struct Results {
-    Tensor o, l, m, lse;
-};
-
-// Checks a call and computes it (main.cpp). It writes into `out`, which is checked, too, or into the tensors that
-// `results` has, which are not checked. What is missing is allocated.
-Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
 // A relation between sizes. Where symbols don't decide it, the graph that is traced asserts it when it runs.
 inline bool holds(const c10::SymBool &relation) {

@@ -1,0 +1,436 @@
+// call.cpp: the list of backends, and a call's way to one: checks, memory for the results, flash.h's `Attention` or
+// `Gradient`, the backend's `Plan`, its launch.
+
+#define AT_PER_OPERATOR_HEADERS  // torch's headers then include what they need, not all operators: 5 s of compiling
+
+#include "binding/call.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <string_view>
+#include <utility>
+
+#include "binding/checks.h"
+#include "binding/tensors.h"
+#include "portable/portable.h"
+
+#ifdef WITH_CUDA
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace minimal_attn {
+namespace {
+
+std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
+
+// ---------------------------------------------------------------------------------------------- backends
+
+#ifdef WITH_CUDA
+std::string refusal_of_hopper(const Tensor &q) {
+    const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
+    if (gpu->major != 9 || gpu->minor != 0)
+        return c10::str("compute capability 9.0, but q is on ", q.device(), ", a ", gpu->name,
+                        " of compute capability ", gpu->major, ".", gpu->minor);
+    if (std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos)
+        return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
+                        "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
+    if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > int64_t(1) << 30)
+        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes(), ": pass fewer batches");
+    return "";
+}
+
+// The hopper backend. It takes kernels of portable for few queries and for the gradients that it has no kernel for.
+bool hopper_takes_decode(const Attention &a, const Device &device) {
+    return portable::takes_decode(a, device, a.dtype != Dtype::float32);
+}
+
+Plan plan_hopper(const Attention &a, const Device &device) {
+    if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
+    return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
+}
+
+const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
+    return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
+                                     : hopper::launch_half(a, plan, workspace, stream);
+}
+
+Plan plan_hopper_backward(const Gradient &g, const Device &device) {
+    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
+}
+
+const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
+    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+                                      : launch_portable_backward(g, plan, workspace, stream);
+}
+#endif
+
+// How this build computes attention. docs/reading.md says how one is added.
+struct Backend {
+    std::string name;
+    at::DeviceType device;
+    std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
+    bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
+    bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
+    Plan (*plan)(const Attention &, const Device &);
+    const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
+    Plan (*plan_backward)(const Gradient &, const Device &);
+    const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
+};
+
+// The fastest of each device first: "auto" takes the first that serves q.
+const std::vector<Backend> &backends() {
+    static const auto serves_all = [](const Tensor &) { return std::string(); };
+    static const auto always = [](const Attention &, const Device &) { return true; };
+    static const std::vector<Backend> list = {
+#ifdef WITH_CUDA
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
+         plan_hopper_backward, launch_hopper_backward},
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
+         plan_portable_backward, launch_portable_backward},
+        {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
+         launch_paper_backward},
+#endif
+        {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
+         launch_cpu_backward},
+    };
+    return list;
+}
+
+// The backend that "auto" or the name means; null for meta tensors, which need none.
+const Backend *check_backend(const Arguments &a) {
+    const auto device = a.q.device().type();
+    const bool is_auto = a.backend == "auto";
+    bool is_known = is_auto;
+    for (const Backend &backend : backends()) {
+        if (!is_auto && backend.name != a.backend) continue;
+        is_known = true;
+        if (backend.device != device) continue;
+        const std::string refusal = backend.refusal(a.q);
+        if (refusal.empty()) return &backend;
+        TORCH_CHECK_VALUE(is_auto, "backend \"", backend.name, "\" serves ", refusal);
+    }
+    size_t length = std::min<size_t>(a.backend.size(), 40);
+    while (length < a.backend.size() && (a.backend[length] & 0xC0) == 0x80) --length;  // not within a UTF-8 character
+    auto name = std::string(a.backend.substr(0, length));
+    std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c < ' '; }, '?');  // an error is one line
+    TORCH_CHECK_VALUE(is_known, "backend must be \"auto\" or one of this build's backends ", backend_names(),
+                      ", but was \"", name, "\"");
+    if (device == at::kMeta) return nullptr;
+    TORCH_CHECK_VALUE(is_auto, "backend must serve q's device ", a.q.device(), ", but \"", name, "\" doesn't");
+    TORCH_CHECK_VALUE(false, "q must be on the cpu, but is on ", a.q.device(),
+                      ": this build of minimal_attn has no CUDA code; rebuild it where the GPU is, by make build");
+}
+
+// ---------------------------------------------------------------------------------------------- results
+
+// What the caller gets and hasn't given.
+void allocate(const Arguments &a, Returns returns, Results &results) {
+    const bool is_state = returns == Returns::state;
+    if (!results.o.defined()) results.o = empty_like_q(a.q, is_state ? at::kFloat : a.q.scalar_type());
+    const auto allocate_rows = [&](Tensor &t, bool is_wanted) {
+        if (is_wanted && !t.defined())
+            t = at::empty_symint(a.q.sym_sizes().slice(0, 3), a.q.options().dtype(at::kFloat));
+    };
+    allocate_rows(results.l, is_state), allocate_rows(results.m, is_state);
+    allocate_rows(results.lse, returns == Returns::lse);
+}
+
+// ---------------------------------------------------------------------------------------------- a call
+
+int64_t sum_within(int64_t x, int64_t y) {  // any int64 plus any int64, kept within +-kNoBound
+    const __int128 sum = (__int128)x + y;
+    return sum < -kNoBound ? -kNoBound : sum > kNoBound ? kNoBound : (int64_t)sum;
+}
+
+void set_mask(Attention &attention, const Arguments &a) {
+    const int64_t left = a.window_size[0].expect_int(), right = a.causal ? 0 : a.window_size[1].expect_int();
+    const int64_t offset = a.offset ? a.offset->expect_int() : 0;
+    attention.first = left < 0 ? -kNoBound : sum_within(offset, -left);
+    attention.last = right < 0 ? kNoBound : sum_within(offset, right);
+    attention.offset_from_end = !a.offset && !a.offsets;
+}
+
+Device gpu_of(const Tensor &q) {
+#ifdef WITH_CUDA
+    if (q.is_cuda()) {
+        const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
+        return {gpu->multiProcessorCount, std::min((int)gpu->sharedMemPerBlockOptin, shared_memory_limit.load())};
+    }
+#endif
+    return {};
+}
+
+void check_launch(const char *error, const Tensor &q) {
+    if (!error) return;
+#ifdef WITH_CUDA
+    const auto *gpu = at::cuda::getCurrentDeviceProperties();
+    const bool has_no_code = std::string_view(error).find("no kernel image") != std::string_view::npos;
+    TORCH_CHECK(!has_no_code, "q is on ", q.device(), ", a ", gpu->name, " of compute capability ", gpu->major, ".",
+                gpu->minor, ", for which this build has no code (", error, "): it has code for ", cuda_architectures(),
+                "; code for this GPU is built by TORCH_CUDA_ARCH_LIST=", gpu->major, ".", gpu->minor, " make build");
+    TORCH_CHECK(false, "the launch on ", q.device(), ", a ", gpu->name, ", failed: ", error);
+#endif
+}
+
+// `call` is an Attention or a Gradient.
+template <class Call>
+void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Device &),
+                     const char *(*launch)(const Call &, const Plan &, void *, CUstream_st *), const Tensor &q) {
+    const Plan plan = make_plan(call, gpu_of(q));
+    check_launch(plan.error, q);
+    // From PyTorch's allocator directly: a tensor would cost 0.5 us more.
+    const c10::DataPtr workspace =
+        plan.workspace > 0 ? c10::GetAllocator(q.device().type())->allocate(plan.workspace) : c10::DataPtr();
+    CUstream_st *stream = nullptr;
+#ifdef WITH_CUDA
+    if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
+#endif
+    check_launch(launch(call, plan, workspace.get(), stream), q);
+}
+
+const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
+const float *floats_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; }
+
+// The earlier state, as kernels read it: l and m dense. A sink is a key that was seen before, with the score sink and
+// the value 0: m = sink, l = 1, o = 0. A sink of -inf is no key.
+Results earlier_state(const Arguments &a) {
+    if (a.o) return {has_contiguous_rows(*a.o) ? *a.o : aligned_copy(*a.o), a.l->contiguous(), a.m->contiguous()};
+    if (!a.sinks) return {};
+    const Tensor m = a.sinks->to(at::kFloat).unsqueeze(-1).expand(a.q.sizes().slice(0, 3)).contiguous();
+    const Tensor zero = at::zeros({1, 1, 1, a.q.size(3)}, m.options());
+    return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
+}
+
+// The part of flash.h's struct that the shapes, strides and options decide. With a block_table k and v are pages.
+Attention describe(const Arguments &a, Returns returns, const Tensor &q, const Tensor &k, const Tensor &v,
+                   const Tensor &block_table) {
+    Attention attention{};
+    attention.dtype = dtype_of(q);
+    attention.o_dtype = returns == Returns::state || a.o || a.sinks ? Dtype::float32 : attention.dtype;
+    attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
+    attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
+    attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
+    attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
+    if (block_table.defined()) {
+        attention.Nk = (int)(block_table.size(1) * k.size(2));
+        attention.block_table = (const int *)block_table.const_data_ptr();
+        attention.block_table_stride = block_table.stride(0);
+        attention.pages = k.size(0), attention.page_size = (int)k.size(2);
+    }
+    attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
+    set_mask(attention, a);
+    // Of any integer dtype: plans ask only whether they are there; run() and differentiate() set them anew.
+    const auto given = [](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
+    attention.seqlens_k = given(a.seqlens_k), attention.leftpad_k = given(a.leftpad_k);
+    attention.offset = given(a.offsets);
+    return attention;
+}
+
+// Whether the backend reads k and v page by page. Else gather() copies them first.
+bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
+    return backend.reads(a.k) && backend.reads(a.v) &&
+           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
+}
+
+// ---------------------------------------------------------------------------------------------- explain
+
+using Reasons = decltype(Explanation::others);
+
+// Why each backend but `taken` isn't taken, by name. `plan_of` gives a backend's plan of the call.
+template <class PlanOf>
+Reasons why_not_others(const Arguments &a, const Backend &taken, const PlanOf &plan_of) {
+    const Tensor &q = a.q;
+    Reasons others;
+#ifndef WITH_CUDA
+    for (const char *name : {"hopper", "portable", "paper"}) others.emplace_back(name, "this build has no CUDA code");
+#endif
+    bool is_slower = false;
+    for (const Backend &other : backends()) {
+        if (&other == &taken) is_slower = true;
+        if (&other == &taken) continue;
+        const auto why_not = [&]() -> std::string {
+            if (other.device != q.device().type())
+                return c10::str("serves tensors on a ", other.device == at::kCPU ? "CPU" : "CUDA GPU", ", but q is on ",
+                                q.device());
+            if (const std::string refusal = other.refusal(q); !refusal.empty()) return "serves " + refusal;
+            if (q.numel() == 0) return "there is nothing to compute";
+            const Plan plan = plan_of(other);
+            if (plan.error) return c10::str("this build has no code for q's GPU: ", plan.error);
+            const Plan taken_plan = plan_of(taken);  // names of kernels differ as pointers, not always as text
+            if (plan.kernel == taken_plan.kernel && plan.tile == taken_plan.tile && plan.grid == taken_plan.grid)
+                return "runs the same kernel as " + taken.name;
+            return is_slower ? "is slower than " + taken.name : c10::str("backend=\"", a.backend, "\" was given");
+        };
+        others.emplace_back(other.name, why_not());
+    }
+    return others;
+}
+
+}  // namespace
+
+Results run(const Arguments &a, Returns returns, const Tensor *out, Results results) {
+    check_q_k_v(a);
+    check_options(a);
+    const Backend *backend = check_backend(a);
+    check_state(a);
+    if (out) check_out(a, *out), results.o = *out;
+#ifdef WITH_CUDA
+    const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
+#endif
+    allocate(a, returns, results);
+    if (!backend || a.q.numel() == 0) return results;
+    check_data(a, out);
+
+    // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
+    const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
+    Tensor block_table = int32_of(a.block_table), k = a.k, v = a.v;
+    if (a.block_table && !reads_pages(a, *backend, block_table)) {
+        k = gather(k, block_table), v = gather(v, block_table);
+        block_table = Tensor();
+    }
+    const Tensor q = readable(a.q);
+    k = readable(k), v = readable(v);
+    Attention attention = describe(a, returns, q, k, v, block_table);
+    const Tensor seqlens_k = int32_of(a.seqlens_k), leftpad_k = int32_of(a.leftpad_k), offset = int32_of(a.offsets);
+    attention.seqlens_k = ints_of(seqlens_k), attention.leftpad_k = ints_of(leftpad_k);
+    attention.offset = ints_of(offset);
+    const Results before = earlier_state(a);
+    if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
+    attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
+
+    const bool is_converted = attention.o_dtype != dtype_of(results.o);
+    const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
+    attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
+    const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
+    attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
+    if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
+    plan_and_launch(attention, backend->plan, backend->launch, q);
+    if (is_converted) results.o.copy_(o);
+    return results;
+}
+
+Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results) {
+    const Tensor &q = a.q, &k = a.k, &v = a.v;
+    check_q_k_v(a);
+    check_options(a);
+    check_gradients(a, do_, o, lse, dlse, out_dtype);
+    const Backend *backend = check_backend(a);
+    const auto dtype = out_dtype.value_or(q.scalar_type());
+#ifdef WITH_CUDA
+    const c10::cuda::OptionalCUDAGuard guard(q.is_cuda() ? std::optional(q.device()) : std::nullopt);
+#endif
+    auto &[dq, dk, dv] = results;
+    for (const auto &[t, like] : {std::pair{&dq, &q}, {&dk, &k}, {&dv, &v}})
+        if (!t->defined()) *t = empty_like_q(*like, dtype);
+    if (!backend) return results;
+    if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
+    for_each_tensor(a, check_memory);
+    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
+    if (dlse) check_memory(*dlse, "dlse");
+
+    // As in run(), what is copied here lives until the launch is queued.
+    const auto readable = [&](const Tensor &t) { return backend->reads(t) ? t : aligned_copy(t); };
+    const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
+    const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
+    const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
+    Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
+    const Tensor lengths = int32_of(a.seqlens_k), pads = int32_of(a.leftpad_k), positions = int32_of(a.offsets);
+    g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
+    g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
+    g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
+    g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;
+    g.out_dtype = dtype_of(dq);
+    g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
+    g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
+    g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
+    plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
+    return results;
+}
+
+bool has_fast_backward(const Tensor &q) {
+    Gradient g{};
+    g.a.dtype = g.out_dtype = dtype_of(q);
+    g.a.B = q.size(0), g.a.Hq = g.a.Hkv = q.size(1), g.a.Nq = g.a.Nk = (int)q.size(2), g.a.d = (int)q.size(3);
+    const Device device = gpu_of(q);
+    // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
+    if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)
+        return false;
+    for (const Backend &backend : backends())
+        if (backend.device == q.device().type() && backend.refusal(q).empty())
+            return std::string_view(backend.plan_backward(g, device).kernel) != kPaperBackward;
+    return false;
+}
+
+Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool backward) {
+    check_q_k_v(a);
+    check_options(a);
+    const Backend *taken = check_backend(a);
+    TORCH_CHECK_VALUE(taken, "q must have data, but is on the meta device");
+    TORCH_CHECK_VALUE(!backward || !a.block_table, "block_table must be None with backward=True, but was given");
+    check_state(a);
+    if (out) check_out(a, *out);
+    const bool is_empty = a.q.numel() == 0;
+    if (!is_empty) check_data(a, out);
+    const Tensor table = a.block_table.value_or(Tensor());
+    const auto gathers = [&](const Backend &by) { return a.block_table && !is_empty && !reads_pages(a, by, table); };
+    Explanation found{taken->name};
+    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}})
+        if (t->numel() > 0 && (!taken->reads(*t) || (t != &a.q && gathers(*taken)))) found.copied.push_back(name);
+    Attention attention = describe(a, returns, a.q, a.k, a.v, table);
+    // Plans ask only whether these are there, so that any pointer does.
+    float any;
+    if (returns == Returns::state) attention.l = attention.m = &any;
+    if (returns == Returns::lse) attention.lse = &any;
+    if (a.o || a.sinks) attention.o_in = attention.l_in = attention.m_in = &any;
+    if (a.o) attention.o_in_stride = strides_of(*a.o);
+    const auto plan_of = [&](const Backend &by) {
+        Attention call = attention;
+        if (gathers(by)) call.block_table = nullptr;
+        if (!backward) return by.plan(call, gpu_of(a.q));
+        Gradient gradient{call};
+        gradient.out_dtype = call.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
+        return by.plan_backward(gradient, gpu_of(a.q));
+    };
+    found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
+    found.others = why_not_others(a, *taken, plan_of);
+    return found;
+}
+
+// ---------------------------------------------------------------------------------------------- this build
+
+std::vector<std::string> backend_names() {
+    std::vector<std::string> names;
+    for (const Backend &backend : backends()) names.push_back(backend.name);
+    return names;
+}
+
+const char *cuda_architectures() {
+#ifdef WITH_CUDA
+    return MINIMAL_ATTN_ARCHS;
+#else
+    return "";
+#endif
+}
+
+bool has_all_tiles() {
+#ifdef MINIMAL_ATTN_ALL_TILES
+    return true;
+#else
+    return std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos;
+#endif
+}
+
+int limit_shared_memory(int bytes) { return shared_memory_limit.exchange(bytes); }
+
+}  // namespace minimal_attn
