@@ -46,6 +46,14 @@ auto with_defaults(const Tensor &q, const Tensor &k, const Tensor &v, bool causa
                          none, none});
 }
 
+// A call of backward: it has none of the arguments of forward alone.
+template <class... Options>
+Arguments backward_arguments(const Tensor &q, const Tensor &k, const Tensor &v, bool deterministic, bool complete,
+                             const Options &...options) {
+    static const MaybeTensor none;
+    return {q, k, v, options..., none, none, none, none, none, deterministic, complete};
+}
+
 template <class... Types>
 struct TypeList {};
 using OptionTypes = TypeList<bool, c10::SymIntArrayRef, std::optional<double>, const MaybeTensor &, const MaybeTensor &,

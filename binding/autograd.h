@@ -96,10 +96,10 @@ struct KeptOptions<TypeList<Types...>> {
 class AttentionNode : public torch::autograd::Node {
 public:
     explicit AttentionNode(const Arguments &a)
-        : options(std::apply([](const auto &...all) { return Kept(kept(all)...); }, options_of(a))),
-          q(a.q, false),
+        : q(a.q, false),
           k(a.k, false),
           v(a.v, false),
+          options(std::apply([](const auto &...all) { return Kept{kept(all)...}; }, options_of(a))),
           o_in(a.o, false),
           l_in(a.l, false),
           m_in(a.m, false),
@@ -163,8 +163,10 @@ public:
 
 private:
     using Kept = KeptOptions<OptionTypes>::type;
+    // Hooks of saved tensors see them in this order.
+    SavedVariable q, k, v;
     Kept options;
-    SavedVariable q, k, v, o_in, l_in, m_in, sinks, o, l, m, lse;
+    SavedVariable o_in, l_in, m_in, sinks, o, l, m, lse;
 };
 
 // PyTorch counts a node's owners by std::shared_ptr or, in newer versions, by c10::intrusive_ptr.

@@ -1,4 +1,4 @@
-// call.h: a call from checked arguments to a backend's launch. main.cpp and sdpa.h make calls.
+// call.h: a call from checked arguments to a backend's launch. overload.h (the operators) and sdpa.h make calls.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -71,13 +71,13 @@ struct Overload<Result(Args...)> {
     static Arguments without_last(const All &args, std::index_sequence<i...>) {
         return {std::get<i>(args)...};
     }
-    static Result result_of(const Results &results) {
+    static Result result_of(Results &&results) {
         if constexpr (is_state)
-            return {results.o, results.l, results.m};
+            return {std::move(results.o), std::move(results.l), std::move(results.m)};
         else if constexpr (is_lse)
-            return {results.o, results.lse};
+            return {std::move(results.o), std::move(results.lse)};
         else
-            return results.o;
+            return std::move(results.o);
     }
 
     static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }
@@ -163,8 +163,7 @@ struct BackwardOperator<TypeList<Options...>> {
     static Gradients compute(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
                              const Tensor &lse, const MaybeTensor &dlse, Options... options,
                              std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
-        const MaybeTensor none;
-        const Arguments a{q, k, v, options..., none, none, none, none, none, deterministic, complete};
+        const Arguments a = backward_arguments(q, k, v, deterministic, complete, options...);
         return differentiate(a, do_, o, lse, dlse, out_dtype);
     }
 

@@ -253,6 +253,16 @@ def test_saved_tensors(backend):
     assert largest[512] == 8 * largest[64] == 2 * 4 * 512 * 64
 
 
+def test_order_of_saved_tensors(backend):
+    """Hooks that number them see forward's order, whatever compiler built it."""
+    q, k, v = leaves(*backend.qkv(B=2))
+    bounds = [backend.ints(*numbers) for numbers in ((40, 30), (1, 2), (3, 4))]
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        backend.forward(q, k, v, causal=True, seqlens_k=bounds[0], leftpad_k=bounds[1], offset=bounds[2])
+    assert [t.data_ptr() for t in seen[:6]] == [t.data_ptr() for t in (q, k, v, *bounds)]
+
+
 def test_compiled_autograd(backend):
     """Of a compiled forward pass; an eager one is refused in PyTorch's words."""
 
