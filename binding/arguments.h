@@ -1,6 +1,6 @@
 // arguments.h: the arguments of the operators minimal_attn::forward and minimal_attn::backward. An argument stands here
-// as a field, as a type, in a schema and in a tuple, always in one order. From these follow the operators' signatures,
-// what autograd saves and the names in errors.
+// as a field, a type, a schema, a name and in a tuple, always in one order, and where other arguments have defaults. The
+// operators' signatures, the check of each tensor's memory and what autograd saves follow.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
 // autograd.h: derivatives of the operator minimal_attn::forward. Autograd records a node for each call that needs one.
-// The node calls the operator minimal_attn::backward for q, k and v. The gradients of an earlier state and of sinks take
-// tensor operations here, since they are few numbers. The nodes are made as PyTorch makes its own:
+// The node calls the operator minimal_attn::backward for q, k and v. Tensor operations here compute the gradients of an
+// earlier state and of sinks, which are few numbers. The nodes are made as PyTorch makes its own:
 // torch::autograd::Function would be shorter, but torch.func refuses it.
 //
 // l and m are not independent results: only the log-sum-exp m + log(l) means something. So m counts as a constant, and

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -210,6 +211,23 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
+// set(tensor, where Attention has it) for each option that is a tensor of ints.
+template <class Set>
+void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {
+    set(a.seqlens_k, attention.seqlens_k), set(a.leftpad_k, attention.leftpad_k), set(a.offsets, attention.offset);
+}
+
+// Sets these options, as int32. The tensors that it returns have the memory.
+std::array<Tensor, 3> set_int32s(const Arguments &a, Attention &attention) {
+    std::array<Tensor, 3> tensors;
+    auto next = tensors.begin();
+    for_each_int_option(a, attention, [&](const MaybeTensor &t, const int *&to) {
+        *next = int32_of(t);
+        to = ints_of(*next++);
+    });
+    return tensors;
+}
+
 // The part of flash.h's struct that the shapes, strides and options decide. With a block_table k and v are pages.
 Attention describe(const Arguments &a, Returns returns, const Tensor &q, const Tensor &k, const Tensor &v,
                    const Tensor &block_table) {
@@ -228,10 +246,10 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     }
     attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
     set_mask(attention, a);
-    // Of any integer dtype: plans ask only whether they are there; run() and differentiate() set them anew.
-    const auto given = [](const MaybeTensor &t) { return t ? (const int *)t->const_data_ptr() : nullptr; };
-    attention.seqlens_k = given(a.seqlens_k), attention.leftpad_k = given(a.leftpad_k);
-    attention.offset = given(a.offsets);
+    // Of any integer dtype: plans ask only whether they are there. set_int32s() sets them anew.
+    for_each_int_option(a, attention, [](const MaybeTensor &t, const int *&to) {
+        to = t ? (const int *)t->const_data_ptr() : nullptr;
+    });
     return attention;
 }
 
@@ -255,8 +273,10 @@ Reasons why_not_others(const Arguments &a, const Backend &taken, const PlanOf &p
 #endif
     bool is_slower = false;
     for (const Backend &other : backends()) {
-        if (&other == &taken) is_slower = true;
-        if (&other == &taken) continue;
+        if (&other == &taken) {
+            is_slower = true;
+            continue;
+        }
         const auto why_not = [&]() -> std::string {
             if (other.device != q.device().type())
                 return c10::str("serves tensors on a ", other.device == at::kCPU ? "CPU" : "CUDA GPU", ", but q is on ",
@@ -300,9 +320,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     const Tensor q = readable(a.q);
     k = readable(k), v = readable(v);
     Attention attention = describe(a, returns, q, k, v, block_table);
-    const Tensor seqlens_k = int32_of(a.seqlens_k), leftpad_k = int32_of(a.leftpad_k), offset = int32_of(a.offsets);
-    attention.seqlens_k = ints_of(seqlens_k), attention.leftpad_k = ints_of(leftpad_k);
-    attention.offset = ints_of(offset);
+    const auto ints = set_int32s(a, attention);
     const Results before = earlier_state(a);
     if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
     attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
@@ -344,8 +362,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
     const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
     Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
-    const Tensor lengths = int32_of(a.seqlens_k), pads = int32_of(a.leftpad_k), positions = int32_of(a.offsets);
-    g.a.seqlens_k = ints_of(lengths), g.a.leftpad_k = ints_of(pads), g.a.offset = ints_of(positions);
+    const auto ints = set_int32s(a, g.a);
     g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
     g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
     g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;

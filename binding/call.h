@@ -20,8 +20,8 @@ struct Results {
     Tensor o, l, m, lse;
 };
 
-// Checks a call and computes it. It writes into `out`, which is checked, too, or into the tensors that `results` has,
-// which are not checked. What is missing is allocated.
+// Checks a call and computes it. `out` is checked and written. Tensors in `results` are written unchecked. What neither
+// has is allocated.
 Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
 // The same for gradients. Of `results`, too, what is missing is allocated.

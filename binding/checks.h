@@ -12,6 +12,8 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "binding/arguments.h"
@@ -205,16 +207,14 @@ inline void check_memory(const Tensor &t, const char *name) {
 // Each of the tensors among the arguments, with its name.
 template <class Function>
 void for_each_tensor(const Arguments &a, const Function &function) {
-    for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}}) function(*t, name);
-    for (const auto &[t, name] : {std::pair{&a.seqlens_k, "seqlens_k"},
-                                  {&a.leftpad_k, "leftpad_k"},
-                                  {&a.offsets, "offset"},
-                                  {&a.sinks, "sinks"},
-                                  {&a.block_table, "block_table"},
-                                  {&a.o, "state's o"},
-                                  {&a.l, "state's l"},
-                                  {&a.m, "state's m"}})
-        if (*t) function(**t, name);
+    const auto visit = [&](const auto &argument, const char *name) {
+        using Type = std::decay_t<decltype(argument)>;
+        if constexpr (std::is_same_v<Type, Tensor>) function(argument, name);
+        if constexpr (std::is_same_v<Type, MaybeTensor>)
+            if (argument) function(*argument, name);
+    };
+    const char *const *name = kNames.data();
+    std::apply([&](const auto &...all) { (visit(all, *name++), ...); }, forward_arguments_of(a));
 }
 
 inline void check_overlap(const Arguments &a, const Tensor &out) {

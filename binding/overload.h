@@ -1,4 +1,4 @@
-// overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what
+// overload.h: the operators minimal_attn::forward and backward as PyTorch's dispatcher sees them: schemas, and what
 // the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd records a node (autograd.h).
 #pragma once
 
