@@ -156,7 +156,8 @@ constexpr bool is_last(TileList<First, More...>) {
 }
 
 // Allows a kernel's blocks all shared memory that the device has for one, and prefers it to L1. Each host thread tells
-// CUDA only once a device, since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code was compiled for, 90 for 9.0.
+// CUDA only once a device, since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code was
+// compiled for, 90 for 9.0.
 cudaError_t allow_shared_memory(const void *kernel, int *ptx_version = nullptr);
 template <class... Parameters>
 cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int *ptx_version = nullptr) {

@@ -8,6 +8,7 @@ and dv would have a copy for each block. So the backward pass pads the sequences
 from __future__ import annotations
 
 import torch
+from torch import library
 
 from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
@@ -248,7 +249,7 @@ def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
     return dq[:total_q], dk[:total_k], dv[:total_k]
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "minimal_attn::packed_backward",
     mutates_args=(),
     schema="(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dlse, Tensor cu_q, "

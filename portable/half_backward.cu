@@ -14,11 +14,11 @@
 //     every warp  | Tile::Threads / 32 | sums, S, dP, operands: | loads a part of each tile; computes S and dP of WarpRows rows
 //                 |                    | up to 255              | and Columns columns, and 1 / Group of the rows' sums
 //
-//     shared memory   | size              | written                             | read
-//     owned tiles     | 2 x Own x D       | once; the results in the end        | steps 11 and 17, by the warps of the rows
-//     walked tiles    | 2 x Walk x D each | while the ones before are in use    | steps 11 to 22, by all
-//     log2_l, D (dK_dV) | 2 x Walk floats   | likewise                            | steps 13 and 20
-//     operands P, dS  | of each warp      | after step 20, where Group > 1      | steps 16, 21, 22, by the rest of the group
+//     shared memory    | size              | written                             | read
+//     owned tiles      | 2 x Own x D       | once; the results in the end        | steps 11 and 17, by the warps of the rows
+//     walked tiles     | 2 x Walk x D each | while the ones before are in use    | steps 11 to 22, by all
+//     log2_l, D, dK_dV | 2 x Walk floats   | likewise                            | steps 13 and 20
+//     operands P, dS   | of each warp      | after step 20, where Group > 1      | steps 16, 21, 22, by the rest of the group
 //
 //     barrier                       | arrives and waits | then
 //     wait_for_tiles                | the block         | the next walked tiles have arrived; all warps have read the ones
