@@ -29,61 +29,57 @@
 namespace minimal_attn {
 namespace {
 
-// Python's arguments of forward and explain, in their order.
-using Window = std::pair<Number<int64_t>, Number<int64_t>>;
-using PythonTypes =
-    TypeList<const Tensor &, const Tensor &, const Tensor &, Flag, Window, std::optional<Number<double>>,
-             const MaybeTensor &, const MaybeTensor &, std::optional<Number<int64_t>>, const MaybeTensor &,
-             const std::string &, const std::optional<State> &, Flag, const MaybeTensor &, Flag, const MaybeTensor &,
-             const MaybeTensor &>;
-struct PythonArguments {
-    const Tensor &q, &k, &v;
-    Flag causal;
-    Window window_size;
-    std::optional<Number<double>> softmax_scale;
-    const MaybeTensor &seqlens_k, &leftpad_k;
-    std::optional<Number<int64_t>> offset;
-    const MaybeTensor &offsets;
-    const std::string &backend;
-    const std::optional<State> &state;
-    Flag return_state;
-    const MaybeTensor &sinks;
-    Flag return_lse;
-    const MaybeTensor &out, &block_table;
-
-    Returns returns() const { return return_lse ? Returns::lse : state || return_state ? Returns::state : Returns::o; }
+// What Python hands over for a type of the operator, and the value that the operator takes.
+template <class T>
+struct FromPython {
+    using type = T;
 };
-
-// use(arguments): the operator's arguments.
-template <class Use>
-auto with_arguments(const PythonArguments &p, const Use &use) {
-    const std::array<SymInt, 2> window = {p.window_size.first.value, p.window_size.second.value};
-    const auto scale = p.softmax_scale ? std::optional<double>(*p.softmax_scale) : std::nullopt;
-    const auto offset = p.offset ? std::optional<SymInt>(*p.offset) : std::nullopt;
-    MaybeTensor o, l, m;
-    if (p.state) std::tie(o, l, m) = *p.state;
-    return use(Arguments{p.q, p.k, p.v, p.causal, window, scale, p.seqlens_k, p.leftpad_k, offset, p.offsets, p.backend,
-                         o, l, m, p.sinks, p.block_table});
+template <>
+struct FromPython<bool> {
+    using type = Flag;
+};
+template <>
+struct FromPython<c10::SymIntArrayRef> {
+    using type = std::pair<Number<int64_t>, Number<int64_t>>;
+};
+template <>
+struct FromPython<std::optional<double>> {
+    using type = std::optional<Number<double>>;
+};
+template <>
+struct FromPython<std::optional<SymInt>> {
+    using type = std::optional<Number<int64_t>>;
+};
+template <>
+struct FromPython<std::string_view> {
+    using type = const std::string &;
+};
+template <class T>
+const T &value_of(const T &x) {
+    return x;
+}
+template <class T>
+std::optional<T> value_of(const std::optional<Number<T>> &x) {
+    return x ? std::optional<T>(x->value) : std::nullopt;
+}
+std::array<SymInt, 2> value_of(const std::pair<Number<int64_t>, Number<int64_t>> &x) {
+    return {x.first.value, x.second.value};
 }
 
 // What Python calls while not compiling: the same operator.
-std::variant<Tensor, Lse, State> call_operator(const PythonArguments &p) {
-    return with_arguments(p, [&](const Arguments &a) -> std::variant<Tensor, Lse, State> {
-        const auto call = [&](const auto &operation, const auto &...out) {
-            return std::apply([&](const auto &...all) { return operation(all..., out...); }, forward_arguments_of(a));
-        };
-        if (p.out) return call(Overload<Forward<void, const Tensor &>>::call, *p.out), *p.out;
-        if (p.return_lse) return call(Overload<Forward<Lse>>::call);
-        if (p.returns() == Returns::state) return call(Overload<Forward<State>>::call);
-        return call(Overload<Forward<Tensor>>::call);
-    });
+std::variant<Tensor, Lse, State> call_operator(const Arguments &a, Returns returns, const MaybeTensor &out) {
+    const auto call = [&](const auto &operation, const auto &...out) {
+        return std::apply([&](const auto &...all) { return operation(all..., out...); }, forward_arguments_of(a));
+    };
+    if (out) return call(Overload<Forward<void, const Tensor &>>::call, *out), *out;
+    if (returns == Returns::lse) return call(Overload<Forward<Lse>>::call);
+    if (returns == Returns::state) return call(Overload<Forward<State>>::call);
+    return call(Overload<Forward<Tensor>>::call);
 }
 
-pybind11::dict explain_call(const PythonArguments &p, bool backward) {
+pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTensor &out, bool backward) {
     using namespace pybind11::literals;
-    const Tensor *const out = p.out ? &*p.out : nullptr;
-    const Explanation found =
-        with_arguments(p, [&](const Arguments &a) { return explain(a, p.returns(), out, backward); });
+    const Explanation found = explain(a, returns, out ? &*out : nullptr, backward);
     pybind11::dict others;
     for (const auto &[name, why] : found.others) others[name.c_str()] = why;
     const Plan &plan = found.plan;
@@ -93,14 +89,31 @@ pybind11::dict explain_call(const PythonArguments &p, bool backward) {
                           "copied"_a = found.copied, "others"_a = others);
 }
 
+Returns returns_of(const Arguments &a, bool return_state, bool return_lse) {
+    return return_lse ? Returns::lse : a.o || return_state ? Returns::state : Returns::o;
+}
+
+// The operator's arguments, then what decides the result.
 template <class Types>
 struct PythonFunctions;
 template <class... Types>
-struct PythonFunctions<TypeList<Types...>> {
-    static std::variant<Tensor, Lse, State> forward(Types... arguments) { return call_operator({arguments...}); }
-    static pybind11::dict explain(Types... arguments, Flag backward) { return explain_call({arguments...}, backward); }
+struct PythonFunctions<void(Types...)> {
+    static auto forward(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
+                        Flag return_state, Flag return_lse, const MaybeTensor &out) {
+        const auto call = [&](const Arguments &a) {
+            return call_operator(a, returns_of(a, return_state, return_lse), out);
+        };
+        return call(Arguments{q, k, v, value_of(all)...});
+    }
+    static auto explain(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
+                        Flag return_state, Flag return_lse, const MaybeTensor &out, Flag backward) {
+        const auto call = [&](const Arguments &a) {
+            return explain_call(a, returns_of(a, return_state, return_lse), out, backward);
+        };
+        return call(Arguments{q, k, v, value_of(all)...});
+    }
 };
-using Python = PythonFunctions<PythonTypes>;
+using Python = PythonFunctions<OwnTypes>;
 
 }  // namespace
 

@@ -1,6 +1,4 @@
-// arguments.h: the arguments of the operators minimal_attn::forward and minimal_attn::backward. An argument stands here
-// as a field, a type, a schema, a name and in a tuple, always in one order, and where other arguments have defaults. The
-// operators' signatures, the check of each tensor's memory and what autograd saves follow.
+// arguments.h: the arguments of the operators minimal_attn::forward and minimal_attn::backward, in one list.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 
 namespace minimal_attn {
 
@@ -17,67 +16,61 @@ using at::Tensor;
 using c10::SymInt;
 using MaybeTensor = std::optional<Tensor>;
 
+// The arguments behind q, k and v, in the operators' order: of(type, name, its schema, its name in errors). From these
+// lines follow the fields, the operators' signatures, Python's types (main.cpp), what autograd saves and whose memory is
+// checked. Macros, since no function can make fields and types of a list.
+#define MINIMAL_ATTN_OPTIONS(of)                                                            \
+    of(bool, causal, "bool causal=False", "causal")                                         \
+    of(c10::SymIntArrayRef, window_size, "SymInt[2] window_size=-1", "window_size")         \
+    of(std::optional<double>, softmax_scale, "float? softmax_scale=None", "softmax_scale")  \
+    of(const MaybeTensor &, seqlens_k, "Tensor? seqlens_k=None", "seqlens_k")               \
+    of(const MaybeTensor &, leftpad_k, "Tensor? leftpad_k=None", "leftpad_k")               \
+    of(std::optional<SymInt>, offset, "SymInt? offset=None", "offset")                      \
+    of(const MaybeTensor &, offsets, "Tensor? offsets=None", "offset")                      \
+    of(std::string_view, backend, "str backend=\"auto\"", "backend")
+// Of forward alone. o, l and m are the earlier state: all three or none.
+#define MINIMAL_ATTN_OF_FORWARD(of)                                                         \
+    of(const MaybeTensor &, o, "Tensor? o=None", "state's o")                               \
+    of(const MaybeTensor &, l, "Tensor? l=None", "state's l")                               \
+    of(const MaybeTensor &, m, "Tensor? m=None", "state's m")                               \
+    of(const MaybeTensor &, sinks, "Tensor? sinks=None", "sinks")                           \
+    of(const MaybeTensor &, block_table, "Tensor? block_table=None", "block_table")
+
+// Of each type, the value of an argument that isn't given.
+template <class T>
+inline const std::decay_t<T> kDefault{};
+template <>
+inline const std::array<SymInt, 2> kDefault<c10::SymIntArrayRef> = {-1, -1};
+template <>
+inline const std::string_view kDefault<std::string_view> = "auto";
+
+#define FIELD(type, name, schema, error) type name = kDefault<type>;
+#define LISTED(type, name, schema, error) TypeList<type>,
+#define SCHEMA(type, name, schema, error) ", " schema
+#define NAME(type, name, schema, error) error,
+#define TIED(type, name, schema, error) std::tie(a.name),
+
 // The arguments as the dispatcher hands them over.
 struct Arguments {
     const Tensor &q, &k, &v;
-    // The options: forward and backward have them.
-    bool causal;
-    c10::SymIntArrayRef window_size;
-    std::optional<double> softmax_scale;
-    const MaybeTensor &seqlens_k, &leftpad_k;
-    const std::optional<SymInt> &offset;
-    const MaybeTensor &offsets;
-    std::string_view backend;
-    // Of forward alone
-    const MaybeTensor &o, &l, &m;  // the earlier state: all three or none
-    const MaybeTensor &sinks;
-    const MaybeTensor &block_table;
-    // Of backward alone
-    bool deterministic = false, complete = false;
+    MINIMAL_ATTN_OPTIONS(FIELD)
+    MINIMAL_ATTN_OF_FORWARD(FIELD)
+    bool deterministic = false, complete = false;  // of backward alone
 };
 
-// use(arguments): a call with the defaults of all other arguments.
-template <class Use>
-auto with_defaults(const Tensor &q, const Tensor &k, const Tensor &v, bool causal, std::optional<double> softmax_scale,
-                   const std::optional<SymInt> &offset, const Use &use) {
-    static const MaybeTensor none;
-    static const std::array<SymInt, 2> window = {-1, -1};
-    return use(Arguments{q, k, v, causal, window, softmax_scale, none, none, offset, none, "auto", none, none, none,
-                         none, none});
-}
+inline constexpr const char *kOptions = MINIMAL_ATTN_OPTIONS(SCHEMA);
+inline constexpr const char *kForwardOptions = MINIMAL_ATTN_OF_FORWARD(SCHEMA);
 
-// A call of backward: it has none of the arguments of forward alone.
-template <class... Options>
-Arguments backward_arguments(const Tensor &q, const Tensor &k, const Tensor &v, bool deterministic, bool complete,
-                             const Options &...options) {
-    static const MaybeTensor none;
-    return {q, k, v, options..., none, none, none, none, none, deterministic, complete};
+// The names of forward's arguments in errors. Python's `offset` is two here: an int, and a tensor.
+inline constexpr const char *kNames[] = {"q", "k", "v", MINIMAL_ATTN_OPTIONS(NAME) MINIMAL_ATTN_OF_FORWARD(NAME) "out"};
+
+inline auto options_of(const Arguments &a) { return std::tuple_cat(MINIMAL_ATTN_OPTIONS(TIED) std::tuple<>()); }
+inline auto forward_arguments_of(const Arguments &a) {
+    return std::tuple_cat(std::tie(a.q, a.k, a.v), options_of(a), MINIMAL_ATTN_OF_FORWARD(TIED) std::tuple<>());
 }
 
 template <class... Types>
 struct TypeList {};
-using OptionTypes = TypeList<bool, c10::SymIntArrayRef, std::optional<double>, const MaybeTensor &, const MaybeTensor &,
-                             std::optional<SymInt>, const MaybeTensor &, std::string_view>;
-using ForwardTypes =
-    TypeList<const MaybeTensor &, const MaybeTensor &, const MaybeTensor &, const MaybeTensor &, const MaybeTensor &>;
-
-inline constexpr const char *kOptions =
-    "bool causal=False, SymInt[2] window_size=-1, float? softmax_scale=None, Tensor? seqlens_k=None, "
-    "Tensor? leftpad_k=None, SymInt? offset=None, Tensor? offsets=None, str backend=\"auto\"";
-inline constexpr const char *kForwardOptions =
-    "Tensor? o=None, Tensor? l=None, Tensor? m=None, Tensor? sinks=None, Tensor? block_table=None";
-
-// The names of forward's arguments in errors. Python's `offset` is two here: an int, and a tensor.
-inline constexpr std::array<const char *, 17> kNames = {
-    "q",      "k",       "v",         "causal",    "window_size", "softmax_scale", "seqlens_k",   "leftpad_k", "offset",
-    "offset", "backend", "state's o", "state's l", "state's m",   "sinks",         "block_table", "out"};
-
-inline auto options_of(const Arguments &a) {
-    return std::tie(a.causal, a.window_size, a.softmax_scale, a.seqlens_k, a.leftpad_k, a.offset, a.offsets, a.backend);
-}
-inline auto forward_arguments_of(const Arguments &a) {
-    return std::tuple_cat(std::tie(a.q, a.k, a.v), options_of(a), std::tie(a.o, a.l, a.m, a.sinks, a.block_table));
-}
 
 // A signature with the types of lists behind its own.
 template <class Signature, class... Lists>
@@ -92,13 +85,23 @@ using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-su
 using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
+// The types of the options alone, and of all behind q, k and v.
+using OptionTypes = Extended<void(), MINIMAL_ATTN_OPTIONS(LISTED) TypeList<>>::type;
+using OwnTypes = Extended<void(), MINIMAL_ATTN_OPTIONS(LISTED) MINIMAL_ATTN_OF_FORWARD(LISTED) TypeList<>>::type;
+
 // The operators' signatures: Out is `const Tensor &` for forward.out.
 template <class Result, class... Out>
-using Forward = typename Extended<Result(const Tensor &, const Tensor &, const Tensor &), OptionTypes, ForwardTypes,
-                                  TypeList<Out...>>::type;
+using Forward = typename Extended<Result(const Tensor &, const Tensor &, const Tensor &),
+                                  MINIMAL_ATTN_OPTIONS(LISTED) MINIMAL_ATTN_OF_FORWARD(LISTED) TypeList<Out...>>::type;
 // do, q, k, v, o, lse, dlse; the options; out_dtype, deterministic, complete
-using Backward = typename Extended<Gradients(const Tensor &, const Tensor &, const Tensor &, const Tensor &,
-                                             const Tensor &, const Tensor &, const MaybeTensor &),
-                                   OptionTypes, TypeList<std::optional<at::ScalarType>, bool, bool>>::type;
+using Backward = Extended<Gradients(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
+                                    const Tensor &, const MaybeTensor &),
+                          MINIMAL_ATTN_OPTIONS(LISTED) TypeList<std::optional<at::ScalarType>, bool, bool>>::type;
+
+#undef FIELD
+#undef LISTED
+#undef SCHEMA
+#undef NAME
+#undef TIED
 
 }  // namespace minimal_attn

@@ -88,7 +88,7 @@ T kept(const T &option) {
 template <class Options>
 struct KeptOptions;
 template <class... Types>
-struct KeptOptions<TypeList<Types...>> {
+struct KeptOptions<void(Types...)> {
     using type = std::tuple<decltype(kept(std::declval<const std::decay_t<Types> &>()))...>;
 };
 

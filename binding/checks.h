@@ -12,8 +12,6 @@
 #include <cmath>
 #include <optional>
 #include <string>
-#include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "binding/arguments.h"
@@ -207,14 +205,14 @@ inline void check_memory(const Tensor &t, const char *name) {
 // Each of the tensors among the arguments, with its name.
 template <class Function>
 void for_each_tensor(const Arguments &a, const Function &function) {
-    const auto visit = [&](const auto &argument, const char *name) {
-        using Type = std::decay_t<decltype(argument)>;
-        if constexpr (std::is_same_v<Type, Tensor>) function(argument, name);
-        if constexpr (std::is_same_v<Type, MaybeTensor>)
-            if (argument) function(*argument, name);
+    const auto visit = [&](const auto &x, const char *name) {
+        using T = std::decay_t<decltype(x)>;
+        if constexpr (std::is_same_v<T, Tensor>) function(x, name);
+        if constexpr (std::is_same_v<T, MaybeTensor>)
+            if (x) function(*x, name);
     };
-    const char *const *name = kNames.data();
-    std::apply([&](const auto &...all) { (visit(all, *name++), ...); }, forward_arguments_of(a));
+    const char *const *name = kNames;
+    std::apply([&](const auto &...all) { (..., visit(all, *name++)); }, forward_arguments_of(a));
 }
 
 inline void check_overlap(const Arguments &a, const Tensor &out) {

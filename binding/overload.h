@@ -1,4 +1,4 @@
-// overload.h: the operators minimal_attn::forward and backward as PyTorch's dispatcher sees them: schemas, and what
+// overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what
 // the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd records a node (autograd.h).
 #pragma once
 
@@ -71,13 +71,13 @@ struct Overload<Result(Args...)> {
     static Arguments without_last(const All &args, std::index_sequence<i...>) {
         return {std::get<i>(args)...};
     }
-    static Result result_of(Results &&results) {
+    static Result result_of(const Results &results) {
         if constexpr (is_state)
-            return {std::move(results.o), std::move(results.l), std::move(results.m)};
+            return {results.o, results.l, results.m};
         else if constexpr (is_lse)
-            return {std::move(results.o), std::move(results.lse)};
+            return {results.o, results.lse};
         else
-            return std::move(results.o);
+            return results.o;
     }
 
     static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }
@@ -138,7 +138,7 @@ struct Overload<Result(Args...)> {
     static void define(torch::Library &m, const char *out, const char *returns) {
         const auto full_name = std::string("forward") + (*name ? "." : "") + name;
         const std::string arguments =
-            std::string("(Tensor q, Tensor k, Tensor v, ") + kOptions + ", " + kForwardOptions;
+            std::string("(Tensor q, Tensor k, Tensor v") + kOptions + kForwardOptions;
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
         // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
@@ -159,17 +159,18 @@ template <class Options>
 struct BackwardOperator;
 
 template <class... Options>
-struct BackwardOperator<TypeList<Options...>> {
+struct BackwardOperator<void(Options...)> {
     static Gradients compute(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
                              const Tensor &lse, const MaybeTensor &dlse, Options... options,
                              std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
-        const Arguments a = backward_arguments(q, k, v, deterministic, complete, options...);
+        Arguments a{q, k, v, options...};
+        a.deterministic = deterministic, a.complete = complete;
         return differentiate(a, do_, o, lse, dlse, out_dtype);
     }
 
     static void define(torch::Library &m) {
         const std::string arguments =
-            std::string("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, ") + kOptions +
+            std::string("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse") + kOptions +
             ", ScalarType? out_dtype=None, bool deterministic=False, bool complete=False)";
         m.def(("backward" + arguments + " -> (Tensor dq, Tensor dk, Tensor dv)").c_str(), {at::Tag::pt2_compliant_tag});
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

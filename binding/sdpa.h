@@ -159,7 +159,9 @@ enum class Aligned { first, last };
 template <class Function>
 auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
-    return with_defaults(c.q, c.k, c.v, c.is_causal, c.scale, offset, function);
+    Arguments a{c.q, c.k, c.v};
+    a.causal = c.is_causal, a.softmax_scale = c.scale, a.offset = offset;
+    return function(a);
 }
 
 inline Tensor empty_in(Layout layout, const Tensor &t) {

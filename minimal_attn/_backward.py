@@ -90,7 +90,7 @@ def backward(
     if unknown or surplus:
         raise wrong_call("backward", "do, q, k, v, o, l, m", surplus, unknown)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
-    if not torch.compiler.is_compiling() and (error := wrong_type(locals())):
+    if not torch.compiler.is_compiling() and (error := wrong_type(backward, locals())):
         raise error
     if m is not None and m.shape != l.shape:
         raise ValueError(f"m must have l's shape {tuple(l.shape)}, but has shape {tuple(m.shape)}")

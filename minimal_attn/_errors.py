@@ -98,39 +98,27 @@ def _is_tensor(x):
     return isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_quantized or x.is_nested)
 
 
-# What each argument must be. forward reads it only after an error: on every call the C++ side checks.
+def _or_none(is_right):
+    return lambda x: x is None or is_right(x)
+
+
+# What an argument must be, by its annotation. forward asks only after an error: C++ checks each call.
 _MUST_BE = {
-    "do": (_is_tensor, "a dense tensor"),
-    "q": (_is_tensor, "a dense tensor"),
-    "k": (_is_tensor, "a dense tensor"),
-    "v": (_is_tensor, "a dense tensor"),
-    "o": (_is_tensor, "a dense tensor"),
-    "l": (_is_tensor, "a dense tensor"),
-    "m": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "dlse": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "seqlens_k": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "leftpad_k": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "state": (lambda x: x is None or _is_tuple(x, 3, _is_tensor), "three dense tensors (o, l, m) or None"),
-    "window_size": (lambda x: _is_tuple(x, 2, _is_int), "two ints (left, right)"),
-    "softmax_scale": (lambda x: x is None or _is_number(x), "a number or None"),
-    "offset": (
+    "Tensor": (_is_tensor, "a dense tensor"),
+    "Tensor | None": (_or_none(_is_tensor), "a dense tensor or None"),
+    "State | None": (
+        _or_none(lambda x: _is_tuple(x, 3, _is_tensor)),
+        "three dense tensors (o, l, m) or None",
+    ),
+    "bool": (lambda x: isinstance(x, bool), "True or False"),
+    "float | None": (_or_none(_is_number), "a number or None"),
+    "int | Tensor | None": (
         lambda x: _is_tensor(x) if isinstance(x, torch.Tensor) else x is None or _is_int(x),
         "an int of 64 bits, a dense tensor or None",
     ),
-    "sinks": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "out": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "block_table": (lambda x: x is None or _is_tensor(x), "a dense tensor or None"),
-    "return_lse": (lambda x: isinstance(x, bool), "True or False"),
-    "causal": (lambda x: isinstance(x, bool), "True or False"),
-    "return_state": (lambda x: isinstance(x, bool), "True or False"),
-    "backward": (lambda x: isinstance(x, bool), "True or False"),
-    "deterministic": (lambda x: isinstance(x, bool), "True or False"),
-    "complete": (lambda x: isinstance(x, bool), "True or False"),
-    "backend": (
-        lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(),
-        "a Unicode string",
-    ),
-    "out_dtype": (lambda x: x is None or isinstance(x, torch.dtype), "a dtype or None"),
+    "tuple[int, int]": (lambda x: _is_tuple(x, 2, _is_int), "two ints (left, right)"),
+    "str": (lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode(), "a Unicode string"),
+    "torch.dtype | None": (_or_none(lambda x: isinstance(x, torch.dtype)), "a dtype or None"),
 }
 
 
@@ -151,18 +139,19 @@ def in_words(x):
     return f"a tensor of shape {tuple(x.shape)}" if x.layout == torch.strided else f"one of layout {x.layout}"
 
 
-def wrong_type(arguments):
-    """A TypeError about the first of a function's `arguments` that has a wrong type, or None."""
-    for name, (is_right, must_be) in _MUST_BE.items():
-        value = arguments.get(name)
-        if name in arguments and not is_right(value):
-            return TypeError(f"{name} must be {must_be}, but was {in_words(value)}")
+def wrong_type(function, arguments):
+    """A TypeError about the first of `arguments` that isn't what the function's annotation says, or None."""
+    for name, annotation in function.__annotations__.items():
+        if name in arguments and annotation in _MUST_BE:
+            is_right, must_be = _MUST_BE[annotation]
+            if not is_right(arguments[name]):
+                return TypeError(f"{name} must be {must_be}, but was {in_words(arguments[name])}")
     return None
 
 
-def clearer(error, arguments):
+def clearer(error, function, arguments):
     """wrong_type's error about forward's arguments, or `error` itself."""
-    if found := wrong_type(arguments):
+    if found := wrong_type(function, arguments):
         return found
     if arguments["out"] is not None and "sharding strategy" in str(error):
         return ValueError("out must be None for DTensors: their placements decide how the result is sharded")

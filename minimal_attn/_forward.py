@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
 State = tuple[Tensor, Tensor, Tensor]
+# The operator's, behind q, k and v: binding/arguments.h.
+_ARGUMENTS = tuple(x.name for x in torch.ops.minimal_attn.forward.default._schema.arguments[3:])
 
 
 class _Options(TypedDict, total=False):
@@ -31,6 +33,12 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     out: Tensor | None
     block_table: Tensor | None
+
+
+class _AllOptions(_Options, total=False):
+    state: State | None
+    return_state: bool
+    return_lse: bool
 
 
 _False = Literal[False]
@@ -169,24 +177,16 @@ def forward(
     if return_lse is True or out is not None:
         check_results(state, return_state, return_lse, out)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
+    o = l = m = None
+    if state is not None:
+        o, l, m = _three(state)
+    # _ARGUMENTS, in their order
+    arguments = (
+        *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend),
+        *(o, l, m, sinks, block_table),
+    )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
-        o, l, m = (None, None, None) if state is None else state
-        options = dict(
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            seqlens_k=seqlens_k,
-            leftpad_k=leftpad_k,
-            offset=position,
-            offsets=offsets,
-            backend=backend,
-            o=o,
-            l=l,
-            m=m,
-            sinks=sinks,
-            block_table=block_table,
-        )
-        operator = torch.ops.minimal_attn.forward
+        operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))
         if out is not None:
             operator.out(q, k, v, **options, result=out)  # Dynamo has rules of its own for a name of out
             return out
@@ -196,33 +196,19 @@ def forward(
             return operator.state(q, k, v, **options)
         return operator.default(q, k, v, **options)
     if has_torch_function_variadic(q, k, v):  # a subclass of Tensor, or a TorchFunctionMode
-        arguments = locals()
-        given = {
-            x: arguments[x] for x, default in forward.__kwdefaults__.items() if arguments[x] is not default
-        }
+        given = locals()
+        given = {x: given[x] for x, default in forward.__kwdefaults__.items() if given[x] is not default}
         return handle_torch_function(forward, (q, k, v), q, k, v, **given)
     try:
-        return _C.forward(
-            q,
-            k,
-            v,
-            causal,
-            window_size,
-            softmax_scale,
-            seqlens_k,
-            leftpad_k,
-            position,
-            offsets,
-            backend,
-            state,
-            return_state,
-            sinks,
-            return_lse,
-            out,
-            block_table,
-        )
+        return _C.forward(q, k, v, *arguments, return_state, return_lse, out)
     except (TypeError, NotImplementedError) as error:
-        raise clearer(error, locals()) from None
+        raise clearer(error, forward, locals()) from None
+
+
+def _three(state):
+    if error := wrong_type(forward, {"state": state}):
+        raise error
+    return state
 
 
 def autocast_dtype(x):
@@ -270,52 +256,24 @@ def explain(
     k: Tensor,
     v: Tensor,
     *surplus: Never,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    seqlens_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    offset: int | Tensor | None = None,
-    state: State | None = None,
-    return_state: bool = False,
-    backend: str = "auto",
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    block_table: Tensor | None = None,
     backward: bool = False,
-    **unknown: Never,
+    **options: Unpack[_AllOptions],
 ) -> Explanation:
     """Which backend, kernel and tile `forward` takes for these arguments, and why not each other one.
 
     The arguments and their errors are those of `forward`. With backward=True the answer is about the call of
     `backward` that gives the gradients. Nothing is launched, copied or allocated.
     """
-    if unknown or surplus:
+    defaults = forward.__kwdefaults__
+    unknown = {name: None for name in options if name not in defaults}
+    if surplus or unknown:
         raise wrong_call("explain", "q, k, v", surplus, unknown)
-    position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
-    if error := wrong_type(locals()):
+    given = dict(q=q, k=k, v=v, backward=backward) | defaults | options
+    if error := wrong_type(forward, given) or wrong_type(explain, given):
         raise error
-    check_results(state, return_state, return_lse, out)
-    return Explanation(
-        **_C.explain(
-            q,
-            k,
-            v,
-            causal,
-            window_size,
-            softmax_scale,
-            seqlens_k,
-            leftpad_k,
-            position,
-            offsets,
-            backend,
-            state,
-            return_state,
-            sinks,
-            return_lse,
-            out,
-            block_table,
-            backward,
-        )
-    )
+    returns = [given[name] for name in ("return_state", "return_lse", "out")]
+    check_results(given["state"], *returns)
+    is_tensor = isinstance(given["offset"], Tensor)
+    given |= dict(offset=None, offsets=given["offset"]) if is_tensor else dict(offsets=None)
+    given |= zip("olm", given["state"] or [None] * 3, strict=True)
+    return Explanation(**_C.explain(q, k, v, *(given[name] for name in _ARGUMENTS), *returns, backward))

@@ -10,15 +10,17 @@ from itertools import combinations
 import torch
 from torch import library
 
-# The operators' tensors that have a row for each batch and head, and all that have a row for each batch.
-# Sinks have one for each head alone.
+# The operators' tensors that have a row for each batch and head. Others but sinks have one for each batch.
 _BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
-_BY_BATCH = (*_BY_HEAD, "seqlens_k", "leftpad_k", "offsets", "block_table")
+
+
+def _by_batch(operator):
+    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name != "sinks"]
 
 
 def _vmap_rule(operator):
     """torch.vmap of `operator`: one call in which the mapped dimension is part of the batch."""
-    names = [argument.name for argument in operator._schema.arguments]
+    names, by_batch = [argument.name for argument in operator._schema.arguments], _by_batch(operator)
 
     def rule(info, in_dims, *args):
         arguments = dict(zip(names, args, strict=False))
@@ -42,9 +44,11 @@ def _vmap_rule(operator):
                 first_page = torch.arange(info.batch_size, device=table.device) * n_pages
                 table = table.long().clamp(0, n_pages - 1) + first_page[:, None, None]
                 arguments["block_table"], dims["block_table"] = table, 0
-        for name in _BY_BATCH:
+        for name in by_batch:
             if arguments.get(name) is not None and name not in pages:
-                arguments[name] = in_front(name).flatten(0, 1)
+                t = in_front(name)  # some may have one row for all batches
+                t = t if name in "kv" or t.shape[1] == B else t.expand(-1, B, *t.shape[2:])
+                arguments[name] = t.flatten(0, 1)
         if arguments.get("sinks") is not None:
             sinks = in_front("sinks")
             sinks = sinks if sinks.dim() == 3 else sinks.unsqueeze(1).expand(-1, B, -1)
@@ -98,7 +102,7 @@ def _sharding_rule(operator):
     def rule(*args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
         k, sinks = given["k"], given.get("sinks")
-        by_batch = dict.fromkeys(_BY_BATCH, Shard(0))
+        by_batch = dict.fromkeys(_by_batch(operator), Shard(0))
         by_head = dict.fromkeys(_BY_HEAD, Shard(1))
         if given.get("block_table") is not None:  # any batch may read any page
             by_batch |= {"k": whole, "v": whole}

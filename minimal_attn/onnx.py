@@ -16,6 +16,8 @@ from importlib.util import find_spec
 import torch
 
 _FAR = 2**40  # beyond all positions; sums of a few stay within int64
+_TRANSLATED = {"q", "k", "v", "causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset"}
+_TRANSLATED |= {"offsets", "backend", "sinks"}
 _FLOAT, _INT64 = 1, 7  # onnx.TensorProto's
 
 
@@ -94,36 +96,23 @@ def _explicit(call):
 class _Call:
     """A call of the operator, which becomes nodes of the model that is exported."""
 
-    def __init__(
-        self,
-        q,
-        k,
-        v,
-        causal=False,
-        window_size=(-1, -1),
-        softmax_scale=None,
-        seqlens_k=None,
-        leftpad_k=None,
-        offset=None,
-        offsets=None,
-        backend="auto",
-        o=None,
-        l=None,
-        m=None,
-        sinks=None,
-        block_table=None,
-    ):
+    def __init__(self, *arguments, **options):
         import onnxscript
 
-        if o is not None or block_table is not None:
-            name = "state" if o is not None else "block_table"
-            raise NotImplementedError(f"{name} must be None in an export to ONNX, but was given")
+        schema = torch.ops.minimal_attn.forward.default._schema.arguments
+        given = {a.name: a.default_value for a in schema} | options
+        given |= dict(zip((a.name for a in schema), arguments, strict=False))
+        for name in given.keys() - _TRANSLATED:
+            if given[name] is not None:
+                name = "state" if name in "olm" else name
+                raise NotImplementedError(f"{name} must be None in an export to ONNX, but was given")
         self.op = onnxscript.evaluator.default().opset
-        self.q, self.k, self.v, self.sinks = q, k, v, sinks
-        self.scale = float(1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale)
-        left, right = window_size
-        self.left, self.right = left, 0 if causal else right
-        self.seqlens_k, self.leftpad_k, self.offset, self.offsets = seqlens_k, leftpad_k, offset, offsets
+        self.q, self.k, self.v, self.sinks = (given[x] for x in ("q", "k", "v", "sinks"))
+        scale, (left, right) = given["softmax_scale"], given["window_size"]
+        self.scale = float(1 / math.sqrt(self.q.shape[3]) if scale is None else scale)
+        self.left, self.right = left, 0 if given["causal"] else right
+        self.seqlens_k, self.leftpad_k = given["seqlens_k"], given["leftpad_k"]
+        self.offset, self.offsets = given["offset"], given["offsets"]
 
     def constant(self, *values):
         """A node of one float, or of a list of ints, such as axes."""
