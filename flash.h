@@ -31,6 +31,22 @@ struct Strides {
     int64_t batch, head, row;
 };
 
+// Keys, queries or tiles of them: begin <= x < end.
+struct Interval {
+    int begin, end;
+};
+using Keys = Interval;
+
+// What queries see where no band says it, in memory of q's device. ranges.h fills it and reads it.
+struct TileKeys {
+    Keys any, all;  // that any of its queries sees; that all of them see
+};
+struct RangeTables {
+    Keys *rows;         // of each query
+    TileKeys *tiles;    // of each kRangeTile queries
+    Interval *queries;  // of each kRangeTile keys: from the first to the last tile of queries that sees one of them
+};
+
 struct Attention {
     // q (B, Hq, Nq, d); k, v (B, Hkv, Nk, d). Query head h reads key head h / (Hq / Hkv).
     Dtype dtype;
@@ -68,6 +84,13 @@ struct Attention {
     float *l, *m, *lse;
     Strides lse_stride;  // all three count
     int lse_rows;        // at least Nq; on a GPU those from Nq on become inf, as PyTorch's backward pass wants them
+
+    // More of the mask. With key_ranges (else null), query i of batch b sees of the keys above only begin <= j < end.
+    // These are key_ranges[b * key_ranges_stride + 2 * i] and the next number: any two ints. Then `ranges` (ranges.h) is
+    // the whole mask, and nothing but `keys` of a band is read.
+    const int *key_ranges;
+    int64_t key_ranges_stride;
+    RangeTables ranges;
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
@@ -100,13 +123,9 @@ MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, flo
 // Whether causal or a window bounds what a query sees.
 inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
 // Whether anything but the number of keys does.
-inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k; }
-
-// Keys, queries or tiles of them: begin <= x < end.
-struct Interval {
-    int begin, end;
-};
-using Keys = Interval;
+inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k || a.key_ranges; }
+// Whether all batches have one band, and see nothing else.
+inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset && !a.key_ranges; }
 
 MINIMAL_ATTN_HOST_DEVICE inline bool empty(Interval x) { return x.begin >= x.end; }
 

@@ -27,7 +27,8 @@ using MaybeTensor = std::optional<Tensor>;
     of(const MaybeTensor &, leftpad_k, "Tensor? leftpad_k=None", "leftpad_k")               \
     of(std::optional<SymInt>, offset, "SymInt? offset=None", "offset")                      \
     of(const MaybeTensor &, offsets, "Tensor? offsets=None", "offset")                      \
-    of(std::string_view, backend, "str backend=\"auto\"", "backend")
+    of(std::string_view, backend, "str backend=\"auto\"", "backend")                          \
+    of(const MaybeTensor &, key_ranges, "Tensor? key_ranges=None", "key_ranges")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                                                         \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")                               \

@@ -20,6 +20,7 @@
 #include "binding/checks.h"
 #include "binding/tensors.h"
 #include "portable/portable.h"
+#include "ranges.h"
 
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
@@ -48,28 +49,33 @@ std::string refusal_of_hopper(const Tensor &q) {
     return "";
 }
 
-// The hopper backend. It takes kernels of portable for few queries and for the gradients that it has no kernel for.
+// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for key_ranges and for
+// some gradients.
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 
 Plan plan_hopper(const Attention &a, const Device &device) {
+    if (a.key_ranges) return plan_portable(a, device);
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    if (a.key_ranges) return launch_portable(a, plan, workspace, stream);
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);
 }
 
+bool hopper_serves_backward(const Gradient &g) { return !g.a.key_ranges && hopper::serves_backward(g); }
+
 Plan plan_hopper_backward(const Gradient &g, const Device &device) {
-    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
+    return hopper_serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
 }
 
 const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+    return hopper_serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
                                       : launch_portable_backward(g, plan, workspace, stream);
 }
 #endif
@@ -215,17 +221,34 @@ Results earlier_state(const Arguments &a) {
 template <class Set>
 void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {
     set(a.seqlens_k, attention.seqlens_k), set(a.leftpad_k, attention.leftpad_k), set(a.offsets, attention.offset);
+    set(a.key_ranges, attention.key_ranges);
 }
 
 // Sets these options, as int32. The tensors that it returns have the memory.
-std::array<Tensor, 3> set_int32s(const Arguments &a, Attention &attention) {
-    std::array<Tensor, 3> tensors;
+std::array<Tensor, 4> set_int32s(const Arguments &a, Attention &attention) {
+    std::array<Tensor, 4> tensors;
     auto next = tensors.begin();
     for_each_int_option(a, attention, [&](const MaybeTensor &t, const int *&to) {
         *next = int32_of(t);
         to = ints_of(*next++);
     });
+    if (a.key_ranges) attention.key_ranges_stride = tensors.back().size(0) > 1 ? tensors.back().stride(0) : 0;
     return tensors;
+}
+
+// Fills the tables of ranges.h where the call has key_ranges. What it returns has their memory.
+c10::DataPtr make_tables(Attention &attention, bool with_queries, const Tensor &q) {
+    if (!attention.key_ranges) return {};
+    c10::DataPtr memory = c10::GetAllocator(q.device().type())->allocate(place_ranges(attention, nullptr));
+    place_ranges(attention, memory.get());
+#ifdef WITH_CUDA
+    if (q.is_cuda()) {
+        check_launch(make_ranges(attention, with_queries, at::cuda::getCurrentCUDAStream()), q);
+        return memory;
+    }
+#endif
+    make_ranges_cpu(attention, with_queries);
+    return memory;
 }
 
 // The part of flash.h's struct that the shapes, strides and options decide. With a block_table k and v are pages.
@@ -321,6 +344,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     k = readable(k), v = readable(v);
     Attention attention = describe(a, returns, q, k, v, block_table);
     const auto ints = set_int32s(a, attention);
+    const c10::DataPtr tables = make_tables(attention, /*with_queries=*/false, q);
     const Results before = earlier_state(a);
     if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
     attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
@@ -363,6 +387,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
     Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
     const auto ints = set_int32s(a, g.a);
+    const c10::DataPtr tables = make_tables(g.a, /*with_queries=*/true, q);
     g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
     g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
     g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;

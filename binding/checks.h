@@ -113,6 +113,16 @@ inline void check_block_table(const Arguments &a) {
         " and pages of ", a.k.sym_size(2));
 }
 
+inline void check_key_ranges(const Arguments &a) {
+    if (!a.key_ranges) return;
+    check_ints(a.q, *a.key_ranges, "key_ranges");
+    const auto q = a.q.sym_sizes(), ranges = a.key_ranges->sym_sizes();
+    TORCH_CHECK_VALUE(ranges.size() == 3 && holds(ranges[0].sym_eq(1) | ranges[0].sym_eq(q[0])) &&
+                          holds(ranges[1].sym_eq(q[2])) && holds(ranges[2].sym_eq(2)),
+                      "key_ranges must have shape (B or 1, Nq, 2) = (", q[0], " or 1, ", q[2],
+                      ", 2), but has shape ", ranges);
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;
@@ -124,6 +134,7 @@ inline void check_options(const Arguments &a) {
     check_per_batch(a.q, a.seqlens_k, "seqlens_k");
     check_per_batch(a.q, a.leftpad_k, "leftpad_k");
     check_per_batch(a.q, a.offsets, "offset");
+    check_key_ranges(a);
 }
 
 inline void check_sinks(const Arguments &a) {

@@ -81,14 +81,15 @@ inline Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
     return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
 }
 
-// As int32, contiguous in the last dimension. Values beyond int32 are clamped, which changes a result only if an offset
-// and a window both are that large. A block_table's row that all batches share (stride 0) stays one.
+// As int32, contiguous in the last dimension, and in the last two of three. Values beyond int32 are clamped, which changes a result only if an offset
+// and a window both are that large. Rows that all batches share (stride 0) stay one.
 inline Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();
-    const Tensor once = t->dim() == 2 && t->size(0) > 1 && t->stride(0) == 0 ? t->narrow(0, 0, 1) : *t;
+    const Tensor once = t->dim() > 1 && t->size(0) > 1 && t->stride(0) == 0 ? t->narrow(0, 0, 1) : *t;
     const Tensor ints = once.scalar_type() == at::kInt ? once : once.to(at::kLong).clamp(-most, most).to(at::kInt);
-    return (ints.stride(-1) == 1 ? ints : ints.contiguous()).expand(t->sizes());
+    const bool is_dense = ints.stride(-1) == 1 && (ints.dim() < 3 || ints.stride(1) == ints.size(2));
+    return (is_dense ? ints : ints.contiguous()).expand(t->sizes());
 }
 
 // The keys (B, Hkv, Nk, d) that the block_table finds in pages (pages, Hkv, page_size, d), for a backend that doesn't

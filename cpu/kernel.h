@@ -42,30 +42,27 @@ struct Strip {
     Keys seen_by_any, seen_by_all;
     float *Qi, *Oi, *mi, *li;
 
-    Strip(const Band &band, const QueryTile &t, int lane, int64_t D, const Buffers &buffers)
+    Strip(const Visible &visible, const QueryTile &t, int lane, int64_t D, const Buffers &buffers)
         : lane(lane), first_row(t.first_row + lane) {
         const int first = t.query(lane), end = t.query(std::min(t.rows, lane + P) - 1) + 1;
-        seen_by_any = keys_of_any(band, first, end), seen_by_all = keys_of_all(band, first, end);
+        seen_by_any = keys_of_any(visible, first, end), seen_by_all = keys_of_all(visible, first, end);
         Qi = buffers.Qi + lane * D, Oi = buffers.Oi + lane * D, mi = buffers.mi + lane, li = buffers.li + lane;
     }
 };
 
-// -inf for the scores of hidden keys: key j is seen from query j - band.last to query j - band.first.
+// -inf for the scores of hidden keys.
 template <int R>
-void mask(const Attention &a, const Band &band, int64_t group, const Strip<R> &strip, Keys keys, float *Sij) {
-    VecInt lane;
-    for (int c = 0; c < W; ++c) lane[c] = c;
-    const auto lane_of = [&](int64_t i) {
-        return (int)clamp(clamp(i, (int64_t)0, (int64_t)a.Nq) * group - strip.first_row, (int64_t)0, (int64_t)(R * W));
-    };
-    for (int64_t j = keys.begin; j < keys.end; ++j, Sij += R * W) {
-        const int first = lane_of(j - band.last), end = lane_of(j - band.first + 1);
+void mask(const Visible &visible, const QueryTile &t, const Strip<R> &strip, Keys keys, float *Sij) {
+    VecInt begin[R], end[R];  // the keys of each lane's query
+    for (int lane = 0; lane < R * W; ++lane) {
+        const Keys seen = keys_of_row(visible, t.query(strip.lane + lane));
+        begin[lane / W][lane % W] = seen.begin, end[lane / W][lane % W] = seen.end;
+    }
+    for (int j = keys.begin; j < keys.end; ++j, Sij += R * W)
         for (int r = 0; r < R; ++r) {
             Vec &s = vec(Sij + r * W);
-            const VecInt is_hidden = (lane + r * W < first) | (lane + r * W >= end);
-            s = is_hidden ? Vec{} - INFINITY : s;
+            s = (j < begin[r]) | (j >= end[r]) ? Vec{} - INFINITY : s;
         }
-    }
 }
 
 // Step 9: Sij = softmax_scale Qi Kj^T for the keys of the tile from `skip` on, n of them.
@@ -124,7 +121,7 @@ void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
 // Steps 9 to 12 for one strip and one tile of keys. The result depends on the strip's rows and on the tile's place, not
 // on other strips. So it has the same bits for any Br and any number of threads.
 template <int R>
-[[gnu::noinline]] void update(const Attention &a, const Band &band, const QueryTile &t, const Strip<R> &strip,
+[[gnu::noinline]] void update(const Attention &a, const Visible &visible, const QueryTile &t, const Strip<R> &strip,
                               KeyTile tile, bool with_amx, const Buffers &buffers) {
     Keys keys = {std::max(tile.keys.begin, strip.seen_by_any.begin), std::min(tile.keys.end, strip.seen_by_any.end)};
     if (empty(keys)) return;
@@ -132,7 +129,7 @@ template <int R>
     const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
     compute_S(a, strip, tile, skip, n, with_amx, buffers);
     if (keys.begin < strip.seen_by_all.begin || keys.end > strip.seen_by_all.end)
-        mask(a, band, t.group, strip, keys, buffers.Sij);
+        mask(visible, t, strip, keys, buffers.Sij);
     Vec alpha[R];
     update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
     add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
@@ -155,14 +152,14 @@ void start_rows(const Attention &a, const QueryTile &t, int lanes, const Buffers
 
 // Step 13.
 template <int P>
-void end_rows(const Attention &a, const Band &band, const QueryTile &t, int lanes, const Buffers &buffers) {
+void end_rows(const Attention &a, const Visible &visible, const QueryTile &t, int lanes, const Buffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const float *Oi = buffers.Oi_held ? buffers.Oi_held : buffers.Oi,
                 *li = buffers.Oi_held ? buffers.li_held : buffers.li;
     for (int i = 0; i < lanes; i += W)
         for (int c = 0; c < D; c += W) transpose(Oi + i / P * P * D + c * P + i % P, P, buffers.rows + i * D + c, D);
     for (int lane = 0; lane < t.rows; ++lane) {
-        const bool sees_key = !empty(keys_of_row(band, t.query(lane)));
+        const bool sees_key = !empty(keys_of_row(visible, t.query(lane)));
         end_row(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D);
     }
 }
@@ -176,8 +173,8 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     constexpr int max_strips = 256 / P;  // of the most rows that plan_cpu gives a tile
     const int64_t D = round_up(a.d, 16);
     const int lanes = round_up(t.rows, P);
-    const Band band = band_of(a, t.b);
-    const Keys seen = keys_of_any(band, t.query(0), t.query(t.rows - 1) + 1);
+    const Visible visible = visible_of(a, t.b);
+    const Keys seen = keys_of_any(visible, t.query(0), t.query(t.rows - 1) + 1);
     // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
     const bool in_place = R > 1;
 
@@ -194,15 +191,15 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     if (any_splits) begin_amx();
 
     // 5. for j: the tiles of keys that a query of this tile sees
-    const Keys wanted = any_splits ? Keys{std::max(band.keys.begin, seen.begin / Bc * Bc),
-                                          std::min(band.keys.end, (int)round_up(seen.end, Bc))}
+    const Keys wanted = any_splits ? Keys{std::max(visible.keys.begin, seen.begin / Bc * Bc),
+                                          std::min(visible.keys.end, (int)round_up(seen.end, Bc))}
                                    : seen;
     for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
         KeyTile tile = load_tile(a, t, wanted, j, in_place, true, buffers);
         if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
         for (int lane = 0; lane < lanes; lane += P) {
-            const Strip<R> strip(band, t, lane, D, buffers);
-            update(a, band, t, strip, tile, tile.is_split && splits_well[lane / P], buffers);
+            const Strip<R> strip(visible, t, lane, D, buffers);
+            update(a, visible, t, strip, tile, tile.is_split && splits_well[lane / P], buffers);
         }
         j = tile.keys.end;
     }
@@ -210,8 +207,8 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
 
     // 13. O, l and m
     if (buffers.Oi_held)
-        for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(band, t, lane, D, buffers), D, buffers);
-    end_rows<P>(a, band, t, lanes, buffers);
+        for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(visible, t, lane, D, buffers), D, buffers);
+    end_rows<P>(a, visible, t, lanes, buffers);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flash.h"
+#include "ranges.h"
 
 #include <algorithm>
 

@@ -26,8 +26,6 @@ constexpr int64_t kL2Bytes = 32 << 20;
 // each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; N 4096: 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
-inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset; }
-
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
 struct alignas(16) WorkTile {
     int b, h, i0, i1;  // b < 0: no more work tiles

@@ -33,6 +33,7 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     out: Tensor | None
     block_table: Tensor | None
+    key_ranges: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -109,6 +110,7 @@ def forward(
     return_lse: bool = False,
     out: Tensor | None = None,
     block_table: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -152,6 +154,12 @@ def forward(
             may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
             pass x.transpose(1, 2). "hopper" and "portable" read pages in place where `explain` says a kernel
             "decode..." (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
+        key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys that
+            the other arguments leave, query i of batch b sees only begin <= j < end, with (begin, end) =
+            key_ranges[b, i], clamped to 0..Nk. Such ranges are packed documents, chunks, prefixes, images
+            within text. Any ranges are right. They are fast where they only grow with i, since a tile of
+            queries computes all keys from the first to the last one that it sees. "hopper" takes portable's
+            kernels for them.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -182,7 +190,7 @@ def forward(
         o, l, m = _three(state)
     # _ARGUMENTS, in their order
     arguments = (
-        *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend),
+        *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
         *(o, l, m, sinks, block_table),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself

@@ -154,6 +154,22 @@ def ints(call, *usual):
     return t[:1].expand(B) if call.chance(0.1) and B > 0 else t
 
 
+def ranges(call, B, Nq, Nk):
+    """A range of keys for each query: documents that grow, or anything; now and then far outside."""
+    if call.chance(0.6):
+        step = call.choice(1, 5, 16, 40)
+        begin = torch.arange(Nq) // step * step
+        end = begin + step if call.chance(0.5) else torch.arange(Nq) + 1
+        t = torch.stack([begin, end], -1).repeat(B, 1, 1)
+    else:
+        t = torch.tensor([[[call.random.randint(-3, Nk + 3) for _ in "be"] for _ in range(Nq)] for _ in range(B)])
+        t = t.view(B, Nq, 2)
+    t = t.long().to(call.device, call.choice(torch.int32, torch.int64))
+    if call.chance(0.1) and t.numel():
+        t[0, -1] = call.choice(torch.iinfo(t.dtype).min, torch.iinfo(t.dtype).max)
+    return t if call.chance(0.7) else t.mT.contiguous().mT
+
+
 def draw_mask(call):
     a, Nq, Nk = call.arguments, call.arguments["q"].shape[2], call.arguments["k"].shape[2]
     if "block_table" in a:
@@ -176,6 +192,8 @@ def draw_mask(call):
             if call.chance(0.4)
             else call.choice(None, 0, 3, Nk - Nq, call.random.randint(-90, 90), *far)
         )
+    if call.chance(0.2):
+        a["key_ranges"] = ranges(call, call.choice(1, a["q"].shape[0]), Nq, Nk)
 
 
 def draw_state(call):
@@ -228,7 +246,10 @@ def expected(call):
         k, v = (t[table].transpose(1, 2).flatten(2, 3) for t in (k, v))
     options = {
         name: plain(a[name]) if isinstance(a[name], torch.Tensor) else a[name]
-        for name in ("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks")
+        for name in (
+            *("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks"),
+            "key_ranges",
+        )
         if a.get(name) is not None
     }
     if "window_size" in options:

@@ -31,6 +31,7 @@ def replace(call):
         "sinks": bad_sinks,
         "out": bad_out,
         "block_table": bad_table,
+        "key_ranges": bad_ranges,
         "backend": bad_backend,
         "unknown": bad_keyword,
     }
@@ -142,6 +143,19 @@ def bad_ints(call, name):
     if call.chance(0.3):
         t = call.zeros(B, dtype=torch.int32, device="meta")
     set_argument(call, name, t)
+
+
+def bad_ranges(call, name):
+    q = call.arguments["q"]
+    if not usual(q):
+        return
+    if call.chance(0.3):
+        return set_argument(call, name, no_tensor(call))
+    B, _, Nq, _ = q.shape
+    shape = call.choice((), (B + 2, Nq, 2), (B, Nq + 1, 2), (B, Nq, 3), (Nq, 2), (B, 2, Nq + 2), (B, Nq, 2))
+    wrong_types = torch.float32, torch.bool, torch.uint64
+    dtype = call.choice(*wrong_types) if shape == (B, Nq, 2) else torch.int32
+    set_argument(call, name, call.zeros(*shape, dtype=dtype))
 
 
 def bad_bool(call, name):

@@ -13,7 +13,16 @@ class Attention(NamedTuple):
 
 
 def visible_keys(
-    B, Nq, Nk, *, causal=False, window_size=(-1, -1), seqlens_k=None, leftpad_k=None, offset=None
+    B,
+    Nq,
+    Nk,
+    *,
+    causal=False,
+    window_size=(-1, -1),
+    seqlens_k=None,
+    leftpad_k=None,
+    offset=None,
+    key_ranges=None,
 ):
     """Which keys each query sees, (B, 1, Nq, Nk); rows are told in Python's ints, which can't overflow."""
     left, right = window_size
@@ -30,6 +39,9 @@ def visible_keys(
         for i in range(Nq):
             first = begin if left == -1 else max(begin, i + position - left)
             last = n - 1 if right == -1 else min(n - 1, i + position + right)
+            if key_ranges is not None:
+                low, high = key_ranges[b if len(key_ranges) > 1 else 0, i].tolist()
+                first, last = max(first, low), min(last, high - 1)
             if first <= last:
                 seen[b, 0, i, first : last + 1] = True
     return seen

@@ -1,0 +1,123 @@
+// ranges.h: a mask that gives each query a range of keys of its own. A band (flash.h) is two numbers a batch; here are two
+// numbers a query, in tables that make_ranges_* fills once a call, for all heads.
+//
+//     rows       what query i sees: its part of key_ranges, and of the band, seqlens_k and leftpad_k
+//     tiles      of 64 queries: the keys that any of them sees (from the first to the last one), and that all see
+//     queries    of 64 keys: from the first to the last tile of queries of which `any` has one of them
+//
+// A tile of queries and a tile of keys meet if `any` has one of the keys. So the keys that a tile of queries meets have no
+// gaps, whatever the ranges are: this fixes which blocks add to dQ, and in which order. Where ranges grow with the query,
+// as in packed documents, tiles meet that have a visible score between them, and few others.
+//
+// Ranges has the functions of a band: keys_of_row, keys_of_any, keys_of_all, queries_of_any. A kernel that is compiled
+// for both takes the type as `Mask`; Visible is either at run time.
+#pragma once
+
+#include "flash.h"
+
+namespace minimal_attn {
+
+constexpr int kRangeTile = 64;  // queries or keys
+// `rows` and `tiles` of a batch go on with queries that see nothing: no kernel's tile of queries reaches further.
+constexpr int kRangePadding = 256;
+
+MINIMAL_ATTN_HOST_DEVICE inline int64_t range_tiles(const Attention &a) { return (a.Nq + kRangePadding) / kRangeTile + 1; }
+MINIMAL_ATTN_HOST_DEVICE inline int64_t range_rows(const Attention &a) { return range_tiles(a) * kRangeTile; }
+MINIMAL_ATTN_HOST_DEVICE inline int64_t range_key_tiles(const Attention &a) { return a.Nk / kRangeTile + 1; }
+
+// The mask of one batch.
+struct Ranges {
+    Keys keys;  // those of the band: outside of them memory may hold anything
+    const Keys *rows;
+    const TileKeys *tiles;
+    const Interval *queries;
+};
+
+MINIMAL_ATTN_HOST_DEVICE inline Ranges ranges_of(const Attention &a, int64_t b) {
+    const RangeTables &t = a.ranges;
+    return {band_of(a, b).keys, t.rows + b * range_rows(a), t.tiles + b * range_tiles(a),
+            t.queries + b * range_key_tiles(a)};
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Ranges &ranges, int i) { return ranges.rows[i]; }
+
+// From the first to the last of both.
+MINIMAL_ATTN_HOST_DEVICE inline Interval hull(Interval x, Interval y) {
+    if (empty(x)) return y;
+    if (empty(y)) return x;
+    return {x.begin < y.begin ? x.begin : y.begin, x.end > y.end ? x.end : y.end};
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Interval common(Interval x, Interval y) {
+    return {x.begin > y.begin ? x.begin : y.begin, x.end < y.end ? x.end : y.end};
+}
+
+// Both take whole tiles of queries: `any` may be more than i0 <= i < i1 see, `all` may be less.
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Ranges &ranges, int i0, int i1) {
+    Keys any = {0, 0};
+    for (int tile = i0 / kRangeTile; tile * kRangeTile < i1; ++tile) any = hull(any, ranges.tiles[tile].any);
+    return any;
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Ranges &ranges, int i0, int i1) {
+    Keys all = {0, 1 << 30};
+    for (int tile = i0 / kRangeTile; tile * kRangeTile < i1; ++tile) all = common(all, ranges.tiles[tile].all);
+    return all;
+}
+
+// Nq bounds the result, as it does for a band.
+MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, int Nq, Keys keys) {
+    Interval queries = {0, 0};
+    for (int tile = keys.begin / kRangeTile; tile * kRangeTile < keys.end; ++tile)
+        queries = hull(queries, ranges.queries[tile]);
+    return {queries.begin, queries.end < Nq ? queries.end : Nq};
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
+
+// Either, chosen at run time: for the backends in which that costs nothing.
+struct Visible : Band {
+    Ranges ranges;  // its tables are null in a band
+};
+
+MINIMAL_ATTN_HOST_DEVICE inline Visible visible_of(const Attention &a, int64_t b) {
+    return {band_of(a, b), a.key_ranges ? ranges_of(a, b) : Ranges{}};
+}
+
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Visible &visible, int i) {
+    return visible.ranges.rows ? keys_of_row(visible.ranges, i) : keys_of_row((const Band &)visible, i);
+}
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Visible &visible, int i0, int i1) {
+    return visible.ranges.rows ? keys_of_any(visible.ranges, i0, i1) : keys_of_any((const Band &)visible, i0, i1);
+}
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Visible &visible, int i0, int i1) {
+    return visible.ranges.rows ? keys_of_all(visible.ranges, i0, i1) : keys_of_all((const Band &)visible, i0, i1);
+}
+
+// What the tables hold. The last two are for make_ranges_* alone.
+MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band &band, int64_t b, int i) {
+    if (i >= a.Nq) return {0, 0};
+    const int *const range = a.key_ranges + b * a.key_ranges_stride + 2 * i;
+    const Keys seen = keys_of_row(band, i);
+    const Keys row = {clamp(range[0], seen.begin, seen.end), clamp(range[1], seen.begin, seen.end)};
+    return empty(row) ? Keys{0, 0} : row;
+}
+
+// The tables' memory, in bytes. With `memory` it also says where in it they are.
+inline int64_t place_ranges(Attention &a, void *memory) {
+    char *next = (char *)memory;
+    const auto take = [&](auto *&table, int64_t count) {
+        table = (std::remove_reference_t<decltype(table)>)next;
+        next += count * sizeof(*table);
+    };
+    take(a.ranges.tiles, a.B * range_tiles(a));
+    take(a.ranges.rows, a.B * range_rows(a));
+    take(a.ranges.queries, a.B * range_key_tiles(a));
+    return next - (char *)memory;
+}
+
+// Fill the tables, those of `queries` if the backward pass wants them. make_ranges returns null, or why not.
+void make_ranges_cpu(const Attention &a, bool with_queries);
+const char *make_ranges(const Attention &a, bool with_queries, CUstream_st *stream);
+
+}  // namespace minimal_attn

@@ -1,0 +1,281 @@
+"""key_ranges: each query sees a range of keys of its own. Values and gradients against float64, on every backend."""
+
+import pytest
+import torch
+from conftest import DTYPES, Backend
+from test_backward import check as check_gradients
+from test_backward import grads
+
+import minimal_attn
+
+
+def documents(b, B, Nq, Nk):
+    """Packed: each query sees the keys of its own document. Lengths of 0 to 100."""
+    ranges = []
+    for _ in range(B):
+        ends = [0]
+        while ends[-1] < max(Nq, Nk):
+            ends.append(ends[-1] + b.random.choice([0, 1, 2, 15, 16, 17, 33, 64, 100]))
+        ranges.append([next((x, y) for x, y in zip(ends, ends[1:], strict=False) if i < y) for i in range(Nq)])
+    return torch.tensor(ranges)
+
+
+def chunks(b, B, Nq, Nk):
+    i = torch.arange(Nq)
+    return torch.stack([i // 48 * 48, i + 1], -1).expand(B, -1, -1)
+
+
+def prefixes(b, B, Nq, Nk):
+    prefix = torch.tensor([b.random.randint(0, Nk) for _ in range(B)])
+    end = torch.maximum(torch.arange(Nq) + 1, prefix[:, None])
+    return torch.stack([torch.zeros_like(end), end], -1)
+
+
+def in_any_order(b, B, Nq, Nk):
+    """Neither sorted nor within bounds; some end before they begin."""
+    far = [-(2**31), -5, 0, Nk, Nk + 3, 2**31 - 1]
+    draw = lambda: b.random.choice(far) if b.random.random() < 0.1 else b.random.randint(0, Nk)  # noqa: E731
+    return torch.tensor([[[draw(), draw()] for _ in range(Nq)] for _ in range(B)])
+
+
+def falling(b, B, Nq, Nk):
+    begin = (Nq - 1 - torch.arange(Nq)) * Nk // Nq
+    return torch.stack([begin, begin + 9], -1)[None]
+
+
+def far_apart(b, B, Nq, Nk):
+    """Neighbouring tiles of queries see the first or the last keys: gaps that no query sees."""
+    is_last = torch.arange(Nq) // 64 % 2
+    begin = is_last * max(Nk - 5, 0)
+    return torch.stack([begin, begin + 5], -1)[None]
+
+
+def one_in_a_tile(b, B, Nq, Nk):
+    """Most tiles of queries have a single query that sees anything."""
+    seen = torch.arange(Nq) % 64 == b.random.randrange(64)
+    return torch.stack([torch.zeros(Nq, dtype=torch.long), seen * Nk], -1)[None]
+
+
+def nothing(b, B, Nq, Nk):
+    return torch.zeros(B, Nq, 2, dtype=torch.long)
+
+
+RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, one_in_a_tile, nothing
+SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
+    (2, 4, 2, 70, 90, 64),
+    (1, 1, 1, 1, 1, 1),
+    (3, 2, 1, 17, 200, 33),
+    (1, 2, 2, 330, 330, 128),
+    (2, 2, 1, 200, 65, 256),
+    (1, 6, 1, 3, 400, 80),
+]
+OPTIONS = {
+    "alone": lambda b, B: {},
+    "causal": lambda b, B: dict(causal=True),
+    "window": lambda b, B: dict(window_size=(20, 3), offset=5),
+    "lengths": lambda b, B: dict(seqlens_k=b.ints(*b.random.choices(range(80), k=B)), causal=True),
+    "left padding": lambda b, B: dict(leftpad_k=b.ints(*b.random.choices(range(30), k=B)), softmax_scale=-0.2),
+}
+
+
+def drawn(backend, make, shape, dtype, options="alone"):
+    B, Hq, Hkv, Nq, Nk, d = shape
+    ranges = make(backend, B, Nq, Nk).to(backend.device)
+    dtype_of_ranges = backend.random.choice([torch.int32, torch.int64])
+    qkv = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
+    return qkv, dict(key_ranges=ranges.to(dtype_of_ranges)) | OPTIONS[options](backend, B)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", RANGES)
+def test_values_and_gradients(backend, dtype, make, shape):
+    qkv, options = drawn(backend, make, shape, dtype)
+    assert "ranges" in backend.explain(*qkv, **options).kernel or backend.name in ("cpu", "paper")
+    backend.check(*qkv, **options)
+    check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("make", RANGES)
+def test_with_other_options(backend, dtype, make, options):
+    qkv, options = drawn(backend, make, SHAPES[0], dtype, options)
+    backend.check(*qkv, **options)
+    check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
+
+
+def test_sinks_and_dlse(backend, dtype):
+    qkv, options = drawn(backend, documents, SHAPES[0], dtype)
+    backend.check(*qkv, sinks=backend.randn(4), **options)
+    check_gradients(backend, torch.randn_like(qkv[0]), *qkv, dlse=backend.randn(2, 4, 70), **options)
+
+
+def test_long(backend):
+    """More keys than sums are held for, and more tiles of queries than a block walks."""
+    qkv, options = drawn(backend, documents, (1, 1, 1, 1500, 2600, 64), torch.float32)
+    backend.check(*qkv, causal=True, offset=0, **options)
+    check_gradients(backend, torch.randn_like(qkv[0]), *qkv, causal=True, offset=0, **options)
+
+
+def test_large_scores(backend):
+    """Rows are normalised again over the keys that they see."""
+    (q, k, v), options = drawn(backend, documents, (1, 2, 1, 200, 300, 64), torch.float32)
+    check_gradients(backend, torch.randn_like(q), (100 * q).detach(), k, v, causal=True, offset=9, **options)
+
+
+@pytest.mark.parametrize("band", [{"causal": True}, {"window_size": (30, 2)}, {"seqlens_k": (70, 0)}])
+def test_ranges_that_are_a_band(backend, dtype, band):
+    """Within rounding: the sums may begin elsewhere."""
+    q, k, v = backend.qkv(Nq=140, Nk=140, dtype=dtype)
+    i = torch.arange(140)
+    if "causal" in band:
+        ranges = torch.stack([torch.zeros_like(i), i + 1], -1)[None]
+    elif "window_size" in band:
+        ranges = torch.stack([i - 30, i + 3], -1)[None]
+    else:
+        ranges = torch.tensor(band["seqlens_k"])[:, None, None] * torch.tensor([0, 1]) + torch.zeros(2, 140, 1).long()
+        band = {"seqlens_k": backend.ints(*band["seqlens_k"])}
+    ranges = ranges.to(backend.device)
+    o, expected = backend.forward(q, k, v, key_ranges=ranges), backend.forward(q, k, v, **band)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(o, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_strides(backend):
+    """Of any layout, and one range for all batches in each of its forms."""
+    q, k, v = backend.qkv()
+    ranges = documents(backend, 1, 70, 90).to(backend.device)
+    expected = backend.forward(q, k, v, key_ranges=ranges)
+    wide = torch.zeros(2, 70, 6, dtype=torch.int32, device=backend.device)
+    wide[..., 1:5:3] = ranges.int()
+    for same in (
+        ranges.expand(2, -1, -1),
+        ranges.repeat(2, 1, 1).to(torch.int16),
+        ranges.mT.contiguous().mT.int(),
+        wide[..., 1:5:3],
+        ranges.int().expand(2, -1, -1),
+    ):
+        assert torch.equal(backend.forward(q, k, v, key_ranges=same), expected)
+
+
+def test_what_no_query_sees_may_be_nan(backend, dtype):
+    """Outside leftpad_k and seqlens_k, whatever the ranges say, in both passes."""
+    q, k, v = backend.qkv(dtype=dtype)
+    lengths = dict(seqlens_k=backend.ints(50, 33), leftpad_k=backend.ints(3, 20))
+    ranges = in_any_order(backend, 2, 70, 90).to(backend.device)
+    dirty = [x.clone() for x in (k, v)]
+    for x in dirty:
+        x[0, :, 50:] = x[0, :, :3] = x[1, :, 33:] = x[1, :, :20] = torch.nan
+    do = torch.randn_like(q)
+    for x, y in zip(
+        grads(backend, do, q, *dirty, key_ranges=ranges, **lengths),
+        grads(backend, do, q, k, v, key_ranges=ranges, **lengths),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+def test_queries_without_keys_may_be_nan(backend, dtype):
+    """Rows of q and do that see nothing are read as zeros by the backward pass; o there is 0."""
+    q, k, v = backend.qkv(Nq=200, Nk=200, dtype=dtype)
+    ranges = documents(backend, 2, 200, 200)
+    ranges[:, 130:] = 0
+    ranges[:, 7] = 0
+    ranges = ranges.to(backend.device)
+    do, dirty = torch.randn_like(q), q.clone()
+    dirty[:, :, 130:] = torch.nan
+    dirty[:, :, 7] = torch.nan
+    dirty_do = do.where(~dirty.isnan(), torch.nan)
+    assert not backend.forward(dirty, k, v, key_ranges=ranges)[:, :, 130:].any()
+    for x, y in zip(
+        grads(backend, dirty_do, dirty, k, v, key_ranges=ranges),
+        grads(backend, do, q, k, v, key_ranges=ranges),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("make", RANGES)
+def test_same_bits_on_every_run(backend, make):
+    """Blocks add to dq in an order that doesn't depend on what the ranges leave out."""
+    for dtype in DTYPES:
+        qkv, options = drawn(backend, make, (2, 4, 2, 400, 500, 64), dtype)
+        do = torch.randn_like(qkv[0])
+        first, *others = (grads(backend, do, *qkv, **options) for _ in range(3))
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+def test_state_and_pages(backend):
+    """A state of other keys joins; pages are gathered or read."""
+    (q, k, v), options = drawn(backend, documents, SHAPES[0], torch.float32)
+    state = minimal_attn.forward(q, k, v, return_state=True)
+    o, l, m = backend.forward(q, k, v, state=state, **options)
+    alone = backend.forward(q, k, v, return_state=True, **options)
+    for x, y in zip((o, l, m), minimal_attn.merge(state, alone), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    pages = [x.unflatten(2, (5, 18)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)]
+    table = torch.arange(10, device=backend.device).view(2, 5)
+    paged = backend.forward(q, *pages, block_table=table, **options)
+    torch.testing.assert_close(paged, backend.forward(q, k, v, **options), rtol=1e-5, atol=1e-5)
+
+
+def test_empty_shapes(backend):
+    for B, Nq, Nk in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+        q, k, v = (x.requires_grad_() for x in backend.qkv(B=B, Nq=Nq, Nk=Nk))
+        ranges = torch.zeros(B, Nq, 2, dtype=torch.int32, device=backend.device)
+        o = backend.forward(q, k, v, key_ranges=ranges)
+        o.sum().backward()
+        assert o.shape == q.shape and not o.any() and not q.grad.any() and not k.grad.any()
+
+
+@pytest.mark.parametrize(
+    "ranges, error",
+    [
+        (lambda: torch.zeros(3, 70, 2, dtype=torch.int32), r"key_ranges must have shape \(B or 1, Nq, 2\) = \(2 or 1"),
+        (lambda: torch.zeros(2, 69, 2, dtype=torch.int32), "key_ranges must have shape"),
+        (lambda: torch.zeros(2, 70, 3, dtype=torch.int32), "key_ranges must have shape"),
+        (lambda: torch.zeros(70, 2, dtype=torch.int32), "key_ranges must have shape"),
+        (lambda: torch.zeros(2, 70, 2), "key_ranges must be int32 or another integer type"),
+        (lambda: torch.zeros(2, 70, 2, dtype=torch.bool), "key_ranges must be int32 or another integer type"),
+        (lambda: torch.zeros(2, 70, 2, dtype=torch.int32, device="meta"), "key_ranges must be on q's device"),
+        (lambda: [[0, 1]], "key_ranges must be a dense tensor or None"),
+    ],
+)
+def test_errors(backend, ranges, error):
+    q, k, v = backend.qkv()
+    ranges = ranges()
+    if isinstance(ranges, torch.Tensor) and ranges.device.type == "cpu":
+        ranges = ranges.to(backend.device)
+    for call in (backend.forward, backend.explain):
+        with pytest.raises((ValueError, TypeError), match=error) as raised:
+            call(q, k, v, key_ranges=ranges)
+        assert "\n" not in str(raised.value)
+
+
+def test_backward_by_hand(backend):
+    """minimal_attn.backward takes them as autograd does."""
+    (q, k, v), options = drawn(backend, chunks, SHAPES[0], torch.float32)
+    do = torch.randn_like(q)
+    state = backend.forward(q, k, v, return_state=True, **options)
+    by_hand = minimal_attn.backward(do, q, k, v, *state, backend=backend.name, complete=True, **options)
+    for x, y in zip(by_hand, grads(backend, do, q, k, v, **options), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_ranges_of_another_call(backend):
+    """The tables belong to a call: new contents count, and so do those of other threads' calls."""
+    q, k, v = backend.qkv()
+    ranges = documents(backend, 2, 70, 90).to(backend.device)
+    first = backend.forward(q, k, v, key_ranges=ranges)
+    ranges.copy_(chunks(backend, 2, 70, 90))
+    other = backend.forward(q, k, v, key_ranges=ranges)
+    assert torch.equal(other, backend.forward(q, k, v, key_ranges=chunks(backend, 2, 70, 90).to(backend.device)))
+    assert not torch.equal(first, other)
+
+
+def test_onnx_refuses_them():
+    pytest.importorskip("onnxscript")
+    from minimal_attn.onnx import _Call
+
+    q, k, v = Backend("cpu", 0).qkv()
+    with pytest.raises(NotImplementedError, match="key_ranges must be None in an export to ONNX"):
+        _Call(q, k, v, key_ranges=torch.zeros(2, 70, 2, dtype=torch.int32))
