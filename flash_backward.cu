@@ -155,8 +155,8 @@ __device__ void load(const Matrix &tile, const HeadRows<const T> &tensor, int fi
 // over all keys, and D = rowsum(P o dP). Scores and sums are float64: rounding a large score to float32 changes P too
 // much.
 template <class T>
-__device__ void normalize_rows(const Gradient &g, const Visible &visible, const HeadRows<const T> (&Q_dO_K_V)[4], int i0,
-                               int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
+__device__ void normalize_rows(const Gradient &g, const Visible &visible, const HeadRows<const T> (&Q_dO_K_V)[4],
+                               int i0, int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
                                RowState *states) {
     constexpr int kGroups = kThreads / kRowLanes, kRows = 64 / kGroups;  // of lanes that share a row; rows of a group
     const Attention &a = g.a;
@@ -241,8 +241,8 @@ __device__ void normalize_rows(const Gradient &g, const Visible &visible, const 
 // Computes the RowStates of rows i0 <= i < i0 + rows of query head h. `states` points to the head's first RowState. All
 // threads of the block call it.
 template <class T>
-__device__ void set_row_states(const Gradient &g, const Visible &visible, int64_t b, int64_t h, int i0, int rows, int Bc,
-                               const Shared &shared, RowState *states) {
+__device__ void set_row_states(const Gradient &g, const Visible &visible, int64_t b, int64_t h, int i0, int rows,
+                               int Bc, const Shared &shared, RowState *states) {
     const Attention &a = g.a;
     const int64_t h_kv = h / (a.Hq / a.Hkv), at = (b * a.Hq + h) * a.Nq + i0;
     bool any_large = false;

@@ -13,6 +13,9 @@
 // for both takes the type as `Mask`; Visible is either at run time.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "flash.h"
 
 namespace minimal_attn {
@@ -20,8 +23,11 @@ namespace minimal_attn {
 constexpr int kRangeTile = 64;  // queries or keys
 // `rows` and `tiles` of a batch go on with queries that see nothing: no kernel's tile of queries reaches further.
 constexpr int kRangePadding = 256;
+constexpr Keys kAllKeys = {0, 1 << 30};  // beyond all numbers of keys
 
-MINIMAL_ATTN_HOST_DEVICE inline int64_t range_tiles(const Attention &a) { return (a.Nq + kRangePadding) / kRangeTile + 1; }
+MINIMAL_ATTN_HOST_DEVICE inline int64_t range_tiles(const Attention &a) {
+    return (a.Nq + kRangePadding) / kRangeTile + 1;
+}
 MINIMAL_ATTN_HOST_DEVICE inline int64_t range_rows(const Attention &a) { return range_tiles(a) * kRangeTile; }
 MINIMAL_ATTN_HOST_DEVICE inline int64_t range_key_tiles(const Attention &a) { return a.Nk / kRangeTile + 1; }
 
@@ -52,6 +58,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval common(Interval x, Interval y) {
     return {x.begin > y.begin ? x.begin : y.begin, x.end < y.end ? x.end : y.end};
 }
 
+MINIMAL_ATTN_HOST_DEVICE inline bool meet(Interval x, Interval y) { return !empty(common(x, y)); }
+
 // Both take whole tiles of queries: `any` may be more than i0 <= i < i1 see, `all` may be less.
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Ranges &ranges, int i0, int i1) {
     Keys any = {0, 0};
@@ -60,9 +68,14 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Ranges &ranges, int i0, i
 }
 
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Ranges &ranges, int i0, int i1) {
-    Keys all = {0, 1 << 30};
+    Keys all = kAllKeys;
     for (int tile = i0 / kRangeTile; tile * kRangeTile < i1; ++tile) all = common(all, ranges.tiles[tile].all);
     return all;
+}
+
+// Whether the tile that has query i has one that sees nothing. `all` then ends at 0, and else not: each range ends later.
+MINIMAL_ATTN_HOST_DEVICE inline bool has_blind_query(const Ranges &ranges, int i) {
+    return ranges.tiles[i / kRangeTile].all.end == 0;
 }
 
 // Nq bounds the result, as it does for a band.
@@ -74,6 +87,23 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
 }
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
+
+// For kernels that are compiled for both: Mask is Band or Ranges, Narrow<Mask> what narrow() makes of it.
+template <class Mask>
+MINIMAL_ATTN_HOST_DEVICE Mask mask_of(const Attention &a, int64_t b) {
+    if constexpr (std::is_same_v<Mask, Ranges>)
+        return ranges_of(a, b);
+    else
+        return band_of(a, b);
+}
+template <class Mask>
+using Narrow = decltype(narrow(std::declval<Mask>()));
+
+// use(a Mask), for the call's type of mask.
+template <class Use>
+auto with_mask(const Attention &a, const Use &use) {
+    return a.key_ranges ? use(Ranges()) : use(Band());
+}
 
 // Either, chosen at run time: for the backends in which that costs nothing.
 struct Visible : Band {

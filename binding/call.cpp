@@ -76,7 +76,7 @@ Plan plan_hopper_backward(const Gradient &g, const Device &device) {
 
 const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     return hopper_serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
-                                      : launch_portable_backward(g, plan, workspace, stream);
+                                     : launch_portable_backward(g, plan, workspace, stream);
 }
 #endif
 
@@ -445,6 +445,7 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         return by.plan_backward(gradient, gpu_of(a.q));
     };
     found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
+    if (a.key_ranges && !is_empty) found.plan.workspace += place_ranges(attention, nullptr);
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

@@ -119,8 +119,8 @@ inline void check_key_ranges(const Arguments &a) {
     const auto q = a.q.sym_sizes(), ranges = a.key_ranges->sym_sizes();
     TORCH_CHECK_VALUE(ranges.size() == 3 && holds(ranges[0].sym_eq(1) | ranges[0].sym_eq(q[0])) &&
                           holds(ranges[1].sym_eq(q[2])) && holds(ranges[2].sym_eq(2)),
-                      "key_ranges must have shape (B or 1, Nq, 2) = (", q[0], " or 1, ", q[2],
-                      ", 2), but has shape ", ranges);
+                      "key_ranges must have shape (B or 1, Nq, 2) = (", q[0], " or 1, ", q[2], ", 2), but has shape ",
+                      ranges);
 }
 
 inline void check_options(const Arguments &a) {

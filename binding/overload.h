@@ -137,8 +137,7 @@ struct Overload<Result(Args...)> {
 
     static void define(torch::Library &m, const char *out, const char *returns) {
         const auto full_name = std::string("forward") + (*name ? "." : "") + name;
-        const std::string arguments =
-            std::string("(Tensor q, Tensor k, Tensor v") + kOptions + kForwardOptions;
+        const std::string arguments = std::string("(Tensor q, Tensor k, Tensor v") + kOptions + kForwardOptions;
         m.def((full_name + arguments + out + ") -> " + returns).c_str(), {at::Tag::pt2_compliant_tag});
         // A build without CUDA code has the CUDA key, too: check_backend then raises an error that says what to do.
         for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})

@@ -97,6 +97,7 @@ inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile 
     for (int row = 0; row < t.rows; ++row) {
         if (buffers.Oi_held) hold_rows(row);
         float *l = buffers.Oi_held ? buffers.li_held : li, *o = buffers.Oi_held ? buffers.Oi_held : Oi;
-        end_row(a, t, row, !empty(keys_of_row(visible, t.query(row))), sum_of(vec(l + row * W)), mi[row * W], o + row * D);
+        end_row(a, t, row, !empty(keys_of_row(visible, t.query(row))), sum_of(vec(l + row * W)), mi[row * W],
+                o + row * D);
     }
 }

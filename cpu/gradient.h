@@ -145,8 +145,8 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
 }
 
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
-void compute_tile(const Attention &a, const Visible &visible, const QueryTile &t, int j0, int keys, const GradientRow *rows,
-                  const GradientBuffers &buffers) {
+void compute_tile(const Attention &a, const Visible &visible, const QueryTile &t, int j0, int keys,
+                  const GradientRow *rows, const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;

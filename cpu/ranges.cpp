@@ -12,7 +12,7 @@ void make_ranges_cpu(const Attention &a, bool with_queries) {
         for (int64_t n = first; n < end; ++n) {
             const int64_t b = n / range_tiles(a), tile = n % range_tiles(a);
             const Band band = band_of(a, b);
-            TileKeys keys = {{0, 0}, {0, 1 << 30}};
+            TileKeys keys = {{0, 0}, kAllKeys};
             for (int i = (int)tile * kRangeTile; i < (int)(tile + 1) * kRangeTile; ++i) {
                 const Keys row = a.ranges.rows[b * range_rows(a) + i] = range_of_row(a, band, b, i);
                 keys.any = hull(keys.any, row);

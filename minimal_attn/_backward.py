@@ -67,8 +67,8 @@ def backward(
         o: forward's result over all keys, in q's shape, in q's dtype, or float32, which is rounded to it.
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
         dlse: the gradient in the log-sum-exp, float32 (B, Hq, Nq). None: 0.
-        causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset, key_ranges: those of the forward call
-            with these keys. Sinks are in l and m.
+        causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset, key_ranges: those of the forward
+            call with these keys. Sinks are in l and m.
         backend: "auto", or a name as in forward. Where that backend has no kernel for gradients of q's dtype
             and shape, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.

@@ -154,12 +154,12 @@ def forward(
             may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
             pass x.transpose(1, 2). "hopper" and "portable" read pages in place where `explain` says a kernel
             "decode..." (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
-        key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys that
-            the other arguments leave, query i of batch b sees only begin <= j < end, with (begin, end) =
-            key_ranges[b, i], clamped to 0..Nk. Such ranges are packed documents, chunks, prefixes, images
-            within text. Any ranges are right. They are fast where they only grow with i, since a tile of
-            queries computes all keys from the first to the last one that it sees. "hopper" takes portable's
-            kernels for them.
+        key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
+            that the other arguments leave, query i of batch b sees only begin <= j < end. These are
+            key_ranges[b, i], clamped to 0..Nk. So packed documents, chunks, prefixes and images within text
+            are ranges. Any ranges are right. Those that only grow with i are fast: a tile of queries
+            computes all keys from the first to the last one that it sees. "hopper" takes portable's kernels
+            for them.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse

@@ -29,9 +29,9 @@ __device__ inline float scaled_max(const Attention &a, float mi) {
 
 // 9. The place for everything that changes a score, or hides it by -inf. This thread has rows i0 + 8 r and keys
 // j0 + 8 n + 0, 1.
-template <class Tile>
-__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const BandOf<int> &band, int i0,
-                              int j0, bool masked) {
+template <class Tile, class Mask>
+__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const Mask &mask, int i0, int j0,
+                              bool masked) {
     if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
 #pragma unroll
         for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
@@ -42,7 +42,7 @@ __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < 2 * Tile::M; ++r) {
-        const Keys keys = keys_of_row(band, i0 + 8 * r);
+        const Keys keys = keys_of_row(mask, i0 + 8 * r);
         const int begin = keys.begin - j0, end = keys.end - j0;
 #pragma unroll
         for (int n = 0; n < Tile::N; ++n)

@@ -47,6 +47,7 @@
 #include "device.h"
 #include "flash.h"
 #include "portable/portable.h"
+#include "ranges.h"
 
 namespace minimal_attn {
 namespace {
@@ -69,7 +70,7 @@ __device__ constexpr bool on_tensor_cores() {
 }
 
 // A file's Kernels lists its tiles for d up to 64, 128 and 256 (D64, D128, D256). For launch_kernel it has
-// kernel<T, Tile>().
+// kernel<T, Tile, Mask>().
 template <class Kernels, class Use>
 constexpr auto with_tiles_for(int d, const Use &use) {
     if (d <= 64) return use(typename Kernels::D64());
@@ -91,22 +92,23 @@ __device__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
 // ------------------------------------------------------------------------------ a block and its tiles
 
 // What one block computes: queries i0 <= i < i0 + rows of head h in batch b.
-template <class T>
+// Mask is Band (flash.h) or Ranges (ranges.h).
+template <class T, class Mask = Band>
 struct Block {
     int64_t b, h;
     int i0, rows;            // rows = Br, or fewer in the last tile
-    Band band;               // which keys each query sees (flash.h)
+    Mask mask;               // which keys each query sees
     Keys seen, seen_by_all;  // keys that some query of the tile sees; those that all of them see
     const T *Q, *K, *V;
 };
 
-template <class T>
-__device__ Block<T> block_at(const Attention &a, int64_t b, int64_t h, int i0, int rows) {
-    Block<T> block;
+template <class T, class Mask = Band>
+__device__ Block<T, Mask> block_at(const Attention &a, int64_t b, int64_t h, int i0, int rows) {
+    Block<T, Mask> block;
     block.b = b, block.h = h, block.i0 = i0, block.rows = rows;
-    block.band = band_of(a, block.b);
-    block.seen = keys_of_any(block.band, block.i0, block.i0 + block.rows);
-    block.seen_by_all = keys_of_all(block.band, block.i0, block.i0 + block.rows);
+    block.mask = mask_of<Mask>(a, block.b);
+    block.seen = keys_of_any(block.mask, block.i0, block.i0 + block.rows);
+    block.seen_by_all = keys_of_all(block.mask, block.i0, block.i0 + block.rows);
     const int64_t h_kv = block.h / (a.Hq / a.Hkv);
     block.Q = (const T *)a.q + block.b * a.q_stride.batch + block.h * a.q_stride.head + block.i0 * a.q_stride.row;
     block.K = (const T *)a.k + block.b * a.k_stride.batch + h_kv * a.k_stride.head;
@@ -114,12 +116,12 @@ __device__ Block<T> block_at(const Attention &a, int64_t b, int64_t h, int i0, i
     return block;
 }
 
-template <class T>
-__device__ Block<T> block_of(const Attention &a, int64_t index, int Br) {
+template <class T, class Mask = Band>
+__device__ Block<T, Mask> block_of(const Attention &a, int64_t index, int Br) {
     const int Tr = (a.Nq + Br - 1) / Br;
     const int64_t head = index / Tr;
     const int i0 = (Tr - 1 - (int)(index % Tr)) * Br;  // the last queries, which see most keys if causal, start first
-    return block_at<T>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
+    return block_at<T, Mask>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
 }
 
 // The threads that compute a block: all threads of the grid's block. In hopper/float32/fallback.h it is 128 of them.
@@ -176,10 +178,10 @@ __device__ float update_row_max(float &mi, float m_new, float &m_safe) {
 }
 
 // How row i ends: the sums of this call, joined with the earlier state if there is one.
-template <class T>
-__device__ RowEnd end_row(const Attention &a, const Block<T> &block, int i, float li, float mi) {
+template <class T, class Mask>
+__device__ RowEnd end_row(const Attention &a, const Block<T, Mask> &block, int i, float li, float mi) {
     const int64_t at = (block.b * a.Hq + block.h) * a.Nq + i;
-    const bool sees_key = !empty(keys_of_row(block.band, i));
+    const bool sees_key = !empty(keys_of_row(block.mask, i));
     return end_of_row(sees_key, li, mi, a.l_in ? a.l_in[at] : 0.f, a.m_in ? a.m_in[at] : -INFINITY);
 }
 
@@ -202,9 +204,9 @@ __device__ void store(T *at, const float *x, bool aligned = true, int count = Co
 }
 
 // 12. - 13. O = Oi / li of row i, columns x to x + Count - 1, to HBM
-template <int Count, class T>
-__device__ void store_o(const Attention &a, const Block<T> &block, int i, int x, const RowEnd &end, const float *Oi,
-                        bool aligned) {
+template <int Count, class T, class Mask>
+__device__ void store_o(const Attention &a, const Block<T, Mask> &block, int i, int x, const RowEnd &end,
+                        const float *Oi, bool aligned) {
     if (x >= a.d) return;
     const int count = min(Count, a.d - x);
     float o[Count];
@@ -249,9 +251,9 @@ Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
 }
 
 // Several launches take more blocks than a grid can have or the workspace has sums for.
-template <class Kernels, class T, class Tile>
+template <class Kernels, class T, class Tile, class Mask>
 cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
-    const auto kernel = Kernels::template kernel<T, Tile>();
+    const auto kernel = Kernels::template kernel<T, Tile, Mask>();
     const cudaError_t error = allow_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : kMostBlocks;
@@ -269,7 +271,10 @@ const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace,
                          is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     return why_not(with_tiles_for<Kernels>(a.d, [&](auto tiles) {
         return with_tile(plan.tile, tiles, [&](auto tile) {
-            return launch_tile<Kernels, T, decltype(tile)>(a, plan, aligned, (float *)workspace, stream);
+            return with_mask(a, [&](auto mask) {
+                using Tile = decltype(tile);
+                return launch_tile<Kernels, T, Tile, decltype(mask)>(a, plan, aligned, (float *)workspace, stream);
+            });
         });
     }));
 }

@@ -80,7 +80,7 @@ __device__ Part join_warps(const float2 (*lm)[Tile::Rows], const float *O, int r
 template <class T>
 __device__ Block<T> block_of(const Attention &a, int b, const Row &row) {
     Block<T> block;
-    block.b = b, block.h = row.h, block.band = band_of(a, b);
+    block.b = b, block.h = row.h, block.mask = band_of(a, b);
     return block;
 }
 

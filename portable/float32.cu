@@ -10,12 +10,13 @@
 namespace minimal_attn {
 namespace {
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
     if constexpr (!on_tensor_cores<T>() && !kOnHopperAlone) {
         extern __shared__ __align__(16) float shared[];
-        float_block<Tile>(a, block_of<T>(a, first_block + blockIdx.x, Tile::Br), aligned, shared, sums, WholeBlock());
+        const auto block = block_of<T, Mask>(a, first_block + blockIdx.x, Tile::Br);
+        float_block<Tile>(a, block, aligned, shared, sums, WholeBlock());
     } else {
         __trap();
     }
@@ -25,9 +26,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // an H200 at 16k tokens and N 2048 (commit dd4d463 and earlier), and why it is in the list.
 struct FloatKernels {
     static constexpr int TilesOfSum = kTilesOfSum;
-    template <class T, class Tile>
+    template <class T, class Tile, class Mask>
     static auto kernel() {
-        return float_kernel<T, Tile>;
+        return float_kernel<T, Tile, Mask>;
     }
     using D64 = TileList<FloatTile<64, 64, 64, 8, 16, 3>,     // 68 KB: 36
                          FloatTile<64, 32, 64, 16, 8, 3>>;    // 52 KB: 29; fits a T4

@@ -86,8 +86,8 @@ __device__ void multiply_QK(float (&Sij)[Tile::R][Tile::CS], const float *Qi, co
 }
 
 // 9. - 11. softmax_scale and the mask, mi, li and Pij; and step 12's Oi = diag(alpha) Oi
-template <class Tile, class T>
-__device__ void softmax(const Attention &a, const Block<T> &block, int j0, float (&Sij)[Tile::R][Tile::CS],
+template <class Tile, class T, class Mask>
+__device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0, float (&Sij)[Tile::R][Tile::CS],
                         float (&Oi)[Tile::R][Tile::CO][4], float (&li)[Tile::R], float (&mi)[Tile::R], float *Pij,
                         int tx, int ty) {
     constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO, TX = Tile::TX, TY = Tile::TY;
@@ -95,7 +95,7 @@ __device__ void softmax(const Attention &a, const Block<T> &block, int j0, float
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const int i = block.i0 + ty + TY * r;
-        const Keys keys = masked ? keys_of_row(block.band, i) : Keys{};
+        const Keys keys = masked ? keys_of_row(block.mask, i) : Keys{};
         float m_new = mi[r];
 #pragma unroll
         for (int c = 0; c < CS; ++c) {
@@ -164,8 +164,8 @@ __device__ void flush_sums(float *sums, const float (&mi)[R], float c, bool is_l
 
 // 12. - 13. O = Oi / li, l and m to HBM. Oi goes through Qi's place, li and mi through the padding there, so that one
 // loop stores all rows: unrolled, it took half of the compile time.
-template <class Tile, class T>
-__device__ void store_rows(const Attention &a, const Block<T> &block, const float (&Oi)[Tile::R][Tile::CO][4],
+template <class Tile, class T, class Mask>
+__device__ void store_rows(const Attention &a, const Block<T, Mask> &block, const float (&Oi)[Tile::R][Tile::CO][4],
                            const float (&li)[Tile::R], const float (&mi)[Tile::R], float *Qi, int tx, int ty,
                            bool aligned) {
     constexpr int D = Tile::D, TX = Tile::TX, TY = Tile::TY, QStride = Tile::QStride;
@@ -191,8 +191,8 @@ __device__ void store_rows(const Attention &a, const Block<T> &block, const floa
 }
 
 // 5. - 13. One block. shared: Tile::Floats floats. sums: Tile::SumFloats floats a block; null if the call isn't long.
-template <class Tile, class T, class Threads>
-__device__ void float_block(const Attention &a, const Block<T> &block, bool aligned, float *shared, float *sums,
+template <class Tile, class T, class Mask, class Threads>
+__device__ void float_block(const Attention &a, const Block<T, Mask> &block, bool aligned, float *shared, float *sums,
                             const Threads &threads) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, TX = Tile::TX, TY = Tile::TY;
     constexpr int QStride = Tile::QStride, KStride = Tile::KStride, VStride = Tile::VStride, PStride = Tile::PStride;
@@ -204,7 +204,7 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
     const int tx = thread % TX, ty = thread / TX;
     const auto load_K = [&](int j0) {
         load_tile<Bc, D, KStride, Tile::Threads, AtOnce>(Kj, block.K + j0 * a.k_stride.row, a.k_stride.row,
-                                                         block.band.keys.end - j0, a.d, aligned, thread);
+                                                         block.mask.keys.end - j0, a.d, aligned, thread);
     };
 
     // 8. Qi from HBM, unless no query sees a key: nothing would wait for it. Oi = 0, li = 0, mi = -inf
@@ -224,7 +224,7 @@ __device__ void float_block(const Attention &a, const Block<T> &block, bool alig
         // 6. Kj, Vj from HBM
         wait_for_tiles(threads);
         load_tile<Bc, D, VStride, Tile::Threads, AtOnce>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row,
-                                                         block.band.keys.end - j0, a.d, aligned, thread);
+                                                         block.mask.keys.end - j0, a.d, aligned, thread);
 
         // 9.
         float Sij[R][CS];

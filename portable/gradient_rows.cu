@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "device.h"
+#include "ranges.h"
 
 namespace minimal_attn {
 namespace {
@@ -53,7 +54,7 @@ __device__ void add_products(float (&sum)[kCount], const bool (&is_seen)[kCount]
     }
 }
 
-template <class T>
+template <class T, class Mask>
 __global__ void __launch_bounds__(kThreads)
     fill_rows(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, bool aligned) {
     let_next_kernel_start();
@@ -62,8 +63,8 @@ __global__ void __launch_bounds__(kThreads)
     const unsigned blocks = rows.head_stride / kRows, head = blockIdx.x / blocks, lane = threadIdx.x % kLanes;
     const int b = head / unsigned(a.Hq), h = head % unsigned(a.Hq);
     const int i0 = blockIdx.x % blocks * kRows + threadIdx.x / kLanes;
-    const auto band = band_of(a, b);
-    const auto sees_key = [&](int i) { return i < a.Nq && !empty(keys_of_row(band, i)); };
+    const Mask mask = mask_of<Mask>(a, b);
+    const auto sees_key = [&](int i) { return i < a.Nq && !empty(keys_of_row(mask, i)); };
     float sum[kCount] = {};
     bool is_seen[kCount];
 #pragma unroll
@@ -99,7 +100,9 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
         is_aligned(g.o, g.o_stride, sizeof(T), g.a.d) && is_aligned(g.do_, g.do_stride, sizeof(T), g.a.d);
     // No GPU has memory for as many rows as would make the grid too large.
     const unsigned blocks = g.a.B * g.a.Hq * rows.head_stride / kRows;
-    return launch_overlapping(fill_rows<T>, blocks, kThreads, 0, stream, g, rows, aligned);
+    return with_mask(g.a, [&](auto mask) {
+        return launch_overlapping(fill_rows<T, decltype(mask)>, blocks, kThreads, 0, stream, g, rows, aligned);
+    });
 }
 
 // The workspace: log2_l, D, then m or `large`, then the two ints.

@@ -126,16 +126,16 @@ __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::
 
 // 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without a state. Each warp stages its rows of O in
 // the place of its rows of Qi: then a thread writes 16 bytes at once, and neighbouring threads write side by side.
-template <class Tile, class T>
-__device__ void store_rows(const Attention &a, const Block<T> &block, const ThreadRows<Tile> &rows, T *tile,
+template <class Tile, class T, class Mask>
+__device__ void store_rows(const Attention &a, const Block<T, Mask> &block, const ThreadRows<Tile> &rows, T *tile,
                            int warp_row, int lane) {
     constexpr int D = Tile::D, Chunks = D / 8, RowsAtOnce = 32 / Chunks;
-    const BandOf<int> band = narrow(block.band);
+    const Narrow<Mask> mask = narrow(block.mask);
 #pragma unroll
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
         const int row = warp_row + lane / 4 + 8 * r, i = block.i0 + row;
         const float li = row_sum<4>(rows.li[r]);
-        const RowEnd end = end_of_row(!empty(keys_of_row(band, i)), li, scaled_max(a, rows.mi[r]), 0.f, -INFINITY);
+        const RowEnd end = end_of_row(!empty(keys_of_row(mask, i)), li, scaled_max(a, rows.mi[r]), 0.f, -INFINITY);
         if (a.lse && lane % 4 == 0 && row < block.rows) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
 #pragma unroll
         for (int x = 0; x < Tile::X; ++x) {
@@ -158,9 +158,9 @@ __device__ void store_rows(const Attention &a, const Block<T> &block, const Thre
 // Likewise in all other cases, two columns at a time. A thread stages its part of a row in the place of its warp's rows
 // of Qi, and one loop stores it from there. From registers the loop is unrolled, which takes two thirds of the compile
 // time.
-template <class Tile, class T>
-__device__ void store_rows_with_state(const Attention &a, const Block<T> &block, const ThreadRows<Tile> &rows, T *tile,
-                                      int warp_row, int lane, bool aligned) {
+template <class Tile, class T, class Mask>
+__device__ void store_rows_with_state(const Attention &a, const Block<T, Mask> &block, const ThreadRows<Tile> &rows,
+                                      T *tile, int warp_row, int lane, bool aligned) {
     float2 *const staged = (float2 *)(tile + warp_row * Tile::D) + lane;
 #pragma unroll
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
@@ -185,7 +185,7 @@ __device__ void store_rows_with_state(const Attention &a, const Block<T> &block,
     }
 }
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M;
     constexpr int Stages = Tile::Stages;
@@ -193,17 +193,17 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     T *const Q_tile = (T *)shared, *const K_tiles = Q_tile + Br * D, *const V_tiles = K_tiles + Stages * Bc * D;
     const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
 
-    const Block<T> block = block_of<T>(a, index, Br);
+    const Block<T, Mask> block = block_of<T, Mask>(a, index, Br);
     const T *K = block.K + block.seen.begin * a.k_stride.row;
     const T *V = block.V + block.seen.begin * a.v_stride.row;
     // K and V point to the first row of the next tile to load.
     const auto load_K = [&](int j0, int stage) {
-        const int keys = block.band.keys.end - j0;
+        const int keys = block.mask.keys.end - j0;
         load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, keys, a.d, aligned);
         K += Bc * a.k_stride.row;
     };
     const auto load_V = [&](int j0, int stage) {
-        const int keys = block.band.keys.end - j0;
+        const int keys = block.mask.keys.end - j0;
         load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, keys, a.d, aligned);
         V += Bc * a.v_stride.row;
     };
@@ -212,10 +212,10 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const unsigned K0 = lane_address<D>(K_tiles, lane / 16 * 8 + lane % 8, lane / 8 % 2);
     const unsigned V0 = lane_address<D>(V_tiles, lane % 16, lane / 16);
     // Which keys the warp's rows see
-    const BandOf<int> band = narrow(block.band);
+    const Narrow<Mask> mask = narrow(block.mask);
     const int i_warp = block.i0 + warp_row, i_lane = i_warp + lane / 4;
-    const Keys seen = keys_of_any(band, i_warp, i_warp + Tile::WarpRows);
-    const Keys seen_by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+    const Keys seen = keys_of_any(mask, i_warp, i_warp + Tile::WarpRows);
+    const Keys seen_by_all = keys_of_all(mask, i_warp, i_warp + Tile::WarpRows);
 
     // 8. Qi from HBM; Oi, li, mi begin empty (an earlier state joins at the end, by step 12)
     load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
@@ -249,7 +249,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         if (Stages == 1 && !is_last) load_K(j0 + Bc, 0);
         if (!warp_sees) continue;
         const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
-        change_scores<Tile>(Sij, a, band, i_lane, j0 + lane % 4 * 2, masked);
+        change_scores<Tile>(Sij, a, mask, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12. c is computed for each tile: kept, it would take a register.
         const float c = scale_of(a);
         float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
@@ -259,7 +259,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     }
     // These numbers are computed anew: kept, they would take registers from the loop.
     const unsigned thread = opaque(threadIdx.x);
-    const Block<T> same_block = block_of<T>(a, opaque(index), Br);
+    const Block<T, Mask> same_block = block_of<T, Mask>(a, opaque(index), Br);
     const int first_row = thread / 32 * Tile::WarpRows;
     pad_lse(a, same_block.b, same_block.h, same_block.i0 + same_block.rows, thread);
     if (aligned && a.o_dtype != Dtype::float32)
@@ -270,11 +270,11 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
 
 struct HalfKernels;
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *) {
     if constexpr (on_tensor_cores<T>() && is_needed<HalfKernels, Tile>())
-        half_block<T, Tile>(a, first_block + blockIdx.x, aligned);
+        half_block<T, Tile, Mask>(a, first_block + blockIdx.x, aligned);
     else
         __trap();
 }
@@ -284,9 +284,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 struct HalfKernels {
     static constexpr int TilesOfSum = 0;
     static constexpr bool LastForFewQueries = true;
-    template <class T, class Tile>
+    template <class T, class Tile, class Mask = Band>
     static auto kernel() {
-        return half_kernel<T, Tile>;
+        return half_kernel<T, Tile, Mask>;
     }
     using D64 = TileList<HalfTile<64, 128, 64, 32, 2, 2>,    // 48 KB
                          HalfTile<64, 64, 64, 16, 2, 2>>;    // 40 KB; few queries

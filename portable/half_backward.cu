@@ -90,13 +90,14 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
 }
 
 // 7., 10. Two tiles of `Rows` rows, Qi and dOi or Kj and Vj. Rows outside `rows` are zeros: memory may hold anything.
-template <int Rows, class Tile, class T>
+template <int Rows, class Tile, class T, class IsRead>
 __device__ void load_tiles(T *to, const Tensor &x, const Tensor &y, int64_t b, int64_t h, int row0, Interval rows,
-                           int d, bool aligned) {
+                           int d, bool aligned, const IsRead &is_read) {
     const int first = rows.begin - row0, end = rows.end - row0;
-    load_swizzled<Rows, Tile::D, Tile::Threads>(to, x.row<const T>(b, h, row0), x.stride.row, end, d, aligned, first);
+    load_swizzled<Rows, Tile::D, Tile::Threads>(to, x.row<const T>(b, h, row0), x.stride.row, end, d, aligned, first,
+                                                is_read);
     load_swizzled<Rows, Tile::D, Tile::Threads>(to + Rows * Tile::D, y.row<const T>(b, h, row0), y.stride.row, end, d,
-                                                aligned, first);
+                                                aligned, first, is_read);
 }
 
 // Which rows a block owns. Those that see most, if causal, start first: the first keys, the last queries.
@@ -111,7 +112,7 @@ struct Owned {
     }
 };
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int64_t index, bool aligned) {
     constexpr int D = Tile::D, Own = Tile::Own, Walk = Tile::Walk, WarpRows = Tile::WarpRows, Group = Tile::Group;
     constexpr int R = 2 * Tile::M;
@@ -128,7 +129,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     uint4 *const operands = (uint4 *)(stages + Tile::Stages * Tile::StageBytes + group * Group * Tile::OperandBytes);
 
     const Owned<Tile> owned(a, index);
-    const View<Tile::pass> view(a, owned.b);
+    const View<Tile::pass, Mask> view(a, owned.b);
     const Interval seen = view.of_any(owned.row0, owned.row0 + Own);
     const int first = seen.begin / Walk * Walk, row_warp = owned.row0 + warp_row;
     const int heads = (int)(a.Hq / a.Hkv);
@@ -138,16 +139,16 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         T *const to = (T *)(stages + stage * Tile::StageBytes);
         if constexpr (walks_queries) {
             const int64_t h = owned.h * heads + n, row = (owned.b * a.Hq + h) * rows.head_stride + column0;
-            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, a.d, aligned);
+            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, a.d, aligned, view.is_read(column0));
             if (threadIdx.x < Walk / 2)
                 copy16((unsigned)__cvta_generic_to_shared(to + 2 * Walk * D) + 16 * threadIdx.x,
                        (threadIdx.x < Walk / 4 ? rows.log2_l : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);
         } else {
-            load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, a.d, aligned);
+            load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, a.d, aligned, EachRow());
         }
     };
     load_tiles<Own, Tile>(own, walks_queries ? K : Q, walks_queries ? V : dO, owned.b, owned.h, owned.row0, view.rows,
-                          a.d, aligned);
+                          a.d, aligned, EachRow());
     if (Tile::Stages == 2 && !empty(seen)) load_walked(0, first, 0);
     float row_log2_l[R], row_D[R];
     if constexpr (!walks_queries) {
@@ -178,8 +179,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         const unsigned bytes = stage * Tile::StageBytes;
         // What the warp's rows see is computed anew for each tile: kept, it would take registers.
         const int row = opaque(row_warp);
-        const Interval seen_by_any = view.of_any(row, row + WarpRows), seen_by_all = view.of_all(row, row + WarpRows);
-        const bool warp_sees = column0 < seen_by_any.end && column0 + Walk > seen_by_any.begin;
+        const auto of_warp = view.of_rows(row, row + WarpRows);
+        const bool warp_sees = of_warp.see({column0, column0 + Walk});
 #pragma unroll 1
         for (int group0 = 0; group0 < Walk && warp_sees; group0 += Group * Tile::Columns) {
             const int c0 = group0 + part * Tile::Columns, column = column0 + c0;
@@ -197,7 +198,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             } else {
                 compute_P_dS<T, Tile, false>(S, dP, c, log2_l, D_i, nullptr);
             }
-            if (column < seen_by_all.begin || column + Tile::Columns > seen_by_all.end)
+            if (!of_warp.all_see({column, column + Tile::Columns}))
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
         }
@@ -220,12 +221,12 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
 struct GradientKernels;
 
 // Tile is one of Tiles, for one pass.
-template <class T, class Tiles, class Tile>
+template <class T, class Tiles, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     gradient_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, int64_t first_block,
                     bool aligned) {
     if constexpr (on_tensor_cores<T>() && is_needed<GradientKernels, Tiles>())
-        gradient_block<T, Tile>(g, rows, first_block + blockIdx.x, aligned);
+        gradient_block<T, Tile, Mask>(g, rows, first_block + blockIdx.x, aligned);
     else
         __trap();
 }
@@ -280,8 +281,10 @@ cudaError_t launch_pass(const Gradient &g, const GradientRows &rows, int64_t hea
                         CUstream_st *stream) {
     const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own);
     return launch_all(blocks, kMostBlocks, [&](int64_t first, int grid) {
-        return launch_overlapping(gradient_kernel<T, Tiles, Tile>, grid, Tile::Threads, Tile::SharedBytes, stream, g,
-                                  rows, first, aligned);
+        return with_mask(g.a, [&](auto mask) {
+            return launch_overlapping(gradient_kernel<T, Tiles, Tile, decltype(mask)>, grid, Tile::Threads,
+                                      Tile::SharedBytes, stream, g, rows, first, aligned);
+        });
     });
 }
 

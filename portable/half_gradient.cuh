@@ -109,19 +109,17 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 }
 
 // 12. P = dS = 0 where the mask hides a score. This thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.
-template <class Tile>
-__device__ void hide(float (&P)[Tile::M][Tile::N][4], float (&dS)[Tile::M][Tile::N][4], const View<Tile::pass> &view,
-                     int row0, int column0) {
+template <class Tile, class Mask>
+__device__ void hide(float (&P)[Tile::M][Tile::N][4], float (&dS)[Tile::M][Tile::N][4],
+                     const View<Tile::pass, Mask> &view, int row0, int column0) {
 #pragma unroll
     for (int r = 0; r < 2 * Tile::M; ++r) {
-        const Interval seen = view.of_any(row0 + 8 * r, row0 + 8 * r + 1);
-        const int begin = seen.begin - column0, end = seen.end - column0;
+        const auto row = view.in_tile(row0 + 8 * r, column0);
 #pragma unroll
         for (int n = 0; n < Tile::N; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                if (8 * n + e < begin || 8 * n + e >= end)
-                    P[r / 2][n][r % 2 * 2 + e] = dS[r / 2][n][r % 2 * 2 + e] = 0.f;
+                if (!row.sees(8 * n + e)) P[r / 2][n][r % 2 * 2 + e] = dS[r / 2][n][r % 2 * 2 + e] = 0.f;
     }
 }
 

@@ -87,13 +87,13 @@ __device__ void add_product(Sum (&C)[RowsTile::M][RowsTile::N][4], const HeadRow
 }
 
 // Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled; c > 0.
-template <class Sum>
+template <class Sum, class Mask>
 __device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[RowsTile::M][RowsTile::N][4],
-                           const float (&dP)[RowsTile::M][RowsTile::N][4], float sign, float c, const BandOf<int> &band,
-                           int i, int j) {
+                           const float (&dP)[RowsTile::M][RowsTile::N][4], float sign, float c, const Mask &mask, int i,
+                           int j) {
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
-        const Keys seen = keys_of_row(band, i + column / 2 * 8 + column % 2);
+        const Keys seen = keys_of_row(mask, i + column / 2 * 8 + column % 2);
         Sum score[RowsTile::Keys], m = -INFINITY;
         RowSums tile;
 #pragma unroll
@@ -115,12 +115,12 @@ __device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[Ro
 }
 
 // Stores m, l and D of the large rows among 64 of a head, from i0 on. All threads of the block call it.
-template <class T>
+template <class T, class Mask>
 __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int head, int i0, bool aligned) {
     const Attention &a = g.a;
     const int b = head / unsigned(a.Hq), h = head % unsigned(a.Hq), h_kv = h / int(a.Hq / a.Hkv);
-    const BandOf<int> band = narrow(band_of(a, b));
-    const Keys seen = keys_of_any(band, i0, min(i0 + RowsTile::Br, a.Nq));
+    const Narrow<Mask> mask = narrow(mask_of<Mask>(a, b));
+    const Keys seen = keys_of_any(mask, i0, min(i0 + RowsTile::Br, a.Nq));
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_warp = warp / RowsTile::QueryWarps;
     const int query = warp % RowsTile::QueryWarps * 8 * RowsTile::N + lane % 4 * 2;
     const float sign = a.softmax_scale < 0.f ? -1.f : 1.f, c = fabsf(a.softmax_scale * kLog2e);
@@ -130,9 +130,9 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
     for (int j0 = seen.begin; j0 < seen.end; j0 += RowsTile::Bc) {
         Score<T> S[RowsTile::M][RowsTile::N][4] = {};
         float dP[RowsTile::M][RowsTile::N][4] = {};
-        add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, band.keys.end}, Q, a.d, aligned);
-        add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, band.keys.end}, dO, a.d, aligned);
-        add_scores(sums, S, dP, sign, c, band, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
+        add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, mask.keys.end}, Q, a.d, aligned);
+        add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, mask.keys.end}, dO, a.d, aligned);
+        add_scores(sums, S, dP, sign, c, mask, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
     }
     extern __shared__ __align__(128) unsigned char shared[];
     RowSums *const of_later_keys = (RowSums *)shared;
@@ -173,7 +173,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
 // blocks a multiprocessor it was slower.
 constexpr int kMostGrid = 132;
 
-template <class T>
+template <class T, class Mask>
 __global__ void __launch_bounds__(RowsTile::Threads)
     large_rows_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows, int tiles_of_block,
                       bool aligned) {
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(RowsTile::Threads)
         const bool is_large = exists && is_large_for<T>(a, g.lse[dense]);
         if (!__syncthreads_or(is_large)) continue;
         if (g.is_complete) {
-            normalize_rows<T>(g, rows, head, i0, aligned);
+            normalize_rows<T, Mask>(g, rows, head, i0, aligned);
         } else if (is_large) {
             // lse may cover other keys, too, so it can't be computed again: P keeps the error of its rounding.
             const double m = (double)g.lse[dense] / a.softmax_scale;
@@ -222,8 +222,10 @@ cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *str
     const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
     const int64_t tiles = a.B * a.Hq * (rows.head_stride / RowsTile::Br);
     const int grid = (int)std::min<int64_t>(tiles, kMostGrid), tiles_of_block = (int)((tiles + grid - 1) / grid);
-    return launch_overlapping(large_rows_kernel<T>, grid, RowsTile::Threads, kRowsBytes<T>, stream, g, rows,
-                              tiles_of_block, aligned);
+    return with_mask(a, [&](auto mask) {
+        return launch_overlapping(large_rows_kernel<T, decltype(mask)>, grid, RowsTile::Threads, kRowsBytes<T>, stream,
+                                  g, rows, tiles_of_block, aligned);
+    });
 }
 
 }  // namespace

@@ -92,10 +92,15 @@ __device__ inline void copy16(unsigned to, const void *from, bool exists) {
 #endif
 }
 
-// Loads a tile of Rows x D into shared memory, swizzled, with zeros where row < first, row >= rows or column >= d. Rows of
-// Vj past seqlens_k must be zeros, since Pij = 0 times NaN is NaN.
-template <int Rows, int D, int Threads, class T>
-__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned, int first = 0) {
+struct EachRow {
+    __device__ bool operator()(int) const { return true; }
+};
+
+// Loads a tile of Rows x D into shared memory, swizzled, with zeros where row < first, row >= rows, column >= d or not
+// is_read(row). Rows of Vj past seqlens_k must be zeros, since Pij = 0 times NaN is NaN.
+template <int Rows, int D, int Threads, class T, class IsRead = EachRow>
+__device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows, int d, bool aligned, int first = 0,
+                              const IsRead &is_read = IsRead()) {
     constexpr int Chunk = 16 / sizeof(T), Chunks = D / Chunk, RowsAtOnce = Threads / Chunks;
     static_assert(Rows % RowsAtOnce == 0 && (RowsAtOnce & (RowsAtOnce - 1)) == 0);
     // What follows is computed for each tile: kept, it would take the registers into which d 128 loads operands ahead.
@@ -107,13 +112,14 @@ __device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows
     if (aligned) {
 #pragma unroll
         for (int row = 0; row < Rows; row += RowsAtOnce)
-            copy16((to + row * D * (int)sizeof(T)) ^ row % 8 * 16, from + row * stride, row >= skipped && row < count);
+            copy16((to + row * D * (int)sizeof(T)) ^ row % 8 * 16, from + row * stride,
+                   (row >= skipped && row < count) & is_read(row0 + row));
     } else {
 #pragma unroll 1
         for (int row = 0; row < Rows; row += RowsAtOnce)
 #pragma unroll 1
             for (int x = 0; x < Chunk; ++x) {
-                const bool exists = row >= skipped && row < count && Chunk * chunk + x < d;
+                const bool exists = row >= skipped && row < count && Chunk * chunk + x < d && is_read(row0 + row);
                 tile[swizzle<D, T>(row0 + row, chunk) + x] = exists ? from[row * stride + x] : T(0.f);
             }
     }

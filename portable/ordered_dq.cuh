@@ -12,24 +12,27 @@ namespace {
 
 // What a block computes (hopper has its own): dK, dV of keys j0 <= j < j1 of head h_kv. Tiles of keys count from the
 // first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
+// With ranges, `queries` begins with a tile of the tables, and `tiles` may have some that meet no key of this tile.
+template <class Mask>
 struct KeyBlock {
     int64_t b, h_kv;
     int index, j0, j1;
-    BandOf<int> band;
+    Narrow<Mask> mask;
     Interval queries, tiles;  // queries of the batch that see a key, and tiles of them that see a key of this tile
 };
 
-__device__ KeyBlock key_block_of(const Attention &a, int64_t index, int Br, int Bc) {
+template <class Mask>
+__device__ KeyBlock<Mask> key_block_of(const Attention &a, int64_t index, int Br, int Bc) {
     const int Tc = (a.Nk + Bc - 1) / Bc;
-    KeyBlock tile;
+    KeyBlock<Mask> tile;
     tile.index = (int)(index % Tc);  // the first keys, which most queries see if causal, start first
     tile.b = index / Tc / a.Hkv, tile.h_kv = index / Tc % a.Hkv;
-    const Band band = band_of(a, tile.b);
-    tile.band = narrow(band);
-    tile.j0 = min(band.keys.begin + tile.index * Bc, band.keys.end);
-    tile.j1 = min(tile.j0 + Bc, band.keys.end);
-    tile.queries = queries_of_any(band, a.Nq, band.keys);
-    const Interval by_tile = queries_of_any(band, a.Nq, {tile.j0, tile.j1});
+    const Mask mask = mask_of<Mask>(a, tile.b);
+    tile.mask = narrow(mask);
+    tile.j0 = min(mask.keys.begin + tile.index * Bc, mask.keys.end);
+    tile.j1 = min(tile.j0 + Bc, mask.keys.end);
+    tile.queries = queries_of_any(mask, a.Nq, mask.keys);
+    const Interval by_tile = queries_of_any(mask, a.Nq, {tile.j0, tile.j1});
     tile.tiles = {0, 0};
     if (!empty(by_tile))
         tile.tiles = {(by_tile.begin - tile.queries.begin) / Br, (by_tile.end - tile.queries.begin + Br - 1) / Br};
@@ -37,11 +40,13 @@ __device__ KeyBlock key_block_of(const Attention &a, int64_t index, int Br, int 
 }
 
 // Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.
-__device__ void zero_padding(const Attention &a, const KeyBlock &block, int Bc, void *tensor, const Strides &stride) {
+template <class Mask>
+__device__ void zero_padding(const Attention &a, const KeyBlock<Mask> &block, int Bc, void *tensor,
+                             const Strides &stride) {
     float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
     const int begin = block.index * Bc, end = min(begin + Bc, a.Nk);
     for (int j = begin; j < end; ++j)
-        if (j < block.band.keys.begin || j >= block.band.keys.end)
+        if (j < block.mask.keys.begin || j >= block.mask.keys.end)
             for (int x = threadIdx.x; x < a.d; x += blockDim.x) head[j * stride.row + x] = 0.f;
 }
 

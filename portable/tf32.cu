@@ -40,7 +40,7 @@ struct Tf32Tile {
     static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_;
     static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators, 16 x 8 each
     static constexpr int XAtOnce = 4 / M;                           // of Oi, summed side by side
-    static constexpr int SharedBytes = (Br + 2 * Bc) * D * 4 + sizeof(Block<float>);
+    static constexpr int SharedBytes = (Br + 2 * Bc) * D * 4 + sizeof(Block<float, Ranges>);
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr int Sums = 1 + D / 4;                                         // of a row of a thread: li and Oi
     static constexpr int SumFloats = Threads * 2 * M * (1 + 2 * Sums);  // of a block in the workspace (flush_sums)
@@ -113,9 +113,9 @@ __device__ bool all_finite(const ThreadRows<Tile> &rows) {
 
 // 12. - 13. O = Oi / li, l and m to HBM. A group of accumulators has `Columns` neighbouring columns of a row. A thread
 // stages its part of Oi in Qi's place, so that one loop stores it. Unrolled, it takes a quarter of the compile time.
-template <class Tile>
-__device__ void store_rows(const Attention &a, const Block<float> &block, const ThreadRows<Tile> &rows, float *Q_tile,
-                           int warp_row, bool aligned) {
+template <class Tile, class Mask>
+__device__ void store_rows(const Attention &a, const Block<float, Mask> &block, const ThreadRows<Tile> &rows,
+                           float *Q_tile, int warp_row, bool aligned) {
     constexpr int R = ThreadRows<Tile>::R, XAtOnce = Tile::XAtOnce, Columns = 2 * XAtOnce;
     const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / 4;
     float4 *const staged = (float4 *)Q_tile + threadIdx.x;
@@ -152,9 +152,9 @@ struct OneBlock : WholeBlock {
 
 // The end of a block. An inf becomes a NaN where it meets a hi or lo that is 0 or of the other sign. So if a number
 // isn't finite, the FMA units compute all rows again.
-template <class Tile>
-__device__ void end_block(const Attention &a, const Block<float> block, const ThreadRows<Tile> &rows, int warp_row,
-                          bool aligned, float *shared, float *sums) {
+template <class Tile, class Mask>
+__device__ void end_block(const Attention &a, const Block<float, Mask> block, const ThreadRows<Tile> &rows,
+                          int warp_row, bool aligned, float *shared, float *sums) {
     using Fallback = typename Tile::Fallback;
     if (!__syncthreads_or(!all_finite(rows))) {
         store_rows<Tile>(a, block, rows, shared, warp_row, aligned);
@@ -163,23 +163,23 @@ __device__ void end_block(const Attention &a, const Block<float> block, const Th
 #pragma unroll 1
     for (int row = 0; row < block.rows; row += Fallback::Br) {
         const int count = min(Fallback::Br, block.rows - row);
-        float_block<Fallback>(a, block_at<float>(a, block.b, block.h, block.i0 + row, count), aligned, shared, sums,
-                              OneBlock());
+        float_block<Fallback>(a, block_at<float, Mask>(a, block.b, block.h, block.i0 + row, count), aligned, shared,
+                              sums, OneBlock());
         __syncthreads();  // shared memory has been read
     }
 }
 
-template <class Tile>
+template <class Tile, class Mask>
 __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, float *sums) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M, N = Tile::N;
     extern __shared__ __align__(128) float shared[];
     float *const Q_tile = shared, *const K_tile = Q_tile + Br * D, *const V_tile = K_tile + Bc * D;
-    Block<float> &block = *(Block<float> *)(V_tile + Bc * D);
-    if (threadIdx.x == 0) block = block_of<float>(a, index, Br);
+    Block<float, Mask> &block = *(Block<float, Mask> *)(V_tile + Bc * D);
+    if (threadIdx.x == 0) block = block_of<float, Mask>(a, index, Br);
     __syncthreads();
     const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
     const auto load = [&](float *tile, const float *source, int64_t stride, int j0) {
-        load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.band.keys.end - j0, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.mask.keys.end - j0, a.d, aligned);
     };
     const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
     const unsigned Kj = lane_address<D>(K_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
@@ -208,7 +208,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             load(V_tile, block.V, a.v_stride.row, j0);
             // Which keys the warp's rows see
             const int i_warp = block.i0 + warp_row;
-            const Keys seen = keys_of_any(narrow(block.band), i_warp, i_warp + Tile::WarpRows);
+            const Keys seen = keys_of_any(narrow(block.mask), i_warp, i_warp + Tile::WarpRows);
             const bool is_seen = warp_row < block.rows && j0 < seen.end && j0 + Bc > seen.begin;
             // 9.
             float Sij[M][N][4] = {};
@@ -216,10 +216,10 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             wait_for_tiles();
             if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
             if (!is_seen) continue;
-            const BandOf<int> band = narrow(block.band);
-            const Keys seen_by_all = keys_of_all(band, i_warp, i_warp + Tile::WarpRows);
+            const Narrow<Mask> mask = narrow(block.mask);
+            const Keys seen_by_all = keys_of_all(mask, i_warp, i_warp + Tile::WarpRows);
             const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
-            change_scores<Tile>(Sij, a, band, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
+            change_scores<Tile>(Sij, a, mask, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
             // 10. - 12.
             float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
             update_rows<Tile>(Sij, rows, subtract, alpha, c);
@@ -236,11 +236,11 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     end_block<Tile>(a, block, rows, warp_row, aligned, shared, sums);
 }
 
-template <class Tile>
+template <class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     tf32_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *sums) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    tf32_block<Tile>(a, first_block + blockIdx.x, aligned, sums);
+    tf32_block<Tile, Mask>(a, first_block + blockIdx.x, aligned, sums);
 #endif
 }
 
@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 // TFLOP/s on an H100 at 16k tokens and N 2048, and why it is in the list. An A100 has 163 KB.
 struct Tf32Kernels {
     static constexpr int TilesOfSum = kTilesOfSum;
-    template <class T, class Tile>
+    template <class T, class Tile, class Mask>
     static auto kernel() {
-        return tf32_kernel<Tile>;
+        return tf32_kernel<Tile, Mask>;
     }
     using D64 = TileList<Tf32Tile<64, 128, 32, 32, 2>,    // 48 KB: 60
                          Tf32Tile<64, 64, 64, 16, 2>>;    // 48 KB; few queries

@@ -44,6 +44,7 @@ struct BackwardTile {
     static constexpr int Groups = D == 64 ? 2 : 1;  // of which so many are summed side by side
     static constexpr int Floats = 2 * (Bc + Br) * D + Br * Bc + 2 * Br;
     static constexpr int SharedBytes = Floats * 4 + 128;                           // and KeyBlock
+    static constexpr int RangeBytes = Br * sizeof(Keys);                           // more of it, with ranges
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static_assert(Br % 16 == 0 && Bc % 32 == 0 && X % XAtOnce == 0 && XQ % XQAtOnce == 0);
 };
@@ -59,8 +60,8 @@ __device__ void row_of_group(float (&row)[2 * XAtOnce], const float (*group)[4],
 }
 
 // dK or dV of the block's keys, this warp's part, to HBM. If `adds`, an earlier part of the sum is there.
-template <class Tile>
-__device__ void store_gradient(const Attention &a, const KeyBlock &block, const float (&sum)[Tile::M][Tile::X][4],
+template <class Tile, class Mask>
+__device__ void store_gradient(const Attention &a, const KeyBlock<Mask> &block, const float (&sum)[Tile::M][Tile::X][4],
                                void *tensor, const Strides &stride, int row0, int column0, float scale, bool adds,
                                bool aligned) {
     constexpr int XAtOnce = Tile::XAtOnce;
@@ -143,12 +144,31 @@ __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Oper
     }
 }
 
+// Which queries see a key, counted from query i0 + row0. With ranges shared memory has those of the tile's queries.
+template <class Mask>
+struct QueriesOfKey {
+    int begin, end;
+    __device__ QueriesOfKey(const BandOf<int> &band, int key, int i0, int row0, const Keys *) {
+        const bool exists = band.keys.begin <= key && key < band.keys.end;
+        begin = key - band.last - i0 - row0, end = exists ? key - band.first + 1 - i0 - row0 : INT_MIN;
+    }
+    __device__ bool see(int i) const { return !(i < begin || i >= end); }
+};
+template <>
+struct QueriesOfKey<Ranges> {
+    const Keys *of_rows;
+    int key;
+    __device__ QueriesOfKey(const Ranges &, int key, int, int row0, const Keys *of_tile)
+        : of_rows(of_tile + row0), key(key) {}
+    __device__ bool see(int i) const { return of_rows[i].begin <= key && key < of_rows[i].end; }
+};
+
 // Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
 // memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
-template <class Tile>
+template <class Tile, class Mask>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
-                             const float *Di, const float *dS_tile, float c, const BandOf<int> &band, int i0, int j0,
-                             int warp_key, bool masked) {
+                             const float *Di, const float *dS_tile, float c, const Mask &mask, const Keys *of_tile,
+                             int i0, int j0, int warp_key, bool masked) {
     const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
     unsigned to[2];
 #pragma unroll
@@ -159,8 +179,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int key = j0 + lane / 4 + 16 * m + 8 * r;
-            const bool exists = band.keys.begin <= key && key < band.keys.end;
-            const int begin = key - band.last - i0 - row0, end = exists ? key - band.first + 1 - i0 - row0 : INT_MIN;
+            const QueriesOfKey<Mask> queries(mask, key, i0, row0, of_tile);
 #pragma unroll
             for (int n = 0; n < Tile::N; ++n) {
                 const float2 lse = *(const float2 *)(lse_i + row0 + 8 * n), D = *(const float2 *)(Di + row0 + 8 * n);
@@ -168,7 +187,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                 for (int y = 0; y < 2; ++y) {
                     float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y];
                     s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
-                    if (masked && (8 * n + y < begin || 8 * n + y >= end)) s = 0.f;
+                    if (masked && !queries.see(8 * n + y)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
                                  "f"(dp)
@@ -250,9 +269,10 @@ __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_
     }
 }
 
-template <class Tile>
+template <class Tile, class Mask>
 __device__ void backward_block(const Gradient &g, const GradientRows &gradient_rows, const Turns &turns, bool aligned) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M, N = Tile::N;
+    constexpr bool is_ranges = std::is_same_v<Mask, Ranges>;
     let_next_kernel_start();
     wait_for_kernel_before();
     const Attention &a = g.a;
@@ -260,8 +280,9 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     float *const K_tile = shared, *const V_tile = K_tile + Bc * D, *const Q_tile = V_tile + Bc * D;
     float *const dO_tile = Q_tile + Br * D, *const dS_tile = dO_tile + Br * D;
     float *const lse_i = dS_tile + Br * Bc, *const Di = lse_i + Br;
-    KeyBlock &block = *(KeyBlock *)(Di + Br);
-    if (threadIdx.x == 0) block = key_block_of(a, atomicAdd(turns.next_block, 1), Br, Bc);
+    Keys *const of_tile = (Keys *)(Di + Br);  // of each query, with ranges
+    KeyBlock<Mask> &block = *(KeyBlock<Mask> *)(Di + Br + (is_ranges ? 2 * Br : 0));
+    if (threadIdx.x == 0) block = key_block_of<Mask>(a, atomicAdd(turns.next_block, 1), Br, Bc);
     __syncthreads();
     zero_padding(a, block, Bc, g.dk, g.dk_stride);
     zero_padding(a, block, Bc, g.dv, g.dv_stride);
@@ -275,11 +296,35 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     const int n = block.tiles.end - block.tiles.begin, group = (int)(a.Hq / a.Hkv), steps = n * group;
     const auto head_of = [&](int step) { return block.h_kv * group + step / n; };
     const auto tile_of = [&](int step) { return block.tiles.end - 1 - step % n; };
+    // The next step whose queries meet the block's keys: of a band all do.
+    const auto step_from = [&](int step) {
+        while (is_ranges && step < steps) {
+            const int i0 = block.queries.begin + tile_of(step) * Br;
+            if (meet(keys_of_any(block.mask, i0, min(i0 + Br, block.queries.end)), {block.j0, block.j1})) break;
+            ++step;
+        }
+        return step;
+    };
+    // Of a band the next one is step + 1, and the loop's code is as short as that.
+    int next_step = 0, done = -1;
+    const auto next_of = [&](int step) { return is_ranges ? next_step : step + 1; };
+    const auto nth = [&](int step) { return is_ranges ? done : step; };
+    // Rows of queries that see nothing may hold NaN. Mostly there are none, and no load waits for ranges.
+    const auto all_are_read = [&](int i0) {
+        if constexpr (is_ranges) {
+            return !has_blind_query(block.mask, i0);
+        } else {
+            return true;
+        }
+    };
     const auto load = [&](float *tile, const void *tensor, const Strides &stride, int step) {
         const int i0 = block.queries.begin + tile_of(step) * Br;
         const float *const rows =
             (const float *)tensor + block.b * stride.batch + head_of(step) * stride.head + i0 * stride.row;
-        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned);
+        const auto is_read = [&, all_are = all_are_read(i0)](int row) {
+            return all_are || !empty(keys_of_row(block.mask, i0 + row));
+        };
+        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned, 0, is_read);
     };
     const auto load_Q = [&](int step) { load(Q_tile, a.q, a.q_stride, step); };
     const auto load_dO = [&](int step) {
@@ -291,6 +336,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             const int source = exists ? row : 0;
             __pipeline_memcpy_async(lse_i + row, gradient_rows.log2_l + at + source, 4, exists ? 0 : 4);
             __pipeline_memcpy_async(Di + row, gradient_rows.D + at + source, 4, exists ? 0 : 4);
+            if constexpr (is_ranges) __pipeline_memcpy_async(of_tile + row, block.mask.rows + i0 + row, sizeof(Keys));
         }
     };
     const auto load_keys = [&](float *tile, const void *tensor, const Strides &stride) {
@@ -298,18 +344,21 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             (const float *)tensor + block.b * stride.batch + block.h_kv * stride.head + block.j0 * stride.row;
         load_swizzled<Bc, D, Threads>(tile, rows, stride.row, block.j1 - block.j0, a.d, aligned);
     };
-    if (steps > 0) load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(0), load_dO(0);
+    const int first = step_from(0);
+    if (first < steps)
+        load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(first), load_dO(first);
 
     const bool may_be_large = __ldcg(gradient_rows.any_large);
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
     int *last_added = nullptr;
-    for (int step = 0; step < steps; ++step) {
+    for (int step = first; step < steps; step = next_of(step)) {
+        if (is_ranges) next_step = step_from(step + 1), ++done;
         const int i0 = block.queries.begin + tile_of(step) * Br, i1 = min(i0 + Br, block.queries.end);
         wait_for_tiles();
         if (last_added) pass_turn(last_added);  // here, since its additions have arrived: passing waits for them
 
         // Whether the warp's keys are seen, and by all of the queries
-        const Keys seen_by_any = keys_of_any(block.band, i0, i1), seen_by_all = keys_of_all(block.band, i0, i1);
+        const Keys seen_by_any = keys_of_any(block.mask, i0, i1), seen_by_all = keys_of_all(block.mask, i0, i1);
         const int j0 = block.j0 + warp_key;
         const bool is_seen = j0 < seen_by_any.end && j0 + Tile::WarpKeys > seen_by_any.begin;
         const bool masked = j0 < seen_by_all.begin || j0 + Tile::WarpKeys > seen_by_all.end;
@@ -334,25 +383,25 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
                 multiply_scores<D>(S, dP, operands, a.d);
             }
         }
-        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.band, i0, j0, warp_key, masked);
+        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.mask, of_tile, i0, j0, warp_key, masked);
         if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
         __syncthreads();
-        if (step + 1 < steps) load_dO(step + 1);
+        if (next_of(step) < steps) load_dO(next_of(step));
         if (is_seen) add_product<Tile>(dK, dP, Q_tile, column0, a.d);
         __syncthreads();
-        if (step + 1 < steps) load_Q(step + 1);
+        if (next_of(step) < steps) load_Q(next_of(step));
 
         // dQi. Tiles of keys before this one that see it have their turns first
         const int64_t h = head_of(step), Tr = (a.Nq + Br - 1) / Br;
         float *const dQ = (float *)g.dq + block.b * g.dq_stride.batch + h * g.dq_stride.head + i0 * g.dq_stride.row;
         int *const added = turns.added + ((block.b * a.Hq + h) * Tr + tile_of(step)) * Tile::Warps + warp;
-        const int turn = block.index - (seen_by_any.begin - block.band.keys.begin) / Bc;
+        const int turn = block.index - (seen_by_any.begin - block.mask.keys.begin) / Bc;
         add_dQ<Tile>(a, dS_tile, K_tile, dQ, g.dq_stride.row, i1 - i0, warp, aligned, added, turn);
         last_added = added;
 
-        const bool is_last = step + 1 == steps;
-        if (is_last || (step + 1) % kTilesOfRegisterSum == 0) {
-            const bool adds = step >= kTilesOfRegisterSum;
+        const bool is_last = next_of(step) == steps;
+        if (is_last || (nth(step) + 1) % kTilesOfRegisterSum == 0) {
+            const bool adds = nth(step) >= kTilesOfRegisterSum;
             store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, a.softmax_scale * kUndoTruncation,
                                  adds, aligned);
             store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, kUndoTruncation, adds, aligned);
@@ -362,7 +411,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         }
     }
     if (last_added) pass_turn(last_added);
-    if (steps == 0) {
+    if (first == steps) {
         store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, 1.f, false, aligned);
         store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, 1.f, false, aligned);
     }
@@ -370,13 +419,13 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
 
 struct BackwardKernels;
 
-template <class Tile>
+template <class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     tf32_backward_kernel(const __grid_constant__ Gradient g, const __grid_constant__ GradientRows rows,
                          const __grid_constant__ Turns turns, bool aligned) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     if constexpr (is_needed<BackwardKernels, Tile>())
-        backward_block<Tile>(g, rows, turns, aligned);
+        backward_block<Tile, Mask>(g, rows, turns, aligned);
     else
         __trap();
 #endif
@@ -412,7 +461,7 @@ Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Small
             Tile::D,
             blocks,
             Tile::Threads,
-            Tile::SharedBytes,
+            Tile::SharedBytes + (a.key_ranges ? Tile::RangeBytes : 0),
             workspace,
             device.multiprocessors};
 }
@@ -431,8 +480,10 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     return launch_all(plan.grid, kMostBlocks, [&](int64_t, int grid) {  // blocks number themselves
-        return launch_overlapping(tf32_backward_kernel<Tile>, grid, Tile::Threads, Tile::SharedBytes, stream, g,
-                                  gradient_rows_in(g, workspace), turns, aligned);
+        return with_mask(a, [&](auto mask) {
+            return launch_overlapping(tf32_backward_kernel<Tile, decltype(mask)>, grid, Tile::Threads,
+                                      plan.shared_memory, stream, g, gradient_rows_in(g, workspace), turns, aligned);
+        });
     });
 }
 

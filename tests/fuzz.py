@@ -162,8 +162,7 @@ def ranges(call, B, Nq, Nk):
         end = begin + step if call.chance(0.5) else torch.arange(Nq) + 1
         t = torch.stack([begin, end], -1).repeat(B, 1, 1)
     else:
-        t = torch.tensor([[[call.random.randint(-3, Nk + 3) for _ in "be"] for _ in range(Nq)] for _ in range(B)])
-        t = t.view(B, Nq, 2)
+        t = torch.tensor([call.random.randint(-3, Nk + 3) for _ in range(2 * B * Nq)]).view(B, Nq, 2)
     t = t.long().to(call.device, call.choice(torch.int32, torch.int64))
     if call.chance(0.1) and t.numel():
         t[0, -1] = call.choice(torch.iinfo(t.dtype).min, torch.iinfo(t.dtype).max)

@@ -1,4 +1,4 @@
-"""key_ranges: each query sees a range of keys of its own. Values and gradients against float64, on every backend."""
+"""key_ranges: each query sees a range of keys of its own. Values and gradients against float64."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ def documents(b, B, Nq, Nk):
         ends = [0]
         while ends[-1] < max(Nq, Nk):
             ends.append(ends[-1] + b.random.choice([0, 1, 2, 15, 16, 17, 33, 64, 100]))
-        ranges.append([next((x, y) for x, y in zip(ends, ends[1:], strict=False) if i < y) for i in range(Nq)])
+        bounds = list(zip(ends, ends[1:], strict=False))
+        ranges.append([next((x, y) for x, y in bounds if i < y) for i in range(Nq)])
     return torch.tensor(ranges)
 
 
@@ -74,7 +75,8 @@ OPTIONS = {
     "causal": lambda b, B: dict(causal=True),
     "window": lambda b, B: dict(window_size=(20, 3), offset=5),
     "lengths": lambda b, B: dict(seqlens_k=b.ints(*b.random.choices(range(80), k=B)), causal=True),
-    "left padding": lambda b, B: dict(leftpad_k=b.ints(*b.random.choices(range(30), k=B)), softmax_scale=-0.2),
+    "left padding": lambda b, B: dict(leftpad_k=b.ints(*b.random.choices(range(30), k=B))),
+    "negative scale": lambda b, B: dict(softmax_scale=-0.2),
 }
 
 
@@ -90,7 +92,8 @@ def drawn(backend, make, shape, dtype, options="alone"):
 @pytest.mark.parametrize("make", RANGES)
 def test_values_and_gradients(backend, dtype, make, shape):
     qkv, options = drawn(backend, make, shape, dtype)
-    assert "ranges" in backend.explain(*qkv, **options).kernel or backend.name in ("cpu", "paper")
+    found = backend.explain(*qkv, **options)
+    assert found.kernel.endswith(", ranges") and "decode" not in found.kernel and found.workspace > 0
     backend.check(*qkv, **options)
     check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
 
@@ -132,7 +135,8 @@ def test_ranges_that_are_a_band(backend, dtype, band):
     elif "window_size" in band:
         ranges = torch.stack([i - 30, i + 3], -1)[None]
     else:
-        ranges = torch.tensor(band["seqlens_k"])[:, None, None] * torch.tensor([0, 1]) + torch.zeros(2, 140, 1).long()
+        ends = torch.tensor(band["seqlens_k"])[:, None].expand(-1, 140)
+        ranges = torch.stack([torch.zeros_like(ends), ends], -1)
         band = {"seqlens_k": backend.ints(*band["seqlens_k"])}
     ranges = ranges.to(backend.device)
     o, expected = backend.forward(q, k, v, key_ranges=ranges), backend.forward(q, k, v, **band)
@@ -190,8 +194,8 @@ def test_queries_without_keys_may_be_nan(backend, dtype):
         grads(backend, dirty_do, dirty, k, v, key_ranges=ranges),
         grads(backend, do, q, k, v, key_ranges=ranges),
         strict=True,
-    ):
-        assert torch.equal(x, y)
+    ):  # with AMX a strip of queries that holds a NaN is computed without it
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", RANGES)
@@ -230,7 +234,7 @@ def test_empty_shapes(backend):
 @pytest.mark.parametrize(
     "ranges, error",
     [
-        (lambda: torch.zeros(3, 70, 2, dtype=torch.int32), r"key_ranges must have shape \(B or 1, Nq, 2\) = \(2 or 1"),
+        (lambda: torch.zeros(3, 70, 2, dtype=torch.int32), r"have shape \(B or 1, Nq, 2\) = \(2 or 1, 70"),
         (lambda: torch.zeros(2, 69, 2, dtype=torch.int32), "key_ranges must have shape"),
         (lambda: torch.zeros(2, 70, 3, dtype=torch.int32), "key_ranges must have shape"),
         (lambda: torch.zeros(70, 2, dtype=torch.int32), "key_ranges must have shape"),
@@ -266,9 +270,10 @@ def test_ranges_of_another_call(backend):
     q, k, v = backend.qkv()
     ranges = documents(backend, 2, 70, 90).to(backend.device)
     first = backend.forward(q, k, v, key_ranges=ranges)
-    ranges.copy_(chunks(backend, 2, 70, 90))
+    new = chunks(backend, 2, 70, 90).to(backend.device)
+    ranges.copy_(new)
     other = backend.forward(q, k, v, key_ranges=ranges)
-    assert torch.equal(other, backend.forward(q, k, v, key_ranges=chunks(backend, 2, 70, 90).to(backend.device)))
+    assert torch.equal(other, backend.forward(q, k, v, key_ranges=new.contiguous()))
     assert not torch.equal(first, other)
 
 

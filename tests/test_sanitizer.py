@@ -159,6 +159,20 @@ def test_backward(backend, dtype, d, Nq, Nk):
             assert relative_error(x.double().cpu(), y) < bound
 
 
+@pytest.mark.parametrize("d", [37, 64, 128, 256])
+def test_backward_with_key_ranges(backend, dtype, d):
+    """Of any ints: nothing is read outside the tensors."""
+    q, k, v = backend.qkv(Nq=150, Nk=200, d=d, dtype=dtype)
+    ranges = backend.integers(-9, 209, 2, 150, 2, dtype=torch.int32)
+    ranges[:, ::7] = backend.integers(-(2**31), 2**31 - 1, 2, 22, 2, dtype=torch.int32)
+    check(backend, (q, k, v), key_ranges=ranges)
+    o, lse = backend.forward(q, k, v, return_lse=True, key_ranges=ranges)
+    exact = gradients(*(t.cpu() for t in (q, q, k, v)), key_ranges=ranges.cpu())
+    actual = minimal_attn.backward(q, q, k, v, o, lse, None, backend=backend.name, key_ranges=ranges)
+    for x, y in zip(actual, exact, strict=True):
+        assert relative_error(x.double().cpu(), y) < {torch.float32: 5e-6}.get(dtype, 2e-2)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("Hq, Hkv", [(8, 1), (2, 2)])
 def test_backward_with_split_keys(backend, dtype, d, Hq, Hkv):
