@@ -49,20 +49,22 @@ std::string refusal_of_hopper(const Tensor &q) {
     return "";
 }
 
-// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for key_ranges and for
-// some gradients.
+// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients, and
+// for key_ranges in float32 and in the backward pass.
+bool hopper_serves(const Attention &a) { return !a.key_ranges || a.dtype != Dtype::float32; }
+
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 
 Plan plan_hopper(const Attention &a, const Device &device) {
-    if (a.key_ranges) return plan_portable(a, device);
+    if (!hopper_serves(a)) return plan_portable(a, device);
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    if (a.key_ranges) return launch_portable(a, plan, workspace, stream);
+    if (!hopper_serves(a)) return launch_portable(a, plan, workspace, stream);
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);

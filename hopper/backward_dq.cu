@@ -144,7 +144,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
         for (int n = 1, j0 = broadcast_lane0(work.visible.begin);; ++n) {
             // `work` is read again in each step: registers are short.
             const int i = work.i0 + row, i64 = work.i0 + 64 * warpgroup;
-            const Keys all_see = keys_of_all(work.band, i64, i64 + 64);
+            const Keys all_see = keys_of_all(work.mask, i64, i64 + 64);
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
             if (__builtin_expect(may_be_large, false)) {
@@ -159,10 +159,10 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             V.consumer_release();
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) dP[x] = S[x] * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);  // dS
-            if (masked) mask_columns(dP, {keys_of_row(work.band, i), keys_of_row(work.band, i + 8)}, j0, 0.f);
+            if (masked) mask_columns(dP, {keys_of_row(work.mask, i), keys_of_row(work.mask, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
-            if (n == needed && work.band.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
-                zero_rows_outside<Bc, Tile::Boxes>(shared.Kj[K_of_dQ.stage()], 0, work.band.keys.end - j0,
+            if (n == needed && work.mask.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
+                zero_rows_outside<Bc, Tile::Boxes>(shared.Kj[K_of_dQ.stage()], 0, work.mask.keys.end - j0,
                                                    Tile::kZeroed + warpgroup);
             if (n == needed) break;  // the product of the last tile stands behind the loop
             ping_pong.wait_turn();
@@ -192,7 +192,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
             ping_pong.pass_turn();
         }
         store_gradient<T>(p.dq, work.b, work.h, work.i0 + row, work.i1, p.a.d, p.a.softmax_scale, dQ,
-                          [&](int i) { return !empty(keys_of_row(work.band, i)); });
+                          [&](int i) { return !empty(keys_of_row(work.mask, i)); });
         __syncwarp();  // all lanes have read `work`
     }
 }
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile, BandOf<int>>(p, shared);
         if (threadIdx.x == 32) load_Q_and_dO(p, shared);
         if (threadIdx.x == 64) load_V(p, shared);
         if (threadIdx.x == 96) cudaGridDependencySynchronize();

@@ -87,11 +87,11 @@ struct Tile {
 // Qi               | 16          | 48   | 96   | 64    | 48    | 64
 // Kj; Vj the same  | 16          | 64   | 48   | 64    | 84    | 80
 // sum              | 48          | 176  | 192  | 192   | 216   | 224, and less than 1 KB for the rest
-template <class Tile>
+template <class Tile, class Mask>
 struct SharedStorage {
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];
     unsigned char Kj[Tile::Stages][Tile::KBytes], Vj[Tile::Stages][Tile::KBytes];
-    WorkTile work[kQueueStages];
+    WorkTileOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
     Barrier O_staged[Tile::Consumers];  // only for StoreO::through_V
 };
@@ -99,16 +99,17 @@ struct SharedStorage {
 // Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V
 // each stage must also have received a Vj of this work tile: thread 64 loads it only after it has stored the O that was
 // staged there before.
-template <class Tile>
-__device__ bool stages_O(const Parameters &p, const WorkTile &work, int warpgroup) {
+template <class Tile, class Mask>
+__device__ bool stages_O(const Parameters &p, const WorkTileOf<Mask> &work, int warpgroup) {
     if (Tile::O == StoreO::direct) return false;
     const bool has_stage =
         Tile::O == StoreO::through_Q || work.visible.end - work.visible.begin > (Tile::Stages - 1) * Tile::Bc;
     return has_stage && p.tma_stores_O && work.i0 + 64 * (warpgroup + 1) <= work.i1;
 }
 
-template <class Tile>
-__device__ void store_staged_O(const Parameters &p, const WorkTile &work, int warpgroup, const unsigned char *tile) {
+template <class Tile, class Mask>
+__device__ void store_staged_O(const Parameters &p, const WorkTileOf<Mask> &work, int warpgroup,
+                               const unsigned char *tile) {
     for (int box = 0; box < Tile::Boxes; ++box)
         tma_store(p.O.map, tile + box * 64 * 128, box * kBoxColumns, work.i0 + 64 * warpgroup, work.h * p.O.head,
                   work.b * p.O.batch);
@@ -119,10 +120,10 @@ __device__ void store_staged_O(const Parameters &p, const WorkTile &work, int wa
 // Thread 32 loads Qi (step 8), 64 rows for each consumer. With through_Q it then stores O of the work tile before
 // (step 13). It can't deadlock, since kQueueStages = QStages = 2: the next Qi in O's stage belongs to a work tile that
 // thread 0 publishes only after this O is staged.
-template <class Tile>
-__device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline<Tile::QStages> Q{}, O{};
-    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &previous) {
+    for_each_work_tile(shared, [&](const auto &work, const auto &previous) {
         if (work.b >= 0) load_Q<Tile>(shared, p.Q, work.i0, work.h, work.b, Q);
         if (Tile::O == StoreO::through_Q && previous.b >= 0) {
             for (int warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup) {
@@ -138,11 +139,11 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 
 // Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13). Each of the first Vj goes
 // where one consumer has staged its O, so the thread waits for that consumer alone and stores its O before the load.
-template <class Tile>
-__device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline V{shared.V};
     uint32_t phases = 0;  // of O_staged, one bit for each consumer
-    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &previous) {
+    for_each_work_tile(shared, [&](const auto &work, const auto &previous) {
         Pipeline O = V;  // where the next O is staged: in the stages of the next Vj
         int warpgroup = Tile::O == StoreO::through_V && previous.b >= 0 ? 0 : Tile::Consumers;  // its O is next
         const auto store_next_O = [&] {
@@ -165,12 +166,12 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile> &sha
 
 // Masks Sij. Where the state is wanted, it also tracks each thread's largest scores, since m may be stale: the maximum
 // of earlier tiles (stale_softmax). Most tiles need neither and skip both by one branch.
-template <int Count>
-__device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a, const WorkTile &work,
-                                   int row, int j0, Keys fully_visible) {
+template <class Mask, int Count>
+__device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
+                                   const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
-    if (is_cut) mask_scores(Sij, a, work.band, work.i0 + row, j0);
+    if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
     if (!a.l) return;
 #pragma unroll
     for (int x = 0; x < Count; x += 2)
@@ -205,8 +206,8 @@ constexpr float kMostByStaleMax = 256.f;
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 
-template <class T, class Tile>
-__device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
+template <class T, class Tile, class Mask>
+__device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
     const Attention &a = p.a;
     const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -234,7 +235,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     begin_work_tile();
     wgmma_wait<0>(Sij);
     while (has_work) {
-        const WorkTile &work = shared.work[tile_queue.stage()];
+        const WorkTileOf<Mask> &work = shared.work[tile_queue.stage()];
         const int i0 = work.i0 + 64 * warpgroup, end = work.visible.end, my_end = end_of_keys(work, i0);
         const Keys fully_visible = fully_visible_keys(p, work, i0);
         int j0 = work.visible.begin;
@@ -282,8 +283,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
         tile_queue.advance();
         ping_pong.wait_turn();
         V.consumer_wait();
-        if (work.band.keys.end < a.Nk)  // TMA has set rows from Nk on to 0
-            zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], 0, work.band.keys.end - j0,
+        if (work.mask.keys.end < a.Nk)  // TMA has set rows from Nk on to 0
+            zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], 0, work.mask.keys.end - j0,
                                                Tile::kVZeroed + warpgroup);
         issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
         ping_pong.pass_turn();
@@ -327,10 +328,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile> &shared) {
     }
 }
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
-    auto &shared = shared_storage<SharedStorage<Tile>>();
+    auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);
@@ -340,11 +341,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile>(p, shared);
-        if (threadIdx.x == 32) load_Q_and_store_O<Tile>(p, shared);
-        if (threadIdx.x == 64) load_V_and_store_O<Tile>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile, Mask>(p, shared);
+        if (threadIdx.x == 32) load_Q_and_store_O(p, shared);
+        if (threadIdx.x == 64) load_V_and_store_O(p, shared);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -375,8 +376,10 @@ TileOf tile_of(const Attention &a) {
 Plan plan_half(const Attention &a, const Device &device) {
     const TileOf choice = tile_of(a);
     return with_tile(choice, Tiles(), [&](auto tile) {
-        using Tile = decltype(tile);
-        return make_plan<Tile, SharedStorage<Tile>>(a, device, "half", choice);
+        return with_mask(a, [&](auto mask) {
+            using Tile = decltype(tile);
+            return make_plan<Tile, SharedStorage<Tile, Narrow<decltype(mask)>>>(a, device, "half", choice);
+        });
     });
 }
 
@@ -386,9 +389,12 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
         Parameters p{a};
         p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && is_aligned(a.o, a.o_stride, 2, a.d) &&
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
-        const auto kernel =
-            a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile> : half_hopper_kernel<__nv_bfloat16, Tile>;
-        return launch_kernels<Tile>({kernel}, p, plan, Zeros(workspace, plan.workspace, stream), stream);
+        return with_mask(a, [&](auto mask) {
+            using Mask = Narrow<decltype(mask)>;
+            const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
+                                                          : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
+            return launch_kernels<Tile>({kernel}, p, plan, Zeros(workspace, plan.workspace, stream), stream);
+        });
     });
 }
 

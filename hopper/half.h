@@ -7,8 +7,8 @@
 namespace minimal_attn::hopper {
 
 // Loads the tiles of a work tile's visible keys, Rows rows each. Calls before_load() before each load.
-template <int Rows, int Stages, int Bytes, class BeforeLoad>
-__device__ void load_tiles(const TensorMap &tensor, const WorkTile &work, Pipeline<Stages> &pipeline,
+template <int Rows, class Mask, int Stages, int Bytes, class BeforeLoad>
+__device__ void load_tiles(const TensorMap &tensor, const WorkTileOf<Mask> &work, Pipeline<Stages> &pipeline,
                            unsigned char (&tiles)[Stages][Bytes], const BeforeLoad &before_load) {
     for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows) {
         before_load();
@@ -35,15 +35,15 @@ __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
 
 // Thread 0 is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
 // That is as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
-template <class Tile, class SharedStorage>
+template <class Tile, class Mask, class SharedStorage>
 __device__ void schedule_and_load_K(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};
     Pipeline K{shared.K};
-    const TileScheduler<Tile> scheduler{p};
+    const TileScheduler<Tile, Mask> scheduler{p};
     for (int n = -1;; tile_queue.advance()) {
         tile_queue.producer_acquire();
         n = scheduler.next(n);
-        const WorkTile work = scheduler.tile(n);
+        const WorkTileOf<Mask> work = scheduler.tile(n);
         shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
         if (work.b < 0) return;

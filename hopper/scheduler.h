@@ -13,6 +13,7 @@
 
 #include "hopper/params.h"
 #include "hopper/pipeline.h"
+#include "ranges.h"
 
 namespace minimal_attn::hopper {
 
@@ -26,34 +27,46 @@ constexpr int64_t kL2Bytes = 32 << 20;
 // each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; N 4096: 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
-// Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64).
-struct alignas(16) WorkTile {
+// Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
+// BandOf<int> (flash.h) or, in half.cu, Ranges (ranges.h).
+template <class Mask>
+struct alignas(16) WorkTileOf {
     int b, h, i0, i1;  // b < 0: no more work tiles
     Keys visible;      // the keys that any of its rows sees
-    BandOf<int> band;  // its batch's mask
+    Mask mask;         // its batch's
     int key_head;      // the head of K and V that head h reads
 };
+using WorkTile = WorkTileOf<BandOf<int>>;
 
 // The band comes from p if possible: computing it in 64 bits would delay the first load of a work tile.
 __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
     return p.same_band ? p.band : narrow(band_of(p.a, b));
 }
+template <class Mask>
+__device__ Mask mask_of_batch(const Parameters &p, int b) {
+    if constexpr (std::is_same_v<Mask, Ranges>)
+        return ranges_of(p.a, b);
+    else
+        return band_of_batch(p, b);
+}
 
 // The keys that all 64 rows from i0 on see: a tile within needs no mask. With a negative softmax_scale every tile needs
 // mask_scores, which also negates Sij, so this returns no keys.
-__device__ inline Keys fully_visible_keys(const Parameters &p, const WorkTile &work, int i0) {
-    Keys fully_visible = keys_of_all(work.band, i0, i0 + 64);
+template <class Mask>
+__device__ Keys fully_visible_keys(const Parameters &p, const WorkTileOf<Mask> &work, int i0) {
+    Keys fully_visible = keys_of_all(work.mask, i0, i0 + 64);
     if (p.a.softmax_scale < 0.f) fully_visible.end = 0;
     return fully_visible;
 }
 
 // Where the keys end that the 64 rows from i0 on see. Other rows of the work tile may see further keys.
-__device__ inline int end_of_keys(const WorkTile &work, int i0) {
+template <class Mask>
+__device__ int end_of_keys(const WorkTileOf<Mask> &work, int i0) {
     const int i1 = min(i0 + 64, work.i1);
-    return i0 < i1 ? min(keys_of_any(work.band, i0, i1).end, work.visible.end) : 0;
+    return i0 < i1 ? min(keys_of_any(work.mask, i0, i1).end, work.visible.end) : 0;
 }
 
-template <class Tile>
+template <class Tile, class Mask = BandOf<int>>
 struct TileScheduler {
     const Parameters &p;
 
@@ -64,20 +77,23 @@ struct TileScheduler {
         const int next_round = (n / p.grid + 1) * p.grid;
         return next_round + (next_round - 1 - n);
     }
-    // Work tile n. A head's last rows come first: under a causal mask they see the most keys.
-    __device__ WorkTile tile(int n) const {
+    // Work tile n. A head's last rows come first: under a causal mask they see the most keys. The first tile may be
+    // short, or with ranges, whose tables have tiles from query 0 on, the last.
+    __device__ WorkTileOf<Mask> tile(int n) const {
         if (n >= p.work_tiles) return {-1};
         const int rest = n - p.sequential_heads * p.Tr;  // below 0: a tile of a sequential head
         const int head = rest < 0 ? n / p.Tr : p.sequential_heads + rest % p.interleaved_heads;
         const int b = head / p.Hq, h = head % p.Hq;
         const int tile_of_head = rest < 0 ? n % p.Tr : rest / p.interleaved_heads;
-        const int i1 = p.a.Nq - tile_of_head * Tile::Br, i0 = max(i1 - Tile::Br, 0);
-        const BandOf<int> band = band_of_batch(p, b);
-        Keys visible = keys_of_any(band, i0, i1);
+        int i1 = p.a.Nq - tile_of_head * Tile::Br, i0 = max(i1 - Tile::Br, 0);
+        if constexpr (std::is_same_v<Mask, Ranges>)
+            i0 = (p.Tr - 1 - tile_of_head) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
+        const Mask mask = mask_of_batch<Mask>(p, b);
+        Keys visible = keys_of_any(mask, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
-        if (empty(visible)) visible = {band.keys.begin, band.keys.begin + 1};
+        if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
         if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
-        return {b, h, i0, i1, visible, band, h / p.group};
+        return {b, h, i0, i1, visible, mask, h / p.group};
     }
 };
 

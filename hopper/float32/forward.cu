@@ -272,7 +272,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 }
                 KV.consumer_release(inverse_scale_K, is_lane_0);
                 if (is_last) Q().consumer_release(0.f, is_lane_0);
-                if (needs_mask) mask_scores(Sij, a, work.band, work.i0 + row_of_thread(), j0);
+                if (needs_mask) mask_scores(Sij, a, work.mask, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
                 compute_P<Tile>(hi, lo, Sij, softmax, c_of_m, c_of_S, S_to_m, uses_stale_max, dither, work, j0,

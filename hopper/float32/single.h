@@ -35,7 +35,7 @@ __device__ void produce_and_split(const Parameters &p, SharedStorage<Tile> &shar
         wait(shared.tile_loaded[is_V], parity);
         const float inverse_scale =
             split_in_place(SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[1], 1}, shared.tiles[is_V],
-                           {work.band.keys, is_V}, shared.inverse_scale[is_V].x);
+                           {work.mask.keys, is_V}, shared.inverse_scale[is_V].x);
         if (threadIdx.x == 0) {
             (is_V ? work.inverse_scale_V : work.inverse_scale_K) =
                 is_V ? inverse_scale : nonzero_inverse_scale(inverse_scale);

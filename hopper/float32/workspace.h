@@ -86,7 +86,7 @@ __device__ inline void publish(const Workspace &w, const SplitJob &job, float in
 // represent K or V, or if scales of V are 2^60 apart: Oi, in units of the last Vj, would overflow.
 template <class Tile>
 __device__ void wait_for_split(const Float32Parameters &p, Float32Work &work) {
-    const Keys keys = work.band.keys;
+    const Keys keys = work.mask.keys;
     work.fallback = empty(keys);
     if (work.fallback) return;
     const HeadStatus &head = p.workspace.heads[workspace_head(p, work)];
