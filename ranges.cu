@@ -44,16 +44,15 @@ __global__ void __launch_bounds__(kThreads) fill_rows(const __grid_constant__ At
     if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = keys;
 }
 
-// `queries`: a warp has a tile of keys, and looks at all tiles of queries.
+// `queries`: a warp has a tile of keys, and looks at all queries.
 __global__ void __launch_bounds__(kThreads) fill_queries(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, key_tiles = range_key_tiles(a);
     if (n >= a.B * key_tiles) return;
-    const TileKeys *const tiles = a.ranges.tiles + n / key_tiles * range_tiles(a);
+    const Ranges ranges = ranges_of(a, n / key_tiles);
     const int j0 = (int)(n % key_tiles) * kRangeTile;
     Interval queries = {0, 0};
-    for (int tile = threadIdx.x % 32; tile < range_tiles(a); tile += 32)
-        if (meet(tiles[tile].any, {j0, j0 + kRangeTile}))
-            queries = hull(queries, {tile * kRangeTile, (tile + 1) * kRangeTile});
+    for (int i = threadIdx.x % 32 * kMeetTile; i < a.Nq; i += 32 * kMeetTile)
+        if (meet(keys_that_meet(ranges, i), {j0, j0 + kRangeTile})) queries = hull(queries, {i, i + kMeetTile});
     queries = hull_of_warp(queries);
     if (threadIdx.x % 32 == 0) a.ranges.queries[n] = queries;
 }

@@ -3,11 +3,11 @@
 //
 //     rows       what query i sees: its part of key_ranges, and of the band, seqlens_k and leftpad_k
 //     tiles      of 64 queries: the keys that any of them sees (from the first to the last one), and that all see
-//     queries    of 64 keys: from the first to the last tile of queries of which `any` has one of them
+//     queries    of 64 keys: from the first to the last 128 queries that meet one of them
 //
-// A tile of queries and a tile of keys meet if `any` has one of the keys. So the keys that a tile of queries meets have no
-// gaps, whatever the ranges are: this fixes which blocks add to dQ, and in which order. Where ranges grow with the query,
-// as in packed documents, tiles meet that have a visible score between them, and few others.
+// Queries meet a key that lies between the first and the last one that any of them sees. So the keys that a tile of
+// queries meets have no gaps, whatever the ranges are: this fixes which blocks add to dQ, and in which order. Where ranges
+// grow with the query, as in packed documents, tiles meet that have a visible score between them, and few others.
 //
 // Ranges has the functions of a band: keys_of_row, keys_of_any, keys_of_all, queries_of_any. A kernel that is compiled
 // for both takes the type as `Mask`; Visible is either at run time.
@@ -20,7 +20,8 @@
 
 namespace minimal_attn {
 
-constexpr int kRangeTile = 64;  // queries or keys
+constexpr int kRangeTile = 64;             // queries or keys
+constexpr int kMeetTile = 2 * kRangeTile;  // queries, in the table of `queries`
 // `rows` and `tiles` of a batch go on with queries that see nothing: no kernel's tile of queries reaches further.
 constexpr int kRangePadding = 256;
 constexpr Keys kAllKeys = {0, 1 << 30};  // beyond all numbers of keys
@@ -71,6 +72,12 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Ranges &ranges, int i0, i
     Keys all = kAllKeys;
     for (int tile = i0 / kRangeTile; tile * kRangeTile < i1; ++tile) all = common(all, ranges.tiles[tile].all);
     return all;
+}
+
+// Keys that the kMeetTile queries around query i meet.
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_that_meet(const Ranges &ranges, int i) {
+    const int i0 = i / kMeetTile * kMeetTile;
+    return keys_of_any(ranges, i0, i0 + kMeetTile);
 }
 
 // Whether the tile that has query i has one that sees nothing. `all` then ends at 0, and else not: each range ends later.

@@ -50,7 +50,7 @@ std::string refusal_of_hopper(const Tensor &q) {
 }
 
 // The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients, and
-// for key_ranges in float32 and in the backward pass.
+// for key_ranges in float32.
 bool hopper_serves(const Attention &a) { return !a.key_ranges || a.dtype != Dtype::float32; }
 
 bool hopper_takes_decode(const Attention &a, const Device &device) {
@@ -70,15 +70,13 @@ const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace,
                                      : hopper::launch_half(a, plan, workspace, stream);
 }
 
-bool hopper_serves_backward(const Gradient &g) { return !g.a.key_ranges && hopper::serves_backward(g); }
-
 Plan plan_hopper_backward(const Gradient &g, const Device &device) {
-    return hopper_serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
+    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
 }
 
 const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return hopper_serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
-                                     : launch_portable_backward(g, plan, workspace, stream);
+    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+                                      : launch_portable_backward(g, plan, workspace, stream);
 }
 #endif
 

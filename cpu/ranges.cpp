@@ -25,11 +25,11 @@ void make_ranges_cpu(const Attention &a, bool with_queries) {
     std::fill(a.ranges.queries, a.ranges.queries + a.B * range_key_tiles(a), Interval{0, 0});
     at::parallel_for(0, a.B, 1, [&](int64_t first, int64_t end) {
         for (int64_t b = first; b < end; ++b)
-            for (int tile = 0; tile < range_tiles(a); ++tile) {
-                const Keys any = a.ranges.tiles[b * range_tiles(a) + tile].any;
-                for (int j = any.begin / kRangeTile; !empty(any) && j * kRangeTile < any.end; ++j) {
-                    Interval &queries = a.ranges.queries[b * range_key_tiles(a) + j];
-                    queries = hull(queries, {tile * kRangeTile, (tile + 1) * kRangeTile});
+            for (int i = 0; i < a.Nq; i += kMeetTile) {
+                const Keys keys = keys_that_meet(ranges_of(a, b), i);
+                for (int tile = keys.begin / kRangeTile; tile * kRangeTile < keys.end; ++tile) {
+                    Interval &queries = a.ranges.queries[b * range_key_tiles(a) + tile];
+                    queries = hull(queries, {i, i + kMeetTile});
                 }
             }
     });

@@ -13,7 +13,10 @@ namespace minimal_attn::hopper {
 
 // The fused kernel pads dQ, float32, to kGradientRows rows a head: many short heads would need ten times the memory of
 // q, or more.
-bool serves_backward(const Gradient &g) { return g.a.dtype != Dtype::float32 && (g.a.d > 128 || g.a.Nq > 64); }
+// The kernels for d above 128 don't know key_ranges.
+bool serves_backward(const Gradient &g) {
+    return g.a.dtype != Dtype::float32 && (g.a.d > 128 ? !g.a.key_ranges : g.a.Nq > 64);
+}
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {
     Plan plan = g.a.d <= 128 ? plan_fused(g, device) : plan_dK_dV(g, device);

@@ -117,7 +117,7 @@ __device__ inline KeyWork take_work_tile(const FusedParameters &p) {
 }
 
 // Thread 0 takes a work tile after it has issued the last load of the one before.
-template <class Tile>
+template <class Mask, class Tile>
 __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &shared) {
     Pipeline tile_queue{shared.tile_queue};
     Pipeline KV{shared.KV};
@@ -129,7 +129,7 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &
         shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
         if (work.tile == kNoTile) return;
-        const KeySlice<Tile> keys(p, work);
+        const KeySlice<Tile, Mask> keys(p, work);
         if (p.fills_rows) wait_for(p.filled[work.tile / p.Tc], p.units_of_group);
         keys.for_each_step([&](int h, int i0, bool is_first) {
             load_query_tile<Tile>(p, keys.b, h, i0, p.Q, {p.rows.m, p.rows.log2_l}, Q, shared.Qi, shared.m_l);
@@ -150,13 +150,13 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &
 // An adder stores or adds the parts of dQ that its consumer staged. In any order, the adder that sets a part's counter
 // from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on adders add. In order, the
 // counter is the number of tiles that have been stored or added, and an adder waits until it is tiles_before.
-template <class Tile>
+template <class Mask, class Tile>
 __device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
     // Adds n to the counter when all that this thread has sent is in global memory.
     const auto publish = [](int &counter, int n) { tma_store_wait(), fence_async_global(), add_release(counter, n); };
     for_each_key_work(shared, [&](const KeyWork &work) {
-        const KeySlice<Tile> keys(p, work);
+        const KeySlice<Tile, Mask> keys(p, work);
         keys.for_each_step([&](int h, int i0, bool) {
             dQ.consumer_wait();
             if (keys.unseen) return dQ.consumer_release();
@@ -225,10 +225,10 @@ __device__ inline void stage_dQ(unsigned char (&boxes)[2][64 * 128], const float
 }
 
 // Describes the slice again, since the loop over queries has no registers for that.
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float (&dK)[Tile::D / 2],
                             float (&dV)[Tile::D / 2]) {
-    const KeySlice<Tile> keys(p, work);
+    const KeySlice<Tile, Mask> keys(p, work);
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, work.slice, dK, dV)) return;
     const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
     const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
@@ -236,7 +236,38 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
 }
 
-template <class T, class Tile, bool has_large_rows>
+// Which tiles of queries see all of the 64 keys from j64 on: they need no mask.
+template <class Tile, class Mask>
+struct FullTiles {
+    int begin, end;  // of i0, the end included
+    __device__ FullTiles(const KeySlice<Tile, Mask> &keys, int j64) {
+        const BandOf<int> &band = keys.band;
+        const bool all_exist = band.keys.begin <= j64 && j64 + 64 <= band.keys.end;
+        begin = broadcast_lane0(all_exist ? j64 + 63 - band.last : 1 << 30);
+        end = broadcast_lane0(j64 - band.first - Tile::Br + 1);
+    }
+    __device__ bool has(const KeySlice<Tile, Mask> &, int i0) const { return !(i0 < begin || i0 > end); }
+};
+template <class Tile>
+struct FullTiles<Tile, Ranges> {
+    int j64;
+    __device__ FullTiles(const KeySlice<Tile, Ranges> &, int j64) : j64(j64) {}
+    __device__ bool has(const KeySlice<Tile, Ranges> &keys, int i0) const {
+        const Keys all = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
+        return all.begin <= j64 && j64 + 64 <= all.end;
+    }
+};
+
+// P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
+template <class Tile, class Mask, int Count>
+__device__ void hide(float (&P)[Count], const KeySlice<Tile, Mask> &keys, int i0, int j) {
+    if constexpr (keys.is_ranges)
+        hide_keys(P, keys.mask(), i0, j);
+    else
+        mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+}
+
+template <class T, class Tile, class Mask, bool has_large_rows>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -250,24 +281,21 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
 
     for_each_key_work(shared, [&](const KeyWork &published) {
         const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
-        const KeySlice<Tile> keys(p, work);
+        const KeySlice<Tile, Mask> keys(p, work);
         if (keys.steps < 1) return;
         float dK[D / 2], dV[D / 2];
-        const BandOf<int> &band = keys.band;
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
-            const int end = band.keys.end == a.Nk ? keys.j0 + Bc : band.keys.end;  // TMA has set rows from Nk on to 0
+            const auto &mask = keys.mask();
+            const int end = mask.keys.end == a.Nk ? keys.j0 + Bc : mask.keys.end;  // TMA has set rows from Nk on to 0
             for (int x = 0; x < Tile::Consumers; ++x)
-                zero_rows_outside<64, Tile::Boxes>(tiles[x], band.keys.begin - keys.j0 - 64 * x, end - keys.j0 - 64 * x,
+                zero_rows_outside<64, Tile::Boxes>(tiles[x], mask.keys.begin - keys.j0 - 64 * x, end - keys.j0 - 64 * x,
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            zero_blind_rows<Tile>(tile, band, i0, a.Nq, Tile::kZeroed + consumer);
+            zero_blind_rows<Tile>(tile, keys.mask(), i0, a.Nq, Tile::kZeroed + consumer);
         };
-        // A tile of queries with full_begin <= i0 <= full_end sees all keys of this warpgroup: it needs no mask.
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
-        const bool all_exist = band.keys.begin <= j64 && j64 + 64 <= band.keys.end;
-        const int full_begin = broadcast_lane0(all_exist ? j64 + 63 - band.last : 1 << 30);
-        const int full_end = broadcast_lane0(j64 - band.first - Br + 1);
+        const FullTiles<Tile, Mask> full(keys, j64);
 
         const auto issue_dQ_of_previous_tile = [&](float (&dQ)[32], bool exists) {
             if (exists) dS_read.consumer_wait();
@@ -299,7 +327,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             wgmma_wait<1>(S);
             if constexpr (has_large_rows) subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
-            if (i0 < full_begin || i0 > full_end) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            if (!full.has(keys, i0)) hide(S, keys, i0, j);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
@@ -326,13 +354,13 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
         wgmma_wait<0>(dQ);
         store_dQ(dQ);
         KV.consumer_release();
-        store_dK_dV<T, Tile>(p, work, dK, dV);
+        store_dK_dV<T, Tile, Mask>(p, work, dK, dV);
     });
 }
 
 // Each call launches two kernels. *any_large says which one runs, and the other returns at once. In one kernel a branch
 // behind S^T, or m for all rows, made d 128 6 to 9 % slower (docs/backward.md).
-template <class T, class Tile, bool has_large_rows>
+template <class T, class Tile, class Mask, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     wait_for_kernel_before();  // large_rows.cu sets any_large
@@ -347,13 +375,13 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load(p, shared);
-        if (threadIdx.x / 32 == 3) fill_rows_and_convert_dQ<T, Tile>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load<Mask>(p, shared);
+        if (threadIdx.x / 32 == 3) fill_rows_and_convert_dQ<T, Tile, Mask>(p, shared);
 #pragma unroll  // else the adders spill
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
-            if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
+            if (threadIdx.x == 32 + 32 * consumer) add_dQ<Mask>(p, shared, consumer);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, has_large_rows>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask, has_large_rows>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -365,6 +393,7 @@ int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 // Whether warp 3 computes log2_l and D, else gradient_rows.cu. Where queries see few keys, the products take less time
 // than warp 3's work. A mask is taken to hide half of the keys that the bounds leave, as causal does.
 bool fills_rows(const Attention &a) {
+    if (a.key_ranges) return false;
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
 }
 
@@ -374,7 +403,16 @@ bool fills_rows(const Attention &a) {
 template <class Tile>
 int interleaved_heads(const Attention &a, int multiprocessors) {
     const int64_t steps = (a.Nq + Tile::Br - 1) / Tile::Br * (a.Hq / a.Hkv);
-    return is_banded(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
+    return is_banded(a) || a.key_ranges ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
+}
+
+template <class Tile, bool has_large_rows>
+auto kernel_for(const Attention &a) {
+    return with_mask(a, [&](auto mask) {
+        using Mask = Narrow<decltype(mask)>;
+        return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
+                                         : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows>;
+    });
 }
 
 // The workspace behind GradientRows: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large,
@@ -417,11 +455,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
     return with_tile(plan.tile, Tiles(), [&](auto tile) -> const char * {
         using Tile = decltype(tile);
         const Attention &a = g.a;
-        const bool is_float16 = a.dtype == Dtype::float16;
-        const auto kernel =
-            is_float16 ? fused_backward_kernel<__half, Tile, false> : fused_backward_kernel<__nv_bfloat16, Tile, false>;
-        const auto with_large_rows =
-            is_float16 ? fused_backward_kernel<__half, Tile, true> : fused_backward_kernel<__nv_bfloat16, Tile, true>;
+        const auto kernel = kernel_for<Tile, false>(a), with_large_rows = kernel_for<Tile, true>(a);
         const cudaError_t error = allow_shared_memory(kernel);  // first, for make_tensor_map
         if (error != cudaSuccess) return why_not(error);
         const Workspace<Tile> workspace(g, plan.multiprocessors);

@@ -72,15 +72,27 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
+// Of a unit's queries, from the first to the last one that sees a key. The bounds may lie outside.
+template <class Mask>
+__device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
+    const Mask mask = mask_of_batch<Mask>(p, unit.b);
+    if constexpr (std::is_same_v<Mask, Ranges>) {
+        return empty(keys_of_any(mask, unit.i0, unit.i0 + 64)) ? Interval{0, 0} : Interval{unit.i0, unit.i0 + 64};
+    } else {
+        const int begin = mask.keys.begin - mask.last;
+        return {begin, empty(mask.keys) ? begin : mask.keys.end - mask.first};
+    }
+}
+
 // dq = softmax_scale dQ of unit n. Queries from `begin` to `end` see a key. For the others dQ may never have been
 // stored: their dq becomes 0.
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row; rows of the warp
     const Unit unit(p, n);
     const int lane = threadIdx.x % 32, column = lane % kLanes * 4;
-    const BandOf<int> band = band_of_batch(p, unit.b);
-    const int begin = band.keys.begin - band.last, end = empty(band.keys) ? begin : band.keys.end - band.first;
+    const Interval seeing = queries_that_see<Mask>(p, unit);
+    const int begin = seeing.begin, end = seeing.end;
     const bool is_usual = p.dq.dtype != Dtype::float32 && p.dq.aligned && begin <= unit.i0 && unit.i0 + 64 <= end;
     const float scale = p.a.softmax_scale;
     const int64_t step = kRows * p.dq.stride.row;
@@ -122,17 +134,19 @@ __device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared,
 
 // log2_l and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
 // wait for one that another kernel keeps from starting.
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared) {
     Pipeline buffer{shared.buffer_ready};
     const auto take = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(p.units_taken, 1) : 0; };
-    for (int n = p.fills_rows ? take() : p.units, next;; n = next) {
-        n = broadcast_lane0(n);
-        if (n >= p.units) break;
-        next = take();
-        fill_rows<T>(p, shared, buffer, n);
+    if constexpr (!std::is_same_v<Mask, Ranges>) {  // there gradient_rows.cu does it
+        for (int n = p.fills_rows ? take() : p.units, next;; n = next) {
+            n = broadcast_lane0(n);
+            if (n >= p.units) break;
+            next = take();
+            fill_rows<T>(p, shared, buffer, n);
+        }
     }
-    for (int n = blockIdx.x; n < p.units; n += gridDim.x) convert_dQ<T>(p, shared, buffer, n);
+    for (int n = blockIdx.x; n < p.units; n += gridDim.x) convert_dQ<T, Tile, Mask>(p, shared, buffer, n);
 }
 
 }  // namespace minimal_attn::hopper

@@ -23,18 +23,19 @@ __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
 
 // A slice of a tile of keys, or all of it, and how it walks the queries. A step is one tile of queries of one head.
 // Each slice has the next steps_of_slice steps of its tile, the last slices fewer or none.
-template <class Tile>
-struct KeySlice : KeyTile<Tile> {
-    using KeyTile<Tile>::i0, KeyTile<Tile>::i1, KeyTile<Tile>::j0, KeyTile<Tile>::band;
+template <class Tile, class Mask = BandOf<int>>
+struct KeySlice : KeyTile<Tile, Mask> {
+    using Base = KeyTile<Tile, Mask>;
+    using Base::band, Base::i0, Base::i1, Base::is_ranges, Base::j0, Base::mask;
     int start;      // the query where the walk of each head begins
     int all_steps;  // of the tile
     int index, steps_of_slice;
     int h, i;   // where this slice begins
     int steps;  // of this slice; below 1: none
 
-    __device__ KeySlice(const KeyParameters &p, const KeyWork &work) : KeyTile<Tile>(p, work.tile) {
+    __device__ KeySlice(const KeyParameters &p, const KeyWork &work) : Base(p, work.tile) {
         // Where all queries see the keys, each tile of keys begins at other queries: so blocks add to different dQi.
-        start = i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
+        start = !is_ranges && i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
         const int steps_of_head = (i1 - i0 + Tile::Br - 1) / Tile::Br;
         all_steps = steps_of_head * (this->unseen ? 1 : (int)p.group);
         const int log_slices = work.slice == kWhole ? 0 : p.log_slices;
@@ -51,14 +52,19 @@ struct KeySlice : KeyTile<Tile> {
     // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
     // queries see of later keys.
     __device__ int tiles_before(int i) const {
-        return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
+        if constexpr (is_ranges)
+            return (keys_that_meet(mask(), i).end - 1 - j0) / Tile::Bc;
+        else
+            return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
     }
-    // use(h, i, is_first) for each step. One loop: two would take more registers.
+    // use(h, i, is_first) for each step; with ranges for those whose queries meet the keys. One loop: two would take more
+    // registers.
     template <class Use>
     __device__ void for_each_step(const Use &use) const {
         int h = this->h, i = this->i;
         for (int n = 0; n < steps; ++n) {
-            use(h, i, n == 0);
+            // The first step meets them: the table of `queries` begins there.
+            if (Base::is_met(i)) use(h, i, n == 0);
             i += Tile::Br;
             if (i >= i1) i = i0;
             if (i == start) ++h;
@@ -68,8 +74,9 @@ struct KeySlice : KeyTile<Tile> {
 
 // Stores this warp's sums of a slice, and counts the steps. The warp that completes the count adds all slices in their
 // order: so the bits don't depend on which warp that is. Returns whether this warp did.
-template <class Tile, int... Counts>
-__device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile> &keys, int slice, float (&...sums)[Counts]) {
+template <class Tile, class Mask, int... Counts>
+__device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile, Mask> &keys, int slice,
+                           float (&...sums)[Counts]) {
     constexpr int kWarps = 4 * Tile::Consumers, kSlice = (Counts + ...) / 4 * 32;
     // Opaque: else ptxas keeps threadIdx.x in a register during the loop over queries, which was 5 % slower at d 128.
     const int thread = opaque(threadIdx.x), lane = thread % 32;
@@ -137,6 +144,7 @@ template <class Tile>
 Split best_split(const Attention &a, int multiprocessors, bool whole_heads) {
     constexpr SplitCosts costs = Tile::Costs;
     const int64_t group = a.Hq / a.Hkv, tiles = key_tiles_of(a, Tile::Bc);
+    if (a.key_ranges) return {tiles, 0, 0};  // the host doesn't know how many queries see a tile of keys
     // The most that see one tile of keys.
     const int64_t queries = clamp(a.last - a.first + Tile::Bc + Tile::Br, int64_t(1), int64_t(a.Nq));
     const int64_t steps_of_head = (queries + Tile::Br - 1) / Tile::Br;

@@ -26,30 +26,58 @@ __device__ void producer_commit(Pipeline<Stages> &pipeline) {
     pipeline.advance();
 }
 
-// Tile n of keys, from j0 on, and the queries that see one of its keys: i0 <= i < i1 of the heads from h0 on. These
-// queries are an interval, since the band's bounds only grow with i.
-template <class Tile>
+// Tile n of keys, from j0 on, and the queries that see one of its keys: i0 <= i < i1 of the heads from h0 on. Of a band
+// these queries are an interval, since its bounds only grow with i. With ranges (ranges.h) it has all that meet a key.
+template <class Tile, class Mask>
 struct KeyTile {
+    static constexpr bool is_ranges = std::is_same_v<Mask, Ranges>;
+    const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
-    bool unseen;  // no query sees the keys: one tile is computed all the same, and masked
-    BandOf<int> band;
+    bool unseen;       // no query sees the keys: one tile is computed all the same, and masked
+    BandOf<int> band;  // only of a band
 
-    __device__ KeyTile(const KeyParameters &p, int n) {
+    __device__ KeyTile(const KeyParameters &p, int n) : p(p) {
         const int head = n / p.Tc;
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
-        band = band_of_batch(p, b);
-        const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
-        i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
-        i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
+        if constexpr (!is_ranges) band = band_of_batch(p, b);
+        const Keys of_batch = mask().keys;
+        const int first = max(j0, of_batch.begin), end = min(j0 + Tile::Bc, of_batch.end);
+        if constexpr (is_ranges) {
+            const Interval queries = queries_of_any(mask(), p.a.Nq, {first, end});
+            i0 = queries.begin, i1 = queries.end;
+        } else {
+            i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
+            i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
+        }
         unseen = i0 >= i1;
         if (unseen) i0 = 0, i1 = 1;
+    }
+    // Ranges are pointers, and loops over queries have no registers for them: they are computed anew.
+    __device__ decltype(auto) mask() const {
+        if constexpr (is_ranges)
+            return ranges_of(p.a, opaque(b));
+        else
+            return (band);
     }
     // Which queries see key j. Unlike queries_of_key it takes any j, and its bounds may lie outside 0 to Nq.
     __device__ Keys queries(int j) const {
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
         return {j - band.last, j - band.first + 1};
     }
-    __device__ bool is_seen(int j, int Nq) const { return max(queries(j).begin, 0) < min(queries(j).end, Nq); }
+    // With ranges sums over queries that don't see the key are 0 without this.
+    __device__ bool is_seen(int j, int Nq) const {
+        if constexpr (is_ranges)
+            return mask().keys.begin <= j && j < mask().keys.end;
+        else
+            return max(queries(j).begin, 0) < min(queries(j).end, Nq);
+    }
+    // Whether the tile of queries from i on meets these keys: of a band all from i0 to i1 do.
+    __device__ bool is_met(int i) const {
+        if constexpr (is_ranges)
+            return unseen || meet(keys_that_meet(mask(), i), {j0, j0 + Tile::Bc});
+        else
+            return true;
+    }
 };
 
 // Loads a tile of Qi with m_i and log2_l_i, or of dOi with Di. A box of the tensor map has 64 rows.
@@ -76,6 +104,29 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
     // TMA has set the rows from Nq on to 0.
     zero_rows_outside<Tile::Br, Tile::Boxes>(tile, band.keys.begin - band.last - i0, end < Nq ? end - i0 : Tile::Br,
                                              barrier);
+}
+
+template <class Tile>
+__device__ void zero_blind_rows(unsigned char *tile, const Ranges &ranges, int i0, int, int barrier) {
+    bool any = false;
+    for (int i = i0; i < i0 + Tile::Br; i += kRangeTile) any |= has_blind_query(ranges, i);
+    if (!any) return;
+    zero_rows<Tile::Br, Tile::Boxes>(tile, [&](int row) { return empty(keys_of_row(ranges, i0 + row)); }, barrier);
+}
+
+// P^T = 0 where query i0 + column doesn't see key j, or j + 8 in a thread's second row.
+template <int Count>
+__device__ void hide_keys(float (&P)[Count], const Ranges &ranges, int i0, int j) {
+    const int4 *const two_queries = (const int4 *)(ranges.rows + i0 + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const int4 two = two_queries[x];  // 8 queries behind the last two
+#pragma unroll
+        for (int y = 0; y < 4; ++y) {
+            const int key = j + y / 2 * 8, begin = y % 2 ? two.z : two.x, end = y % 2 ? two.w : two.y;
+            if (key < begin || key >= end) P[x + y] = 0.f;
+        }
+    }
 }
 
 // Large rows: S^T less m_i. A thread's columns are 8 n + 2 (lane % 4) and the next one; `first` is its first one.

@@ -20,16 +20,22 @@ __device__ void load_tile(unsigned char *tile, const TensorMap &tensor, int row,
         tma_load(tile + box * Rows * 128, tensor.map, box * BoxColumns, row, h * tensor.head, b * tensor.batch, full);
 }
 
-// Sets the rows of a tile before `begin` and from `end` on to 0: 0 times NaN is NaN. All `Threads` neighbours call it
-// with the same bounds. If there is such a row, they meet at the barrier.
-template <int Rows, int Boxes, int Threads = 128>
-__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
-    if (begin <= 0 && end >= Rows) return;
+// Sets rows of a tile to 0 where is_hidden(row): 0 times NaN is NaN. All `Threads` neighbours call it, and meet at the
+// barrier.
+template <int Rows, int Boxes, int Threads = 128, class IsHidden>
+__device__ void zero_rows(unsigned char *tile, const IsHidden &is_hidden, int barrier) {
     for (int at = opaque(threadIdx.x) % Threads * 16; at < Rows * 128; at += Threads * 16)
-        if (at / 128 < begin || at / 128 >= end)
+        if (is_hidden(at / 128))
             for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
     fence_async();
     named_barrier_sync(barrier, Threads);
+}
+
+// The rows before `begin` and from `end` on, if there are any. The bounds are the same in all threads.
+template <int Rows, int Boxes, int Threads = 128>
+__device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
+    if (begin <= 0 && end >= Rows) return;
+    zero_rows<Rows, Boxes, Threads>(tile, [&](int row) { return row < begin || row >= end; }, barrier);
 }
 
 // Step 8: a producer loads Qi, 64 rows for each consumer.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import DTYPES, Backend
 from test_backward import check as check_gradients
-from test_backward import grads
+from test_backward import forms, grads
 
 import minimal_attn
 
@@ -95,7 +95,8 @@ def test_values_and_gradients(backend, dtype, make, shape):
     found = backend.explain(*qkv, **options)
     assert found.kernel.endswith(", ranges") and "decode" not in found.kernel and found.workspace > 0
     backend.check(*qkv, **options)
-    check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
+    for _ in forms(backend, dtype):
+        check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -284,3 +285,21 @@ def test_onnx_refuses_them():
     q, k, v = Backend("cpu", 0).qkv()
     with pytest.raises(NotImplementedError, match="key_ranges must be None in an export to ONNX"):
         _Call(q, k, v, key_ranges=torch.zeros(2, 70, 2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("Nq", [64, 200])
+def test_kernels_of_hopper(cuda_backend, dtype, d, Nq):
+    """Half types have kernels of their own, but for gradients with d above 128 or with at most 64 queries."""
+    if cuda_backend.name != "hopper":
+        pytest.skip("a kernel of hopper")
+    (q, k, v), options = drawn(cuda_backend, documents, (1, 2, 2, Nq, 200, d), dtype)
+    is_half = dtype != torch.float32
+    forward, backward = (cuda_backend.explain(q, k, v, backward=x, **options).kernel for x in (False, True))
+    assert forward == ("half, ranges" if is_half else "float32 on tensor cores, ranges")
+    if not is_half:
+        assert backward == "float32 backward on tensor cores, ranges"
+    elif d > 128 or Nq <= 64:
+        assert backward == "half backward, two passes, ranges"
+    else:
+        assert backward == "half backward, fused, in order, ranges"
