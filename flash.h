@@ -40,11 +40,18 @@ using Keys = Interval;
 // What queries see where no band says it, in memory of q's device. ranges.h fills it and reads it.
 struct TileKeys {
     Keys any, all;  // that any of its queries sees; that all of them see
+    bool grows;     // on a GPU: no range begins or ends before that of the query before it
+};
+struct BatchRanges {
+    bool grow, any_blind;  // whether the ranges of all tiles grow; whether a query sees no key
 };
 struct RangeTables {
-    Keys *rows;         // of each query
-    TileKeys *tiles;    // of each kRangeTile queries
-    Interval *queries;  // of each kRangeTile keys: from the first to the last tile of queries that sees one of them
+    Keys *rows;       // of each query
+    TileKeys *tiles;  // of each kRangeTile queries
+    // On a GPU, for the backward pass:
+    BatchRanges *batches;
+    Interval *meeting;  // of each kRangeTile keys: from the first to the last queries that meet one of them
+    Interval *seeing;   // of each key, if the ranges grow: from the first to the last query that sees it
 };
 
 struct Attention {

@@ -29,32 +29,64 @@ __device__ Interval common_of_warp(Interval x) {
 __global__ void __launch_bounds__(kThreads) fill_rows(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, tiles = range_tiles(a);
     if (n >= a.B * tiles) return;
-    const int64_t b = n / tiles, tile = n % tiles;
+    const int64_t b = n / tiles;
     const Band band = band_of(a, b);
-    TileKeys keys = {{0, 0}, kAllKeys};
+    TileKeys tile = {{0, 0}, kAllKeys};
+    bool grows = true;
 #pragma unroll
     for (int half = 0; half < kRangeTile; half += 32) {
-        const int i = (int)tile * kRangeTile + half + threadIdx.x % 32;
+        const int i = (int)(n % tiles) * kRangeTile + half + threadIdx.x % 32;
         const Keys row = range_of_row(a, band, b, i);
         a.ranges.rows[b * range_rows(a) + i] = row;
-        keys.any = hull(keys.any, row);
-        if (i < a.Nq) keys.all = common(keys.all, row);
+        if (i >= a.Nq) continue;
+        add_row(tile, row);
+        const Keys before = i == 0 ? row : range_of_row(a, band, b, i - 1);
+        grows &= before.begin <= row.begin && before.end <= row.end;
     }
-    keys = {hull_of_warp(keys.any), common_of_warp(keys.all)};
-    if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = keys;
+    grows = __all_sync(~0u, grows);
+    tile = {hull_of_warp(tile.any), common_of_warp(tile.all), grows};
+    if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = tile;
 }
 
-// `queries`: a warp has a tile of keys, and looks at all queries.
-__global__ void __launch_bounds__(kThreads) fill_queries(const __grid_constant__ Attention a, int64_t first_block) {
+// The first of `queries` for which is_behind(its range), else their end. The ranges grow.
+template <class IsBehind>
+__device__ int first_query(const Ranges &ranges, Interval queries, const IsBehind &is_behind) {
+    while (!empty(queries)) {
+        const int middle = (queries.begin + queries.end) / 2;
+        if (is_behind(keys_of_row(ranges, middle)))
+            queries.end = middle;
+        else
+            queries.begin = middle + 1;
+    }
+    return queries.end;
+}
+
+// `meeting`, `batches` and `seeing`: a warp has a tile of keys, and looks at all queries.
+__global__ void __launch_bounds__(kThreads) fill_keys(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, key_tiles = range_key_tiles(a);
     if (n >= a.B * key_tiles) return;
-    const Ranges ranges = ranges_of(a, n / key_tiles);
-    const int j0 = (int)(n % key_tiles) * kRangeTile;
+    const int64_t b = n / key_tiles;
+    const Ranges ranges = ranges_of(a, b);
+    const int j0 = (int)(n % key_tiles) * kRangeTile, lane = threadIdx.x % 32;
     Interval queries = {0, 0};
-    for (int i = threadIdx.x % 32 * kMeetTile; i < a.Nq; i += 32 * kMeetTile)
+    bool grow = true, any_blind = false;
+    for (int i = lane * kMeetTile; i < a.Nq; i += 32 * kMeetTile) {
         if (meet(keys_that_meet(ranges, i), {j0, j0 + kRangeTile})) queries = hull(queries, {i, i + kMeetTile});
-    queries = hull_of_warp(queries);
-    if (threadIdx.x % 32 == 0) a.ranges.queries[n] = queries;
+        for (int i64 = i; i64 < i + kMeetTile; i64 += kRangeTile) {
+            grow &= ranges.tiles[i64 / kRangeTile].grows;
+            any_blind |= i64 < a.Nq && has_blind_query(ranges, i64);
+        }
+    }
+    queries = hull_of_warp(queries), grow = __all_sync(~0u, grow), any_blind = __any_sync(~0u, any_blind);
+    if (lane == 0) a.ranges.meeting[n] = queries;
+    if (lane == 0 && j0 == 0) a.ranges.batches[b] = {grow, any_blind};
+    if (!grow) return;
+    queries.end = min(queries.end, a.Nq);
+    for (int j = j0 + lane; j < j0 + kRangeTile; j += 32) {
+        const int begin = first_query(ranges, queries, [&](Keys row) { return row.end > j; });
+        const int end = first_query(ranges, queries, [&](Keys row) { return row.begin > j; });
+        a.ranges.seeing[n * kRangeTile + j - j0] = {begin, end};
+    }
 }
 
 cudaError_t launch(void (*kernel)(Attention, int64_t), const Attention &a, int64_t warps, CUstream_st *stream) {
@@ -66,9 +98,9 @@ cudaError_t launch(void (*kernel)(Attention, int64_t), const Attention &a, int64
 
 }  // namespace
 
-const char *make_ranges(const Attention &a, bool with_queries, CUstream_st *stream) {
+const char *make_ranges(const Attention &a, bool backward, CUstream_st *stream) {
     cudaError_t error = launch(fill_rows, a, a.B * range_tiles(a), stream);
-    if (error == cudaSuccess && with_queries) error = launch(fill_queries, a, a.B * range_key_tiles(a), stream);
+    if (error == cudaSuccess && backward) error = launch(fill_keys, a, a.B * range_key_tiles(a), stream);
     return why_not(error);
 }
 

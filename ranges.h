@@ -3,11 +3,13 @@
 //
 //     rows       what query i sees: its part of key_ranges, and of the band, seqlens_k and leftpad_k
 //     tiles      of 64 queries: the keys that any of them sees (from the first to the last one), and that all see
-//     queries    of 64 keys: from the first to the last 128 queries that meet one of them
+//     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
+//     batches    whether the ranges grow: none begins or ends before that of the query before it, as in packed documents
+//     seeing     of a key: which queries see it. If the ranges grow, these are an interval, without queries that see no key
 //
 // Queries meet a key that lies between the first and the last one that any of them sees. So the keys that a tile of
 // queries meets have no gaps, whatever the ranges are: this fixes which blocks add to dQ, and in which order. Where ranges
-// grow with the query, as in packed documents, tiles meet that have a visible score between them, and few others.
+// grow, tiles meet that have a visible score between them, and few others.
 //
 // Ranges has the functions of a band: keys_of_row, keys_of_any, keys_of_all, queries_of_any. A kernel that is compiled
 // for both takes the type as `Mask`; Visible is either at run time.
@@ -21,7 +23,7 @@
 namespace minimal_attn {
 
 constexpr int kRangeTile = 64;             // queries or keys
-constexpr int kMeetTile = 2 * kRangeTile;  // queries, in the table of `queries`
+constexpr int kMeetTile = 2 * kRangeTile;  // queries, in `meeting`
 // `rows` and `tiles` of a batch go on with queries that see nothing: no kernel's tile of queries reaches further.
 constexpr int kRangePadding = 256;
 constexpr Keys kAllKeys = {0, 1 << 30};  // beyond all numbers of keys
@@ -30,20 +32,29 @@ MINIMAL_ATTN_HOST_DEVICE inline int64_t range_tiles(const Attention &a) {
     return (a.Nq + kRangePadding) / kRangeTile + 1;
 }
 MINIMAL_ATTN_HOST_DEVICE inline int64_t range_rows(const Attention &a) { return range_tiles(a) * kRangeTile; }
-MINIMAL_ATTN_HOST_DEVICE inline int64_t range_key_tiles(const Attention &a) { return a.Nk / kRangeTile + 1; }
+// A multiple of 2: some kernels have tiles of 128 keys.
+MINIMAL_ATTN_HOST_DEVICE inline int64_t range_key_tiles(const Attention &a) {
+    return (a.Nk / (2 * kRangeTile) + 1) * 2;
+}
 
 // The mask of one batch.
 struct Ranges {
     Keys keys;  // those of the band: outside of them memory may hold anything
     const Keys *rows;
     const TileKeys *tiles;
-    const Interval *queries;
+    const Interval *meeting;
+    const BatchRanges *batch;
+    const Interval *seeing;
 };
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges ranges_of(const Attention &a, int64_t b) {
     const RangeTables &t = a.ranges;
-    return {band_of(a, b).keys, t.rows + b * range_rows(a), t.tiles + b * range_tiles(a),
-            t.queries + b * range_key_tiles(a)};
+    return {band_of(a, b).keys,
+            t.rows + b * range_rows(a),
+            t.tiles + b * range_tiles(a),
+            t.meeting + b * range_key_tiles(a),
+            t.batches + b,
+            t.seeing + b * range_key_tiles(a) * kRangeTile};
 }
 
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Ranges &ranges, int i) { return ranges.rows[i]; }
@@ -89,7 +100,7 @@ MINIMAL_ATTN_HOST_DEVICE inline bool has_blind_query(const Ranges &ranges, int i
 MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, int Nq, Keys keys) {
     Interval queries = {0, 0};
     for (int tile = keys.begin / kRangeTile; tile * kRangeTile < keys.end; ++tile)
-        queries = hull(queries, ranges.queries[tile]);
+        queries = hull(queries, ranges.meeting[tile]);
     return {queries.begin, queries.end < Nq ? queries.end : Nq};
 }
 
@@ -136,8 +147,13 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band
     if (i >= a.Nq) return {0, 0};
     const int *const range = a.key_ranges + b * a.key_ranges_stride + 2 * i;
     const Keys seen = keys_of_row(band, i);
-    const Keys row = {clamp(range[0], seen.begin, seen.end), clamp(range[1], seen.begin, seen.end)};
-    return empty(row) ? Keys{0, 0} : row;
+    const int begin = clamp(range[0], seen.begin, seen.end);
+    return {begin, clamp(range[1], begin, seen.end)};
+}
+
+// Makes row one of those of a tile.
+MINIMAL_ATTN_HOST_DEVICE inline void add_row(TileKeys &tile, Keys row) {
+    tile.any = hull(tile.any, row), tile.all = common(tile.all, empty(row) ? Keys{0, 0} : row);
 }
 
 // The tables' memory, in bytes. With `memory` it also says where in it they are.
@@ -147,14 +163,16 @@ inline int64_t place_ranges(Attention &a, void *memory) {
         table = (std::remove_reference_t<decltype(table)>)next;
         next += count * sizeof(*table);
     };
-    take(a.ranges.tiles, a.B * range_tiles(a));
     take(a.ranges.rows, a.B * range_rows(a));
-    take(a.ranges.queries, a.B * range_key_tiles(a));
+    take(a.ranges.seeing, a.B * range_key_tiles(a) * kRangeTile);
+    take(a.ranges.meeting, a.B * range_key_tiles(a));
+    take(a.ranges.tiles, a.B * range_tiles(a));
+    take(a.ranges.batches, a.B);
     return next - (char *)memory;
 }
 
-// Fill the tables, those of `queries` if the backward pass wants them. make_ranges returns null, or why not.
-void make_ranges_cpu(const Attention &a, bool with_queries);
-const char *make_ranges(const Attention &a, bool with_queries, CUstream_st *stream);
+// Fill the tables. On a GPU a backward pass has more of them; make_ranges returns null, or why it hasn't launched.
+void make_ranges_cpu(const Attention &a);
+const char *make_ranges(const Attention &a, bool backward, CUstream_st *stream);
 
 }  // namespace minimal_attn

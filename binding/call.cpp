@@ -237,17 +237,17 @@ std::array<Tensor, 4> set_int32s(const Arguments &a, Attention &attention) {
 }
 
 // Fills the tables of ranges.h where the call has key_ranges. What it returns has their memory.
-c10::DataPtr make_tables(Attention &attention, bool with_queries, const Tensor &q) {
+c10::DataPtr make_tables(Attention &attention, bool backward, const Tensor &q) {
     if (!attention.key_ranges) return {};
     c10::DataPtr memory = c10::GetAllocator(q.device().type())->allocate(place_ranges(attention, nullptr));
     place_ranges(attention, memory.get());
 #ifdef WITH_CUDA
     if (q.is_cuda()) {
-        check_launch(make_ranges(attention, with_queries, at::cuda::getCurrentCUDAStream()), q);
+        check_launch(make_ranges(attention, backward, at::cuda::getCurrentCUDAStream()), q);
         return memory;
     }
 #endif
-    make_ranges_cpu(attention, with_queries);
+    make_ranges_cpu(attention);
     return memory;
 }
 
@@ -344,7 +344,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     k = readable(k), v = readable(v);
     Attention attention = describe(a, returns, q, k, v, block_table);
     const auto ints = set_int32s(a, attention);
-    const c10::DataPtr tables = make_tables(attention, /*with_queries=*/false, q);
+    const c10::DataPtr tables = make_tables(attention, /*backward=*/false, q);
     const Results before = earlier_state(a);
     if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
     attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
@@ -387,7 +387,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
     Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
     const auto ints = set_int32s(a, g.a);
-    const c10::DataPtr tables = make_tables(g.a, /*with_queries=*/true, q);
+    const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, q);
     g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
     g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
     g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;

@@ -159,7 +159,7 @@ __device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile> &shared, int
         const KeySlice<Tile, Mask> keys(p, work);
         keys.for_each_step([&](int h, int i0, bool) {
             dQ.consumer_wait();
-            if (keys.unseen) return dQ.consumer_release();
+            if (keys.unseen || !keys.is_met(i0)) return dQ.consumer_release();
             const auto send = [&](const auto &store_or_add) {
                 for (int box = 0; box < 2; ++box)
                     store_or_add(p.dQ.map, shared.dQi[consumer][box], 64 * Tile::column_box(consumer) + 32 * box,
@@ -250,21 +250,27 @@ struct FullTiles {
 };
 template <class Tile>
 struct FullTiles<Tile, Ranges> {
-    int j64;
-    __device__ FullTiles(const KeySlice<Tile, Ranges> &, int j64) : j64(j64) {}
+    int begin, end;  // of ranges that grow; blind queries have P = 0 anyway
+    __device__ FullTiles(const KeySlice<Tile, Ranges> &keys, int j64) {
+        begin = j64;
+        if (!keys.grows) return;
+        begin = broadcast_lane0(keys.queries(j64 + 63).begin);
+        end = broadcast_lane0(keys.queries(j64).end - Tile::Br);
+    }
     __device__ bool has(const KeySlice<Tile, Ranges> &keys, int i0) const {
+        if (keys.grows) return !(i0 < begin || i0 > end);
         const Keys all = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
-        return all.begin <= j64 && j64 + 64 <= all.end;
+        return all.begin <= begin && begin + 64 <= all.end;
     }
 };
 
 // P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
 template <class Tile, class Mask, int Count>
 __device__ void hide(float (&P)[Count], const KeySlice<Tile, Mask> &keys, int i0, int j) {
-    if constexpr (keys.is_ranges)
-        hide_keys(P, keys.mask(), i0, j);
-    else
+    if (!keys.is_ranges || keys.grows)
         mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+    else if constexpr (keys.is_ranges)
+        hide_keys(P, keys.mask(), i0, j);
 }
 
 template <class T, class Tile, class Mask, bool has_large_rows>
@@ -281,7 +287,8 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
 
     for_each_key_work(shared, [&](const KeyWork &published) {
         const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
-        const KeySlice<Tile, Mask> keys(p, work);
+        KeySlice<Tile, Mask> slice(p, work);
+        const KeySlice<Tile, Mask> keys = slice.is_ranges ? slice.of_warp() : slice;
         if (keys.steps < 1) return;
         float dK[D / 2], dV[D / 2];
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
@@ -292,6 +299,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
+            if (keys.is_ranges && !keys.any_blind) return;
             zero_blind_rows<Tile>(tile, keys.mask(), i0, a.Nq, Tile::kZeroed + consumer);
         };
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8

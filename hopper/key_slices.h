@@ -49,6 +49,13 @@ struct KeySlice : KeyTile<Tile, Mask> {
         i = start + before * Tile::Br;
         if (i >= i1) i -= steps_of_head * Tile::Br;
     }
+    // Ranges come from memory. By this nvcc knows that all lanes of a warp have the same numbers.
+    __device__ KeySlice of_warp() const {
+        KeySlice same = *this;
+        for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
+        same.grows = broadcast_lane0(this->grows), same.any_blind = broadcast_lane0(this->any_blind);
+        return same;
+    }
     // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
     // queries see of later keys.
     __device__ int tiles_before(int i) const {
@@ -57,14 +64,14 @@ struct KeySlice : KeyTile<Tile, Mask> {
         else
             return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
     }
-    // use(h, i, is_first) for each step; with ranges for those whose queries meet the keys. One loop: two would take more
-    // registers.
+    // use(h, i, is_first) for each step; of ranges that don't grow, for those whose queries meet the keys. One loop: two
+    // would take more registers.
     template <class Use>
     __device__ void for_each_step(const Use &use) const {
         int h = this->h, i = this->i;
         for (int n = 0; n < steps; ++n) {
-            // The first step meets them: the table of `queries` begins there.
-            if (Base::is_met(i)) use(h, i, n == 0);
+            // The first step meets them: `meeting` begins there.
+            if (!is_ranges || this->grows || Base::is_met(i)) use(h, i, n == 0);
             i += Tile::Br;
             if (i >= i1) i = i0;
             if (i == start) ++h;

@@ -33,8 +33,9 @@ struct KeyTile {
     static constexpr bool is_ranges = std::is_same_v<Mask, Ranges>;
     const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
-    bool unseen;       // no query sees the keys: one tile is computed all the same, and masked
-    BandOf<int> band;  // only of a band
+    bool unseen;            // no query sees the keys: one tile is computed all the same, and masked
+    bool grows, any_blind;  // of ranges: BatchRanges. Of those that grow consumers read `seeing` alone
+    BandOf<int> band;       // only of a band
 
     __device__ KeyTile(const KeyParameters &p, int n) : p(p) {
         const int head = n / p.Tc;
@@ -45,6 +46,7 @@ struct KeyTile {
         if constexpr (is_ranges) {
             const Interval queries = queries_of_any(mask(), p.a.Nq, {first, end});
             i0 = queries.begin, i1 = queries.end;
+            grows = mask().batch->grow, any_blind = mask().batch->any_blind;
         } else {
             i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
             i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
@@ -59,8 +61,13 @@ struct KeyTile {
         else
             return (band);
     }
-    // Which queries see key j. Unlike queries_of_key it takes any j, and its bounds may lie outside 0 to Nq.
-    __device__ Keys queries(int j) const {
+    // Which queries see key j: of a band, or of ranges that grow. Unlike queries_of_key it takes any j, and its bounds may
+    // lie outside 0 to Nq.
+    __device__ Interval queries(int j) const {
+        if constexpr (is_ranges) {
+            const int2 queries = *(const int2 *)(mask().seeing + j);
+            return {queries.x, queries.y};
+        }
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
         return {j - band.last, j - band.first + 1};
     }
@@ -71,7 +78,8 @@ struct KeyTile {
         else
             return max(queries(j).begin, 0) < min(queries(j).end, Nq);
     }
-    // Whether the tile of queries from i on meets these keys: of a band all from i0 to i1 do.
+    // Whether the tile of queries from i on meets these keys: of a band all from i0 to i1 do. Of ranges that grow, all
+    // but those in which no query sees a key.
     __device__ bool is_met(int i) const {
         if constexpr (is_ranges)
             return unseen || meet(keys_that_meet(mask(), i), {j0, j0 + Tile::Bc});

@@ -57,11 +57,20 @@ def one_in_a_tile(b, B, Nq, Nk):
     return torch.stack([torch.zeros(Nq, dtype=torch.long), seen * Nk], -1)[None]
 
 
+def with_gaps(b, B, Nq, Nk):
+    """They grow, and some queries see nothing: a few, or all of several tiles."""
+    ranges, begin, end = [], 0, 0
+    while len(ranges) < Nq:
+        begin, end = end, min(end + b.random.choice([1, 16, 50]), Nk)
+        ranges += [(begin, end)] * b.random.choice([1, 16, 50]) + [(end, end)] * b.random.choice([0, 3, 150])
+    return torch.tensor(ranges[:Nq])[None]
+
+
 def nothing(b, B, Nq, Nk):
     return torch.zeros(B, Nq, 2, dtype=torch.long)
 
 
-RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, one_in_a_tile, nothing
+RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, one_in_a_tile, with_gaps, nothing
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
     (2, 4, 2, 70, 90, 64),
     (1, 1, 1, 1, 1, 1),
