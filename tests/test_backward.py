@@ -51,7 +51,8 @@ def forms(backend, dtype):
         torch.use_deterministic_algorithms(True)
 
 
-def check(backend, do, q, k, v, **options):
+def check(backend, do, q, k, v, slack=1, **options):
+    """slack: times the error bound, where rows see so few keys that gradients nearly cancel."""
     expected = gradients(do, q, k, v, **options)
     band = {x: y for x, y in options.items() if x not in ("softmax_scale", "sinks", "dlse")}
     seen = visible_keys(q.shape[0], q.shape[2], k.shape[2], **band).to(q.device)
@@ -60,7 +61,7 @@ def check(backend, do, q, k, v, **options):
         assert actual.dtype == q.dtype and actual.shape == exact.shape
         assert not actual[blind[name].expand(actual.shape[:-1])].any(), f"d{name} of what is hidden isn't 0"
         error = relative_error(actual.double(), exact) if exact.any() else 0
-        assert error < ERROR_BOUND[q.dtype], f"d{name} is wrong by {error:.1e}"
+        assert error < slack * ERROR_BOUND[q.dtype], f"d{name} is wrong by {error:.1e}"
 
 
 OPTIONS = {
