@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const HeadRows<float> O(state.O, state.O_stride, b, h);
     double *const l = state.l + head * a.Nq;
     float *const m = state.m + head * a.Nq;
-    const Visible visible = visible_of(a, b);  // the mask: flash.h, ranges.h
+    const AnyMask mask = any_mask_of(a, b);  // flash.h, ranges.h
 
     // 1. Block sizes: tiles_of, below
     // 2. Initialise O = 0, l = 0, m = -inf in HBM, or go on with an earlier state
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
             const int i = i0 + row;
             // l_in = 0: no key has counted so far. Then a row that sees a key starts anew; any other keeps O and m.
-            const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(visible, i)));
+            const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(mask, i)));
             store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d - x : 0, aligned), a.d - x, aligned);
             if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;
         });
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     // 3., 4. Divide Q, O, l, m into Tr tiles of Br rows; tile i begins at row i0. Divide K, V into Tc tiles of Bc keys;
     // tile j begins at key j0
     // 5. for 1 <= j <= Tc, among the keys that some query sees
-    const Keys seen = keys_of_any(visible, 0, a.Nq);
+    const Keys seen = keys_of_any(mask, 0, a.Nq);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
         const int keys = min(Bc, seen.end - j0), keys_and_zeros = up_to_4s(keys);
         __syncthreads();
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         // 7. for 1 <= i <= Tr
         for (int i0 = 0; i0 < a.Nq; i0 += Br) {
             const int rows = min(Br, a.Nq - i0);
-            const Keys seen_by_i = keys_of_any(visible, i0, i0 + rows);
+            const Keys seen_by_i = keys_of_any(mask, i0, i0 + rows);
             if (seen_by_i.end <= j0 || seen_by_i.begin >= j0 + keys) continue;  // the mask hides all of Sij
 
             // 8. Load Qi, li, mi. Each thread loads its part of Oi in step 12.
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             const int lane = threadIdx.x % kRowLanes;
             for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
                 // The mask: of this tile the row sees the keys begin <= j < end
-                const Keys seen_by_row = keys_of_row(visible, i0 + row);
+                const Keys seen_by_row = keys_of_row(mask, i0 + row);
                 const int begin = max(seen_by_row.begin - j0, 0);
                 const int end = row < rows ? min(seen_by_row.end - j0, keys) : 0;
                 // 10. mij = rowmax(Sij), Pij = exp(Sij - mij), lij = rowsum(Pij). If all scores are -inf, Pij = 0.
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
             const int i = i0 + row, count = a.d - x;
-            const bool is_nan = l[i] == 0. && !empty(keys_of_row(visible, i));
+            const bool is_nan = l[i] == 0. && !empty(keys_of_row(mask, i));
             const Floats Oi = is_nan ? Floats{NAN, NAN, NAN, NAN} : load4(O[i] + x, count, aligned);
             if (x == 0) store_l_m_lse(a, b, h, i, (float)l[i], m[i]);
             if (a.o_dtype == Dtype::float32)

@@ -5,7 +5,7 @@
 //
 // Names are the paper's (Dao et al. 2022, Algorithm 1): Br x Bc is the size of a tile of scores. In Qi, Kj, Sij the
 // letters name tiles; alone, i is a query and j a key, and i0 and j0 begin a tile. What every backend needs to know
-// about the mask stands here once.
+// about the mask stands here, and in ranges.h.
 #pragma once
 
 #include <cmath>
@@ -37,21 +37,21 @@ struct Interval {
 };
 using Keys = Interval;
 
-// What queries see where no band says it, in memory of q's device. ranges.h fills it and reads it.
+// The tables of ranges.h, which says what they hold, in memory of q's device.
 struct TileKeys {
-    Keys any, all;  // that any of its queries sees; that all of them see
-    bool grows;     // on a GPU: no range begins or ends before that of the query before it
+    Keys any, all;
+    bool grows;
 };
-struct BatchRanges {
-    bool grow, any_blind;  // whether the ranges of all tiles grow; whether a query sees no key
+struct BatchFlags {
+    bool grows, any_blind;
 };
 struct RangeTables {
     Keys *rows;       // of each query
-    TileKeys *tiles;  // of each kRangeTile queries
-    // On a GPU, for the backward pass:
-    BatchRanges *batches;
-    Interval *meeting;  // of each kRangeTile keys: from the first to the last queries that meet one of them
-    Interval *seeing;   // of each key, if the ranges grow: from the first to the last query that sees it
+    TileKeys *tiles;  // of each 64 queries
+    // For the backward pass on a GPU:
+    Interval *seeing;     // of each key
+    Interval *meeting;    // of each 64 keys
+    BatchFlags *batches;  // of each batch
 };
 
 struct Attention {
@@ -92,9 +92,9 @@ struct Attention {
     Strides lse_stride;  // all three count
     int lse_rows;        // at least Nq; on a GPU those from Nq on become inf, as PyTorch's backward pass wants them
 
-    // More of the mask. With key_ranges (else null), query i of batch b sees of the keys above only begin <= j < end.
-    // These are key_ranges[b * key_ranges_stride + 2 * i] and the next number: any two ints. Then `ranges` (ranges.h) is
-    // the whole mask, and nothing but `keys` of a band is read.
+    // With key_ranges (else null) query i of batch b also sees only begin <= j < end: the two ints at key_ranges[b *
+    // key_ranges_stride + 2 * i], of any value. Kernels then read the mask from the tables, and of a band its `keys` alone.
+    // It stands last, so that other members keep their places in a kernel's parameters.
     const int *key_ranges;
     int64_t key_ranges_stride;
     RangeTables ranges;
@@ -129,10 +129,12 @@ MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, flo
 
 // Whether causal or a window bounds what a query sees.
 inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
+// Whether the mask is in tables (ranges.h).
+MINIMAL_ATTN_HOST_DEVICE inline bool has_ranges(const Attention &a) { return a.key_ranges; }
 // Whether anything but the number of keys does.
-inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k || a.key_ranges; }
-// Whether all batches have one band, and see nothing else.
-inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset && !a.key_ranges; }
+inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k || has_ranges(a); }
+// Whether one band, the same for all batches, is the whole mask.
+inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset && !has_ranges(a); }
 
 MINIMAL_ATTN_HOST_DEVICE inline bool empty(Interval x) { return x.begin >= x.end; }
 

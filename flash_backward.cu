@@ -155,8 +155,8 @@ __device__ void load(const Matrix &tile, const HeadRows<const T> &tensor, int fi
 // over all keys, and D = rowsum(P o dP). Scores and sums are float64: rounding a large score to float32 changes P too
 // much.
 template <class T>
-__device__ void normalize_rows(const Gradient &g, const Visible &visible, const HeadRows<const T> (&Q_dO_K_V)[4],
-                               int i0, int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
+__device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const HeadRows<const T> (&Q_dO_K_V)[4], int i0,
+                               int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
                                RowState *states) {
     constexpr int kGroups = kThreads / kRowLanes, kRows = 64 / kGroups;  // of lanes that share a row; rows of a group
     const Attention &a = g.a;
@@ -177,11 +177,11 @@ __device__ void normalize_rows(const Gradient &g, const Visible &visible, const 
             if (n * kGroups < up_to_4s(rows)) use(group + n * kGroups, n);
     };
     const auto is_seen = [&](int row, int key) {
-        const Keys seen = keys_of_row(visible, i0 + row);
+        const Keys seen = keys_of_row(mask, i0 + row);
         return seen.begin <= key && key < seen.end;
     };
     load(shared.Qi, Q, i0, rows, a.d), load(shared.dOi, dO, i0, rows, a.d);
-    const Keys seen = keys_of_any(visible, i0, i0 + rows);
+    const Keys seen = keys_of_any(mask, i0, i0 + rows);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
         const int keys = min(Bc, seen.end - j0);
         load(shared.Kj, K, j0, keys, a.d), load(shared.Vj, V, j0, keys, a.d);
@@ -241,8 +241,8 @@ __device__ void normalize_rows(const Gradient &g, const Visible &visible, const 
 // Computes the RowStates of rows i0 <= i < i0 + rows of query head h. `states` points to the head's first RowState. All
 // threads of the block call it.
 template <class T>
-__device__ void set_row_states(const Gradient &g, const Visible &visible, int64_t b, int64_t h, int i0, int rows,
-                               int Bc, const Shared &shared, RowState *states) {
+__device__ void set_row_states(const Gradient &g, const AnyMask &mask, int64_t b, int64_t h, int i0, int rows, int Bc,
+                               const Shared &shared, RowState *states) {
     const Attention &a = g.a;
     const int64_t h_kv = h / (a.Hq / a.Hkv), at = (b * a.Hq + h) * a.Nq + i0;
     bool any_large = false;
@@ -253,7 +253,7 @@ __device__ void set_row_states(const Gradient &g, const Visible &visible, int64_
         states[i0 + row] = large ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
     }
     if (__syncthreads_or(any_large) && g.is_complete)
-        normalize_rows<T>(g, visible,
+        normalize_rows<T>(g, mask,
                           {{a.q, a.q_stride, b, h},
                            {g.do_, g.do_stride, b, h},
                            {a.k, a.k_stride, b, h_kv},
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t h0 = h_kv * (a.Hq / a.Hkv), h1 = h0 + a.Hq / a.Hkv;
     const HeadRows<const T> K(a.k, a.k_stride, b, h_kv), V(a.v, a.v_stride, b, h_kv);
     const Results<T> dK(g.dk, g.dk_stride, b, h_kv, g.out_dtype), dV(g.dv, g.dv_stride, b, h_kv, g.out_dtype);
-    const Visible visible = visible_of(a, b);  // the mask: flash.h, ranges.h
+    const AnyMask mask = any_mask_of(a, b);  // flash.h, ranges.h
 
     // 2. Block sizes: tiles_of, below
     // 3., 4. Divide Q, O, dO, lse into Tr tiles of Br rows, which begin at i0, K and V into Tc of Bc keys, at j0
@@ -305,10 +305,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     // A float32 is too coarse for a large lse
     for (int64_t h = h0; h < h1; ++h)
         for (int i0 = 0; i0 < a.Nq; i0 += Br)
-            set_row_states<T>(g, visible, b, h, i0, min(Br, a.Nq - i0), Bc, shared, all_states + (b * a.Hq + h) * a.Nq);
+            set_row_states<T>(g, mask, b, h, i0, min(Br, a.Nq - i0), Bc, shared, all_states + (b * a.Hq + h) * a.Nq);
 
     // 6. for 1 <= j <= Tc, among the keys that some query sees
-    const Keys seen = keys_of_any(visible, 0, a.Nq);
+    const Keys seen = keys_of_any(mask, 0, a.Nq);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
         const int keys = min(Bc, seen.end - j0);
         __syncthreads();
@@ -327,13 +327,13 @@ __global__ void __launch_bounds__(kThreads, 1)
             const HeadRows<float> dQ(dQ_tensor, dQ_stride, b, h);
             for (int i0 = 0; i0 < a.Nq; i0 += Br) {
                 const int rows = min(Br, a.Nq - i0);
-                const Keys seen_by_i = keys_of_any(visible, i0, i0 + rows);
+                const Keys seen_by_i = keys_of_any(mask, i0, i0 + rows);
                 if (seen_by_i.end <= j0 || seen_by_i.begin >= j0 + keys) continue;  // the mask hides all of Sij
 
                 // 10. Load Qi, dOi, m_i, log_l_i; Oi is read in step 19, dQi in step 21. Rows without a key are zeros
                 __syncthreads();
                 for_numbers(up_to_4s(rows), a.d, [&](int row, int x) {
-                    const bool counts = row < rows && !empty(keys_of_row(visible, i0 + row));
+                    const bool counts = row < rows && !empty(keys_of_row(mask, i0 + row));
                     Qi.at(row, x) = counts ? (float)Q.at(i0 + row, x) : 0.f;
                     dOi.at(row, x) = counts ? (float)dO.at(i0 + row, x) : 0.f;
                 });
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 // In float64 for large rows alone: the float32 scores of others have the bits of the forward pass
                 const auto set_P = [&](int row, int key, auto QK) {
                     if ((m_i[row] != 0.) != std::is_same_v<decltype(QK), double>) return;
-                    const Keys seen_by_row = keys_of_row(visible, i0 + row);
+                    const Keys seen_by_row = keys_of_row(mask, i0 + row);
                     const bool is_seen = seen_by_row.begin <= j0 + key && j0 + key < seen_by_row.end;
                     const float exponent = a.softmax_scale * (QK - (decltype(QK))m_i[row]) - log_l_i[row];
                     Pij.at(row, key) = is_seen ? expf(exponent > 0.f ? 0.f : exponent) : 0.f;

@@ -1,8 +1,6 @@
 // ranges.cu: the tables of ranges.h on a GPU, by two small kernels. The second is for backward passes alone.
 #include "ranges.h"
 
-#include <algorithm>
-
 #include "device.h"
 
 namespace minimal_attn {
@@ -18,15 +16,16 @@ __device__ Interval hull_of_warp(Interval x) {
     return x;
 }
 
-__device__ Interval common_of_warp(Interval x) {
+__device__ Interval intersection_of_warp(Interval x) {
 #pragma unroll
     for (int other = 1; other < 32; other *= 2)
-        x = common(x, {__shfl_xor_sync(~0u, x.begin, other), __shfl_xor_sync(~0u, x.end, other)});
+        x = intersection(x, {__shfl_xor_sync(~0u, x.begin, other), __shfl_xor_sync(~0u, x.end, other)});
     return x;
 }
 
 // `rows` and `tiles`: a warp has a tile, a lane two of its rows.
-__global__ void __launch_bounds__(kThreads) fill_rows(const __grid_constant__ Attention a, int64_t first_block) {
+__global__ void __launch_bounds__(kThreads)
+    fill_query_tables(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, tiles = range_tiles(a);
     if (n >= a.B * tiles) return;
     const int64_t b = n / tiles;
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) fill_rows(const __grid_constant__ At
         grows &= before.begin <= row.begin && before.end <= row.end;
     }
     grows = __all_sync(~0u, grows);
-    tile = {hull_of_warp(tile.any), common_of_warp(tile.all), grows};
+    tile = {hull_of_warp(tile.any), intersection_of_warp(tile.all), grows};
     if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = tile;
 }
 
@@ -62,25 +61,25 @@ __device__ int first_query(const Ranges &ranges, Interval queries, const IsBehin
 }
 
 // `meeting`, `batches` and `seeing`: a warp has a tile of keys, and looks at all queries.
-__global__ void __launch_bounds__(kThreads) fill_keys(const __grid_constant__ Attention a, int64_t first_block) {
+__global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, key_tiles = range_key_tiles(a);
     if (n >= a.B * key_tiles) return;
     const int64_t b = n / key_tiles;
     const Ranges ranges = ranges_of(a, b);
     const int j0 = (int)(n % key_tiles) * kRangeTile, lane = threadIdx.x % 32;
     Interval queries = {0, 0};
-    bool grow = true, any_blind = false;
+    bool grows = true, any_blind = false;
     for (int i = lane * kMeetTile; i < a.Nq; i += 32 * kMeetTile) {
-        if (meet(keys_that_meet(ranges, i), {j0, j0 + kRangeTile})) queries = hull(queries, {i, i + kMeetTile});
-        for (int i64 = i; i64 < i + kMeetTile; i64 += kRangeTile) {
-            grow &= ranges.tiles[i64 / kRangeTile].grows;
-            any_blind |= i64 < a.Nq && has_blind_query(ranges, i64);
+        if (meet(keys_met(ranges, i), {j0, j0 + kRangeTile})) queries = hull(queries, {i, i + kMeetTile});
+        for (int i_tile = i; i_tile < i + kMeetTile; i_tile += kRangeTile) {
+            grows &= ranges.tiles[i_tile / kRangeTile].grows;
+            any_blind |= i_tile < a.Nq && tile_has_blind_query(ranges, i_tile);
         }
     }
-    queries = hull_of_warp(queries), grow = __all_sync(~0u, grow), any_blind = __any_sync(~0u, any_blind);
+    queries = hull_of_warp(queries), grows = __all_sync(~0u, grows), any_blind = __any_sync(~0u, any_blind);
     if (lane == 0) a.ranges.meeting[n] = queries;
-    if (lane == 0 && j0 == 0) a.ranges.batches[b] = {grow, any_blind};
-    if (!grow) return;
+    if (lane == 0 && j0 == 0) a.ranges.batches[b] = {grows, any_blind};
+    if (!grows) return;
     queries.end = min(queries.end, a.Nq);
     for (int j = j0 + lane; j < j0 + kRangeTile; j += 32) {
         const int begin = first_query(ranges, queries, [&](Keys row) { return row.end > j; });
@@ -98,9 +97,9 @@ cudaError_t launch(void (*kernel)(Attention, int64_t), const Attention &a, int64
 
 }  // namespace
 
-const char *make_ranges(const Attention &a, bool backward, CUstream_st *stream) {
-    cudaError_t error = launch(fill_rows, a, a.B * range_tiles(a), stream);
-    if (error == cudaSuccess && backward) error = launch(fill_keys, a, a.B * range_key_tiles(a), stream);
+const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream) {
+    cudaError_t error = launch(fill_query_tables, a, a.B * range_tiles(a), stream);
+    if (error == cudaSuccess && backward) error = launch(fill_key_tables, a, a.B * range_key_tiles(a), stream);
     return why_not(error);
 }
 

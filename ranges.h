@@ -1,18 +1,18 @@
 // ranges.h: a mask that gives each query a range of keys of its own. A band (flash.h) is two numbers a batch; here are two
-// numbers a query, in tables that make_ranges_* fills once a call, for all heads.
+// numbers a query, in tables that make_ranges_cuda or make_ranges_cpu fills once a call, for all heads.
 //
-//     rows       what query i sees: its part of key_ranges, and of the band, seqlens_k and leftpad_k
-//     tiles      of 64 queries: the keys that any of them sees (from the first to the last one), and that all see
+//     rows       of a query: the keys that it sees, after all parts of the mask. A blind query sees none
+//     tiles      of 64 queries: `any`, from the first to the last key that one of them sees; `all`, those that all see;
+//                on a GPU `grows`: no range begins or ends before that of the query before it
 //     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
-//     batches    whether the ranges grow: none begins or ends before that of the query before it, as in packed documents
-//     seeing     of a key: which queries see it. If the ranges grow, these are an interval, without queries that see no key
+//     batches    whether all ranges grow, as those of packed documents; whether a query is blind
+//     seeing     of a key, if the ranges grow: from the first to the last query that sees it; some between may be blind
 //
-// Queries meet a key that lies between the first and the last one that any of them sees. So the keys that a tile of
-// queries meets have no gaps, whatever the ranges are: this fixes which blocks add to dQ, and in which order. Where ranges
-// grow, tiles meet that have a visible score between them, and few others.
+// A tile of queries meets the keys from the first to the last one that any of its queries sees. So these have no gaps,
+// whatever the ranges are: this fixes which blocks add to dQ, and in which order. docs/ranges.md has a drawing.
 //
 // Ranges has the functions of a band: keys_of_row, keys_of_any, keys_of_all, queries_of_any. A kernel that is compiled
-// for both takes the type as `Mask`; Visible is either at run time.
+// for both takes the type as `Mask`; AnyMask is either at run time.
 #pragma once
 
 #include <type_traits>
@@ -43,7 +43,7 @@ struct Ranges {
     const Keys *rows;
     const TileKeys *tiles;
     const Interval *meeting;
-    const BatchRanges *batch;
+    const BatchFlags *batch;
     const Interval *seeing;
 };
 
@@ -66,11 +66,11 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval hull(Interval x, Interval y) {
     return {x.begin < y.begin ? x.begin : y.begin, x.end > y.end ? x.end : y.end};
 }
 
-MINIMAL_ATTN_HOST_DEVICE inline Interval common(Interval x, Interval y) {
+MINIMAL_ATTN_HOST_DEVICE inline Interval intersection(Interval x, Interval y) {
     return {x.begin > y.begin ? x.begin : y.begin, x.end < y.end ? x.end : y.end};
 }
 
-MINIMAL_ATTN_HOST_DEVICE inline bool meet(Interval x, Interval y) { return !empty(common(x, y)); }
+MINIMAL_ATTN_HOST_DEVICE inline bool meet(Interval x, Interval y) { return !empty(intersection(x, y)); }
 
 // Both take whole tiles of queries: `any` may be more than i0 <= i < i1 see, `all` may be less.
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Ranges &ranges, int i0, int i1) {
@@ -81,20 +81,24 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Ranges &ranges, int i0, i
 
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Ranges &ranges, int i0, int i1) {
     Keys all = kAllKeys;
-    for (int tile = i0 / kRangeTile; tile * kRangeTile < i1; ++tile) all = common(all, ranges.tiles[tile].all);
+    for (int tile = i0 / kRangeTile; tile * kRangeTile < i1; ++tile) all = intersection(all, ranges.tiles[tile].all);
     return all;
 }
 
-// Keys that the kMeetTile queries around query i meet.
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_that_meet(const Ranges &ranges, int i) {
+// Keys that the kMeetTile queries around query i meet: so many, since the largest tile of queries of a backward pass has
+// them, and all roles and kernels must agree.
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_met(const Ranges &ranges, int i) {
     const int i0 = i / kMeetTile * kMeetTile;
     return keys_of_any(ranges, i0, i0 + kMeetTile);
 }
 
-// Whether the tile that has query i has one that sees nothing. `all` then ends at 0, and else not: each range ends later.
-MINIMAL_ATTN_HOST_DEVICE inline bool has_blind_query(const Ranges &ranges, int i) {
+// Whether one of the 64 queries around i is blind. Then `all` ends at 0; else it ends later, as each range does.
+MINIMAL_ATTN_HOST_DEVICE inline bool tile_has_blind_query(const Ranges &ranges, int i) {
     return ranges.tiles[i / kRangeTile].all.end == 0;
 }
+
+// With a band the blind queries are the first and the last ones, and kernels don't ask.
+MINIMAL_ATTN_HOST_DEVICE inline bool tile_has_blind_query(const BandOf<int> &, int) { return false; }
 
 // Nq bounds the result, as it does for a band.
 MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, int Nq, Keys keys) {
@@ -106,7 +110,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
 
-// For kernels that are compiled for both: Mask is Band or Ranges, Narrow<Mask> what narrow() makes of it.
+// For kernels that are compiled for both: Mask is Band or Ranges, Narrow<Mask> what narrow() makes of it. In hopper/ it is
+// the narrow one.
 template <class Mask>
 MINIMAL_ATTN_HOST_DEVICE Mask mask_of(const Attention &a, int64_t b) {
     if constexpr (std::is_same_v<Mask, Ranges>)
@@ -120,29 +125,29 @@ using Narrow = decltype(narrow(std::declval<Mask>()));
 // use(a Mask), for the call's type of mask.
 template <class Use>
 auto with_mask(const Attention &a, const Use &use) {
-    return a.key_ranges ? use(Ranges()) : use(Band());
+    return has_ranges(a) ? use(Ranges()) : use(Band());
 }
 
 // Either, chosen at run time: for the backends in which that costs nothing.
-struct Visible : Band {
+struct AnyMask : Band {
     Ranges ranges;  // its tables are null in a band
 };
 
-MINIMAL_ATTN_HOST_DEVICE inline Visible visible_of(const Attention &a, int64_t b) {
-    return {band_of(a, b), a.key_ranges ? ranges_of(a, b) : Ranges{}};
+MINIMAL_ATTN_HOST_DEVICE inline AnyMask any_mask_of(const Attention &a, int64_t b) {
+    return {band_of(a, b), has_ranges(a) ? ranges_of(a, b) : Ranges{}};
 }
 
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const Visible &visible, int i) {
-    return visible.ranges.rows ? keys_of_row(visible.ranges, i) : keys_of_row((const Band &)visible, i);
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const AnyMask &mask, int i) {
+    return mask.ranges.rows ? keys_of_row(mask.ranges, i) : keys_of_row((const Band &)mask, i);
 }
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const Visible &visible, int i0, int i1) {
-    return visible.ranges.rows ? keys_of_any(visible.ranges, i0, i1) : keys_of_any((const Band &)visible, i0, i1);
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_any(const AnyMask &mask, int i0, int i1) {
+    return mask.ranges.rows ? keys_of_any(mask.ranges, i0, i1) : keys_of_any((const Band &)mask, i0, i1);
 }
-MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Visible &visible, int i0, int i1) {
-    return visible.ranges.rows ? keys_of_all(visible.ranges, i0, i1) : keys_of_all((const Band &)visible, i0, i1);
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const AnyMask &mask, int i0, int i1) {
+    return mask.ranges.rows ? keys_of_all(mask.ranges, i0, i1) : keys_of_all((const Band &)mask, i0, i1);
 }
 
-// What the tables hold. The last two are for make_ranges_* alone.
+// What query i sees. This and add_row are for make_ranges_* alone.
 MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band &band, int64_t b, int i) {
     if (i >= a.Nq) return {0, 0};
     const int *const range = a.key_ranges + b * a.key_ranges_stride + 2 * i;
@@ -153,26 +158,27 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band
 
 // Makes row one of those of a tile.
 MINIMAL_ATTN_HOST_DEVICE inline void add_row(TileKeys &tile, Keys row) {
-    tile.any = hull(tile.any, row), tile.all = common(tile.all, empty(row) ? Keys{0, 0} : row);
+    tile.any = hull(tile.any, row), tile.all = intersection(tile.all, empty(row) ? Keys{0, 0} : row);
 }
 
-// The tables' memory, in bytes. With `memory` it also says where in it they are.
-inline int64_t place_ranges(Attention &a, void *memory) {
-    char *next = (char *)memory;
+// The bytes of the tables. With `memory`, not null, it also sets where in it they are. `rows` and `seeing` come first:
+// kernels read 16 and 8 bytes of them at a time.
+inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
+    int64_t bytes = 0;
     const auto take = [&](auto *&table, int64_t count) {
-        table = (std::remove_reference_t<decltype(table)>)next;
-        next += count * sizeof(*table);
+        if (memory) table = (std::remove_reference_t<decltype(table)>)(memory + bytes);
+        bytes += count * sizeof(*table);
     };
     take(a.ranges.rows, a.B * range_rows(a));
-    take(a.ranges.seeing, a.B * range_key_tiles(a) * kRangeTile);
-    take(a.ranges.meeting, a.B * range_key_tiles(a));
+    if (backward) take(a.ranges.seeing, a.B * range_key_tiles(a) * kRangeTile);
+    if (backward) take(a.ranges.meeting, a.B * range_key_tiles(a));
     take(a.ranges.tiles, a.B * range_tiles(a));
-    take(a.ranges.batches, a.B);
-    return next - (char *)memory;
+    if (backward) take(a.ranges.batches, a.B);
+    return bytes;
 }
 
-// Fill the tables. On a GPU a backward pass has more of them; make_ranges returns null, or why it hasn't launched.
+// Fill the tables. make_ranges_cuda returns null, or why it hasn't launched.
 void make_ranges_cpu(const Attention &a);
-const char *make_ranges(const Attention &a, bool backward, CUstream_st *stream);
+const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
 }  // namespace minimal_attn

@@ -50,21 +50,21 @@ std::string refusal_of_hopper(const Tensor &q) {
 }
 
 // The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients, and
-// for key_ranges in float32.
-bool hopper_serves(const Attention &a) { return !a.key_ranges || a.dtype != Dtype::float32; }
+// for ranges in float32.
+bool hopper_has_kernel(const Attention &a) { return !has_ranges(a) || a.dtype != Dtype::float32; }
 
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 
 Plan plan_hopper(const Attention &a, const Device &device) {
-    if (!hopper_serves(a)) return plan_portable(a, device);
+    if (!hopper_has_kernel(a)) return plan_portable(a, device);
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    if (!hopper_serves(a)) return launch_portable(a, plan, workspace, stream);
+    if (!hopper_has_kernel(a)) return launch_portable(a, plan, workspace, stream);
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);
@@ -217,6 +217,7 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
+constexpr size_t kIntOptions = 4, kKeyRanges = 3;  // how many there are below, and which one has three dimensions
 // set(tensor, where Attention has it) for each option that is a tensor of ints.
 template <class Set>
 void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {
@@ -225,25 +226,27 @@ void for_each_int_option(const Arguments &a, Attention &attention, const Set &se
 }
 
 // Sets these options, as int32. The tensors that it returns have the memory.
-std::array<Tensor, 4> set_int32s(const Arguments &a, Attention &attention) {
-    std::array<Tensor, 4> tensors;
+std::array<Tensor, kIntOptions> set_int32s(const Arguments &a, Attention &attention) {
+    std::array<Tensor, kIntOptions> tensors;
     auto next = tensors.begin();
     for_each_int_option(a, attention, [&](const MaybeTensor &t, const int *&to) {
         *next = int32_of(t);
         to = ints_of(*next++);
     });
-    if (a.key_ranges) attention.key_ranges_stride = tensors.back().size(0) > 1 ? tensors.back().stride(0) : 0;
+    const Tensor &ranges = tensors[kKeyRanges];
+    if (has_ranges(attention)) attention.key_ranges_stride = ranges.size(0) > 1 ? ranges.stride(0) : 0;
     return tensors;
 }
 
 // Fills the tables of ranges.h where the call has key_ranges. What it returns has their memory.
 c10::DataPtr make_tables(Attention &attention, bool backward, const Tensor &q) {
-    if (!attention.key_ranges) return {};
-    c10::DataPtr memory = c10::GetAllocator(q.device().type())->allocate(place_ranges(attention, nullptr));
-    place_ranges(attention, memory.get());
+    if (!has_ranges(attention)) return {};
+    const int64_t bytes = place_ranges(attention, backward, nullptr);
+    c10::DataPtr memory = c10::GetAllocator(q.device().type())->allocate(bytes);
+    place_ranges(attention, backward, (char *)memory.get());
 #ifdef WITH_CUDA
     if (q.is_cuda()) {
-        check_launch(make_ranges(attention, backward, at::cuda::getCurrentCUDAStream()), q);
+        check_launch(make_ranges_cuda(attention, backward, at::cuda::getCurrentCUDAStream()), q);
         return memory;
     }
 #endif
@@ -445,7 +448,7 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         return by.plan_backward(gradient, gpu_of(a.q));
     };
     found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
-    if (a.key_ranges && !is_empty) found.plan.workspace += place_ranges(attention, nullptr);
+    if (has_ranges(attention) && !is_empty) found.plan.workspace += place_ranges(attention, backward, nullptr);
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

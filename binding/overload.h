@@ -1,4 +1,4 @@
-// overload.h: an overload of the operator minimal_attn::forward as PyTorch's dispatcher sees it: its schema, and what
+// overload.h: the operators minimal_attn::forward and backward as PyTorch's dispatcher sees them: schemas, and what
 // the dispatch keys do before anything is computed. Autocast casts q, k and v, Autograd records a node (autograd.h).
 #pragma once
 
@@ -71,13 +71,13 @@ struct Overload<Result(Args...)> {
     static Arguments without_last(const All &args, std::index_sequence<i...>) {
         return {std::get<i>(args)...};
     }
-    static Result result_of(const Results &results) {
+    static Result result_of(Results &&results) {
         if constexpr (is_state)
-            return {results.o, results.l, results.m};
+            return {std::move(results.o), std::move(results.l), std::move(results.m)};
         else if constexpr (is_lse)
-            return {results.o, results.lse};
+            return {std::move(results.o), std::move(results.lse)};
         else
-            return results.o;
+            return std::move(results.o);
     }
 
     static Result call(Args... args) { return handle().call(std::forward<Args>(args)...); }

@@ -81,8 +81,8 @@ inline Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
     return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
 }
 
-// As int32, contiguous in the last dimension, and in the last two of three. Values beyond int32 are clamped, which changes a result only if an offset
-// and a window both are that large. Rows that all batches share (stride 0) stay one.
+// As int32, dense in the last dimension (of three: the last two). Values beyond int32 are clamped, which changes a result
+// only if an offset and a window both are that large. Rows that all batches share (stride 0) stay one.
 inline Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();

@@ -20,6 +20,7 @@
 
 #include "cpu/threads.h"
 #include "cpu/tiles.h"
+#include "ranges.h"
 
 namespace minimal_attn::cpu {
 

@@ -16,7 +16,7 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
 
 // Steps 9 to 11 for one row of a tile: Pij and alpha. The first row prefetches the rows of the next tile, up to key
 // `prefetch_end`.
-[[gnu::noinline]] inline void compute_P(const Attention &a, const Visible &visible, const QueryTile &t, int row,
+[[gnu::noinline]] inline void compute_P(const Attention &a, const AnyMask &mask, const QueryTile &t, int row,
                                         const KeyTile &tile, int prefetch_end, const Buffers &buffers, Vec *alpha) {
     const int64_t D = round_up(a.d, 16);
     const int j = tile.keys.begin, n = tile.keys.end - j;
@@ -26,7 +26,7 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
         prefetch(tile.Kj + (n + key) * tile.K_row, D * sizeof(float));
         prefetch(tile.Vj + (n + key) * tile.V_row, D * sizeof(float));
     });
-    const Keys keys = keys_of_row(visible, t.query(row));
+    const Keys keys = keys_of_row(mask, t.query(row));
     std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
     std::fill(Si + clamp(keys.end - j, 0, n), Si + round_up(n, W), -INFINITY);
     *alpha = update_softmax_of_row(n, Si, buffers.mi + row * W, buffers.li + row * W);
@@ -48,13 +48,13 @@ constexpr int fewer_rows(int C) { return C > 4 ? C / 2 : C - 1; }
 
 // Steps 9 to 12 for one tile of keys.
 template <int C = few_rows>
-[[gnu::noinline]] void update_few(const Attention &a, const Visible &visible, const QueryTile &t, const KeyTile &tile,
+[[gnu::noinline]] void update_few(const Attention &a, const AnyMask &mask, const QueryTile &t, const KeyTile &tile,
                                   int prefetch_end, const Buffers &buffers) {
     if constexpr (C > 1)
-        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, visible, t, tile, prefetch_end, buffers);
+        if (t.rows <= fewer_rows(C)) return update_few<fewer_rows(C)>(a, mask, t, tile, prefetch_end, buffers);
     constexpr int R = sums / C >= 8 ? 8 : 4;
     Vec alpha[C] = {};
-    for (int row = 0; row < t.rows; ++row) compute_P(a, visible, t, row, tile, prefetch_end, buffers, &alpha[row]);
+    for (int row = 0; row < t.rows; ++row) compute_P(a, mask, t, row, tile, prefetch_end, buffers, &alpha[row]);
     add_PV<C, R>(tile.keys.end - tile.keys.begin, round_up(a.d, 16), 0, alpha, tile, buffers.Sij, buffers.Oi);
 }
 
@@ -62,8 +62,8 @@ inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile 
     int C = few_rows;
     while (C > 1 && t.rows <= fewer_rows(C)) C = fewer_rows(C);
     const int64_t D = round_up(a.d, 16);
-    const Visible visible = visible_of(a, t.b);
-    const Keys seen = keys_of_any(visible, t.query(0), t.query(t.rows - 1) + 1);
+    const AnyMask mask = any_mask_of(a, t.b);
+    const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
     float *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
 
     // 8. Qi, Oi, li, mi
@@ -87,7 +87,7 @@ inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile 
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
         const KeyTile tile = load_tile(a, t, seen, j, in_place, !row_by_row, buffers);
-        update_few(a, visible, t, tile, row_by_row ? seen.end : tile.keys.end, buffers);
+        update_few(a, mask, t, tile, row_by_row ? seen.end : tile.keys.end, buffers);
         if (buffers.Oi_held && tile.ends_sum())
             for (int row = 0; row < t.rows; ++row) hold_rows(row);
         j = tile.keys.end;
@@ -97,7 +97,6 @@ inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile 
     for (int row = 0; row < t.rows; ++row) {
         if (buffers.Oi_held) hold_rows(row);
         float *l = buffers.Oi_held ? buffers.li_held : li, *o = buffers.Oi_held ? buffers.Oi_held : Oi;
-        end_row(a, t, row, !empty(keys_of_row(visible, t.query(row))), sum_of(vec(l + row * W)), mi[row * W],
-                o + row * D);
+        end_row(a, t, row, !empty(keys_of_row(mask, t.query(row))), sum_of(vec(l + row * W)), mi[row * W], o + row * D);
     }
 }

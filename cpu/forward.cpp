@@ -18,6 +18,7 @@
 #include "cpu/amx.h"
 #include "cpu/threads.h"
 #include "cpu/tiles.h"
+#include "ranges.h"
 
 namespace minimal_attn::cpu {
 

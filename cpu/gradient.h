@@ -71,21 +71,21 @@ void load_keys(const Attention &a, const GradientTile &t, Keys keys, const void 
 
 // Step 10: Qi or dOi. Rows that see no key are zeros, whatever the tensor holds.
 template <class T>
-void load_queries(const Attention &a, const Visible &visible, const QueryTile &t, const void *x, const Strides &stride,
+void load_queries(const Attention &a, const AnyMask &mask, const QueryTile &t, const void *x, const Strides &stride,
                   float *rows) {
     const int64_t D = round_up(a.d, 16);
     for (int lane = 0; lane < t.rows; ++lane) {
         const int64_t i = t.query(lane);
-        const int d = empty(keys_of_row(visible, i)) ? 0 : a.d;
+        const int d = empty(keys_of_row(mask, i)) ? 0 : a.d;
         load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), d, D, rows + lane * D);
     }
 }
 
 // Calls use(lane, begin, end) for each row of a tile: of the keys from j0 on, it sees those from `begin` to `end`.
 template <class Use>
-void for_each_row(const Visible &visible, const QueryTile &t, int j0, int keys, const Use &use) {
+void for_each_row(const AnyMask &mask, const QueryTile &t, int j0, int keys, const Use &use) {
     for (int lane = 0; lane < t.rows; ++lane) {
-        const Keys seen = keys_of_row(visible, t.query(lane));
+        const Keys seen = keys_of_row(mask, t.query(lane));
         const int begin = clamp(seen.begin - j0, 0, keys);
         use(lane, begin, clamp(seen.end - j0, begin, keys));
     }
@@ -145,15 +145,15 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
 }
 
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
-void compute_tile(const Attention &a, const Visible &visible, const QueryTile &t, int j0, int keys,
+void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys,
                   const GradientRow *rows, const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
     compute_P(a, rows, t.rows, vectors, buffers);
-    const Keys seen_by_all = keys_of_all(visible, t.query(0), t.query(t.rows - 1) + 1);
+    const Keys seen_by_all = keys_of_all(mask, t.query(0), t.query(t.rows - 1) + 1);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
-        for_each_row(visible, t, j0, keys, [&](int lane, int begin, int end) {
+        for_each_row(mask, t, j0, keys, [&](int lane, int begin, int end) {
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
@@ -188,9 +188,9 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
     const Attention &a = g.a;
     const int64_t D = round_up(a.d, 16), rows = rows_of_key_head(a), Tr = query_tiles_of_head(a);
     const int64_t bh = t.b * a.Hkv + t.h;
-    const Visible visible = visible_of(a, t.b);
+    const AnyMask mask = any_mask_of(a, t.b);
     // 7., 8. Kj, Vj, dKj = 0, dVj = 0
-    const Keys keys = {std::max(visible.keys.begin, t.j0), std::min(visible.keys.end, t.j0 + Bc)};
+    const Keys keys = {std::max(mask.keys.begin, t.j0), std::min(mask.keys.end, t.j0 + Bc)};
     if (!empty(keys)) {
         load_keys<T>(a, t, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);  // no product reads Vj by rows
         load_keys<T>(a, t, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
@@ -200,12 +200,12 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
     for (int64_t i = 0; i < Tr && !empty(keys); ++i) {
         const QueryTile queries = query_tile(a, bh * Tr + i);
         const int64_t first_row = queries.first_row;
-        const Keys seen = keys_of_any(visible, queries.query(0), queries.query(queries.rows - 1) + 1);
+        const Keys seen = keys_of_any(mask, queries.query(0), queries.query(queries.rows - 1) + 1);
         if (empty(seen) || seen.end <= t.j0 || seen.begin >= t.j0 + Bc) continue;
         const Keys key_tiles = {seen.begin / Bc, (int)round_up(seen.end, Bc) / Bc};
-        load_queries<T>(a, visible, queries, a.q, a.q_stride, buffers.Qi);
-        load_queries<T>(a, visible, queries, g.do_, g.do_stride, buffers.dOi);
-        compute_tile(a, visible, queries, t.j0, keys.end - t.j0, workspace.rows_of(a, queries), buffers);
+        load_queries<T>(a, mask, queries, a.q, a.q_stride, buffers.Qi);
+        load_queries<T>(a, mask, queries, g.do_, g.do_stride, buffers.dOi);
+        compute_tile(a, mask, queries, t.j0, keys.end - t.j0, workspace.rows_of(a, queries), buffers);
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
         const int key_tile = t.j0 / Bc;
         add_dQ(queries.rows, D, key_tiles, key_tile, keys.end - t.j0, dQi, workspace.turns[bh * Tr + i], buffers);
@@ -240,7 +240,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         const double lse = g.lse[at];
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
-        if (!empty(keys_of_row(visible_of(a, t.b), i))) continue;
+        if (!empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
         const float zeros[256] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
     }
@@ -272,19 +272,19 @@ inline void add_scores(double scale, const double *S, const float *dP, RowSums &
 template <class T>
 void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, const GradientBuffers &buffers) {
     const Attention &a = g.a;
-    const Visible visible = visible_of(a, t.b);
-    const Keys seen = keys_of_any(visible, t.query(0), t.query(t.rows - 1) + 1);
+    const AnyMask mask = any_mask_of(a, t.b);
+    const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
     const double sign = a.softmax_scale < 0.f ? -1. : 1.;
     RowSums sums[gradient_Br];
-    load_queries<T>(a, visible, t, a.q, a.q_stride, buffers.Qi);
-    load_queries<T>(a, visible, t, g.do_, g.do_stride, buffers.dOi);
+    load_queries<T>(a, mask, t, a.q, a.q_stride, buffers.Qi);
+    load_queries<T>(a, mask, t, g.do_, g.do_stride, buffers.dOi);
     for (int j0 = seen.begin / Bc * Bc; j0 < seen.end; j0 += Bc) {
-        const Keys keys = {std::max(visible.keys.begin, j0), std::min(visible.keys.end, j0 + Bc)};
+        const Keys keys = {std::max(mask.keys.begin, j0), std::min(mask.keys.end, j0 + Bc)};
         load_keys<T>(a, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
         load_keys<T>(a, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
         compute_S_double(a, t.rows, buffers);
         multiply_channels(a, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
-        for_each_row(visible, t, j0, Bc, [&](int lane, int begin, int end) {
+        for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;
             for (int c = begin; c < end; ++c) S[c] *= sign;

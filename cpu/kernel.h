@@ -38,24 +38,22 @@ template <int R>
 struct Strip {
     static constexpr int P = R * W;
     int lane;
-    int64_t first_row;  // of the key head
     Keys seen_by_any, seen_by_all;
     float *Qi, *Oi, *mi, *li;
 
-    Strip(const Visible &visible, const QueryTile &t, int lane, int64_t D, const Buffers &buffers)
-        : lane(lane), first_row(t.first_row + lane) {
+    Strip(const AnyMask &mask, const QueryTile &t, int lane, int64_t D, const Buffers &buffers) : lane(lane) {
         const int first = t.query(lane), end = t.query(std::min(t.rows, lane + P) - 1) + 1;
-        seen_by_any = keys_of_any(visible, first, end), seen_by_all = keys_of_all(visible, first, end);
+        seen_by_any = keys_of_any(mask, first, end), seen_by_all = keys_of_all(mask, first, end);
         Qi = buffers.Qi + lane * D, Oi = buffers.Oi + lane * D, mi = buffers.mi + lane, li = buffers.li + lane;
     }
 };
 
-// -inf for the scores of hidden keys.
+// -inf for the scores of hidden keys: each lane compares j with the bounds of its own query.
 template <int R>
-void mask(const Visible &visible, const QueryTile &t, const Strip<R> &strip, Keys keys, float *Sij) {
+void hide_keys(const AnyMask &mask, const QueryTile &t, const Strip<R> &strip, Keys keys, float *Sij) {
     VecInt begin[R], end[R];  // the keys of each lane's query
     for (int lane = 0; lane < R * W; ++lane) {
-        const Keys seen = keys_of_row(visible, t.query(strip.lane + lane));
+        const Keys seen = keys_of_row(mask, t.query(strip.lane + lane));
         begin[lane / W][lane % W] = seen.begin, end[lane / W][lane % W] = seen.end;
     }
     for (int j = keys.begin; j < keys.end; ++j, Sij += R * W)
@@ -121,7 +119,7 @@ void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
 // Steps 9 to 12 for one strip and one tile of keys. The result depends on the strip's rows and on the tile's place, not
 // on other strips. So it has the same bits for any Br and any number of threads.
 template <int R>
-[[gnu::noinline]] void update(const Attention &a, const Visible &visible, const QueryTile &t, const Strip<R> &strip,
+[[gnu::noinline]] void update(const Attention &a, const AnyMask &mask, const QueryTile &t, const Strip<R> &strip,
                               KeyTile tile, bool with_amx, const Buffers &buffers) {
     Keys keys = {std::max(tile.keys.begin, strip.seen_by_any.begin), std::min(tile.keys.end, strip.seen_by_any.end)};
     if (empty(keys)) return;
@@ -129,7 +127,7 @@ template <int R>
     const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
     compute_S(a, strip, tile, skip, n, with_amx, buffers);
     if (keys.begin < strip.seen_by_all.begin || keys.end > strip.seen_by_all.end)
-        mask(visible, t, strip, keys, buffers.Sij);
+        hide_keys(mask, t, strip, keys, buffers.Sij);
     Vec alpha[R];
     update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
     add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
@@ -152,14 +150,14 @@ void start_rows(const Attention &a, const QueryTile &t, int lanes, const Buffers
 
 // Step 13.
 template <int P>
-void end_rows(const Attention &a, const Visible &visible, const QueryTile &t, int lanes, const Buffers &buffers) {
+void end_rows(const Attention &a, const AnyMask &mask, const QueryTile &t, int lanes, const Buffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const float *Oi = buffers.Oi_held ? buffers.Oi_held : buffers.Oi,
                 *li = buffers.Oi_held ? buffers.li_held : buffers.li;
     for (int i = 0; i < lanes; i += W)
         for (int c = 0; c < D; c += W) transpose(Oi + i / P * P * D + c * P + i % P, P, buffers.rows + i * D + c, D);
     for (int lane = 0; lane < t.rows; ++lane) {
-        const bool sees_key = !empty(keys_of_row(visible, t.query(lane)));
+        const bool sees_key = !empty(keys_of_row(mask, t.query(lane)));
         end_row(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D);
     }
 }
@@ -173,8 +171,8 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     constexpr int max_strips = 256 / P;  // of the most rows that plan_cpu gives a tile
     const int64_t D = round_up(a.d, 16);
     const int lanes = round_up(t.rows, P);
-    const Visible visible = visible_of(a, t.b);
-    const Keys seen = keys_of_any(visible, t.query(0), t.query(t.rows - 1) + 1);
+    const AnyMask mask = any_mask_of(a, t.b);
+    const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
     // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
     const bool in_place = R > 1;
 
@@ -191,15 +189,15 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     if (any_splits) begin_amx();
 
     // 5. for j: the tiles of keys that a query of this tile sees
-    const Keys wanted = any_splits ? Keys{std::max(visible.keys.begin, seen.begin / Bc * Bc),
-                                          std::min(visible.keys.end, (int)round_up(seen.end, Bc))}
+    const Keys wanted = any_splits ? Keys{std::max(mask.keys.begin, seen.begin / Bc * Bc),
+                                          std::min(mask.keys.end, (int)round_up(seen.end, Bc))}
                                    : seen;
     for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
         KeyTile tile = load_tile(a, t, wanted, j, in_place, true, buffers);
         if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
         for (int lane = 0; lane < lanes; lane += P) {
-            const Strip<R> strip(visible, t, lane, D, buffers);
-            update(a, visible, t, strip, tile, tile.is_split && splits_well[lane / P], buffers);
+            const Strip<R> strip(mask, t, lane, D, buffers);
+            update(a, mask, t, strip, tile, tile.is_split && splits_well[lane / P], buffers);
         }
         j = tile.keys.end;
     }
@@ -207,8 +205,8 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
 
     // 13. O, l and m
     if (buffers.Oi_held)
-        for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(visible, t, lane, D, buffers), D, buffers);
-    end_rows<P>(a, visible, t, lanes, buffers);
+        for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(mask, t, lane, D, buffers), D, buffers);
+    end_rows<P>(a, mask, t, lanes, buffers);
 }
 
 }  // namespace

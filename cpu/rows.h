@@ -100,7 +100,7 @@ inline KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, in
         prefetch(row_of<char>(a.o, o_stride, t.b, t.head(lane), t.query(lane)), bytes_of_o);
     }
     if (same_head) return;
-    const Keys seen = keys_of_any(visible_of(a, t.b), t.query(0), t.query(t.rows - 1) + 1);
+    const Keys seen = keys_of_any(any_mask_of(a, t.b), t.query(0), t.query(t.rows - 1) + 1);
     const KeyRows<char> K(a, a.k, in_bytes(a.k_stride, a.dtype), t.b, t.h);
     const KeyRows<char> V(a, a.v, in_bytes(a.v_stride, a.dtype), t.b, t.h);
     for (int j = seen.begin; j < std::min(seen.end, seen.begin + Bc); ++j) prefetch(K[j], bytes), prefetch(V[j], bytes);

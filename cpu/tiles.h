@@ -2,7 +2,6 @@
 #pragma once
 
 #include "flash.h"
-#include "ranges.h"
 
 #include <algorithm>
 

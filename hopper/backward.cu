@@ -11,11 +11,10 @@
 
 namespace minimal_attn::hopper {
 
-// The fused kernel pads dQ, float32, to kGradientRows rows a head: many short heads would need ten times the memory of
-// q, or more.
-// The kernels for d above 128 don't know key_ranges.
+// Not ranges with d above 128, which the kernels there don't know. Not heads of at most 64 queries: the fused kernel pads
+// dQ, float32, to kGradientRows rows a head, which would be ten times the memory of q, or more.
 bool serves_backward(const Gradient &g) {
-    return g.a.dtype != Dtype::float32 && (g.a.d > 128 ? !g.a.key_ranges : g.a.Nq > 64);
+    return g.a.dtype != Dtype::float32 && (g.a.d > 128 ? !has_ranges(g.a) : g.a.Nq > 64);
 }
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {

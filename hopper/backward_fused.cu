@@ -250,9 +250,9 @@ struct FullTiles {
 };
 template <class Tile>
 struct FullTiles<Tile, Ranges> {
-    int begin, end;  // of ranges that grow; blind queries have P = 0 anyway
-    __device__ FullTiles(const KeySlice<Tile, Ranges> &keys, int j64) {
-        begin = j64;
+    int begin, end;  // of i0, the end included, if the ranges grow
+    int j64;
+    __device__ FullTiles(const KeySlice<Tile, Ranges> &keys, int j64) : j64(j64) {
         if (!keys.grows) return;
         begin = broadcast_lane0(keys.queries(j64 + 63).begin);
         end = broadcast_lane0(keys.queries(j64).end - Tile::Br);
@@ -260,7 +260,7 @@ struct FullTiles<Tile, Ranges> {
     __device__ bool has(const KeySlice<Tile, Ranges> &keys, int i0) const {
         if (keys.grows) return !(i0 < begin || i0 > end);
         const Keys all = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
-        return all.begin <= begin && begin + 64 <= all.end;
+        return all.begin <= j64 && j64 + 64 <= all.end;
     }
 };
 
@@ -287,8 +287,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
 
     for_each_key_work(shared, [&](const KeyWork &published) {
         const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
-        KeySlice<Tile, Mask> slice(p, work);
-        const KeySlice<Tile, Mask> keys = slice.is_ranges ? slice.of_warp() : slice;
+        const KeySlice<Tile, Mask> keys = KeySlice<Tile, Mask>(p, work).of_warp();
         if (keys.steps < 1) return;
         float dK[D / 2], dV[D / 2];
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
@@ -401,7 +400,7 @@ int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
 // Whether warp 3 computes log2_l and D, else gradient_rows.cu. Where queries see few keys, the products take less time
 // than warp 3's work. A mask is taken to hide half of the keys that the bounds leave, as causal does.
 bool fills_rows(const Attention &a) {
-    if (a.key_ranges) return false;
+    if (has_ranges(a)) return false;  // the host doesn't know how many keys a query sees
     return std::min<int64_t>(a.Nk, a.last - a.first + 1) / (is_masked(a) ? 2 : 1) >= 1024;
 }
 
@@ -411,7 +410,7 @@ bool fills_rows(const Attention &a) {
 template <class Tile>
 int interleaved_heads(const Attention &a, int multiprocessors) {
     const int64_t steps = (a.Nq + Tile::Br - 1) / Tile::Br * (a.Hq / a.Hkv);
-    return is_banded(a) || a.key_ranges ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
+    return is_banded(a) || has_ranges(a) ? 1 : clamp((multiprocessors + steps - 1) / steps, int64_t(1), a.B * a.Hkv);
 }
 
 template <class Tile, bool has_large_rows>

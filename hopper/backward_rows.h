@@ -72,7 +72,7 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// Of a unit's queries, from the first to the last one that sees a key. The bounds may lie outside.
+// Of a unit's queries, those whose dQ has been stored lie between; with ranges all do, or none.
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
     const Mask mask = mask_of_batch<Mask>(p, unit.b);

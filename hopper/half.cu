@@ -42,7 +42,8 @@
 // | half.h      | schedule_and_load_K: thread 0. for_each_work_tile: how threads 32 and 64 follow the tile queue.     |
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
 // |             | pack_operand: Pij to the half type                                                                  |
-// | scheduler.h | TileScheduler, WorkTile: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows    |
+// | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows  |
+// | ranges.h    | with_mask, Narrow: a kernel for a band and one for ranges                                            |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |

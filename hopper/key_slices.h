@@ -26,7 +26,8 @@ __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
 template <class Tile, class Mask = BandOf<int>>
 struct KeySlice : KeyTile<Tile, Mask> {
     using Base = KeyTile<Tile, Mask>;
-    using Base::band, Base::i0, Base::i1, Base::is_ranges, Base::j0, Base::mask;
+    using Base::any_blind, Base::band, Base::grows, Base::i0, Base::i1, Base::is_met, Base::is_ranges, Base::j0,
+        Base::mask;
     int start;      // the query where the walk of each head begins
     int all_steps;  // of the tile
     int index, steps_of_slice;
@@ -49,18 +50,20 @@ struct KeySlice : KeyTile<Tile, Mask> {
         i = start + before * Tile::Br;
         if (i >= i1) i -= steps_of_head * Tile::Br;
     }
-    // Ranges come from memory. By this nvcc knows that all lanes of a warp have the same numbers.
+    // Ranges come from memory. By this nvcc knows that all lanes of a warp have the same numbers, which the loop over
+    // queries reads.
     __device__ KeySlice of_warp() const {
         KeySlice same = *this;
+        if (!is_ranges) return same;
         for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
-        same.grows = broadcast_lane0(this->grows), same.any_blind = broadcast_lane0(this->any_blind);
+        same.grows = broadcast_lane0(grows), same.any_blind = broadcast_lane0(any_blind);
         return same;
     }
     // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
     // queries see of later keys.
     __device__ int tiles_before(int i) const {
         if constexpr (is_ranges)
-            return (keys_that_meet(mask(), i).end - 1 - j0) / Tile::Bc;
+            return (keys_met(mask(), i).end - 1 - j0) / Tile::Bc;
         else
             return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
     }
@@ -71,7 +74,7 @@ struct KeySlice : KeyTile<Tile, Mask> {
         int h = this->h, i = this->i;
         for (int n = 0; n < steps; ++n) {
             // The first step meets them: `meeting` begins there.
-            if (!is_ranges || this->grows || Base::is_met(i)) use(h, i, n == 0);
+            if (!is_ranges || grows || is_met(i)) use(h, i, n == 0);
             i += Tile::Br;
             if (i >= i1) i = i0;
             if (i == start) ++h;
@@ -151,7 +154,7 @@ template <class Tile>
 Split best_split(const Attention &a, int multiprocessors, bool whole_heads) {
     constexpr SplitCosts costs = Tile::Costs;
     const int64_t group = a.Hq / a.Hkv, tiles = key_tiles_of(a, Tile::Bc);
-    if (a.key_ranges) return {tiles, 0, 0};  // the host doesn't know how many queries see a tile of keys
+    if (has_ranges(a)) return {tiles, 0, 0};  // the host doesn't know how many queries see a tile of keys
     // The most that see one tile of keys.
     const int64_t queries = clamp(a.last - a.first + Tile::Bc + Tile::Br, int64_t(1), int64_t(a.Nq));
     const int64_t steps_of_head = (queries + Tile::Br - 1) / Tile::Br;

@@ -26,15 +26,16 @@ __device__ void producer_commit(Pipeline<Stages> &pipeline) {
     pipeline.advance();
 }
 
-// Tile n of keys, from j0 on, and the queries that see one of its keys: i0 <= i < i1 of the heads from h0 on. Of a band
-// these queries are an interval, since its bounds only grow with i. With ranges (ranges.h) it has all that meet a key.
+// Tile n of keys, from j0 on, and the queries i0 <= i < i1 of the heads from h0 on. Of a band they are those that see one
+// of its keys: an interval, since the bounds only grow with i. With ranges they are from the first to the last 128 that
+// meet one (ranges.h).
 template <class Tile, class Mask>
 struct KeyTile {
     static constexpr bool is_ranges = std::is_same_v<Mask, Ranges>;
     const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
     bool unseen;            // no query sees the keys: one tile is computed all the same, and masked
-    bool grows, any_blind;  // of ranges: BatchRanges. Of those that grow consumers read `seeing` alone
+    bool grows, any_blind;  // of ranges: BatchFlags. If they grow, consumers mask by `seeing` and skip no tile
     BandOf<int> band;       // only of a band
 
     __device__ KeyTile(const KeyParameters &p, int n) : p(p) {
@@ -46,7 +47,7 @@ struct KeyTile {
         if constexpr (is_ranges) {
             const Interval queries = queries_of_any(mask(), p.a.Nq, {first, end});
             i0 = queries.begin, i1 = queries.end;
-            grows = mask().batch->grow, any_blind = mask().batch->any_blind;
+            grows = mask().batch->grows, any_blind = mask().batch->any_blind;
         } else {
             i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
             i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
@@ -65,24 +66,24 @@ struct KeyTile {
     // lie outside 0 to Nq.
     __device__ Interval queries(int j) const {
         if constexpr (is_ranges) {
-            const int2 queries = *(const int2 *)(mask().seeing + j);
-            return {queries.x, queries.y};
+            const int2 two = *(const int2 *)(mask().seeing + j);  // one load
+            return {two.x, two.y};
         }
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
         return {j - band.last, j - band.first + 1};
     }
-    // With ranges sums over queries that don't see the key are 0 without this.
+    // With ranges the sums of a key that no query sees are 0 anyway.
     __device__ bool is_seen(int j, int Nq) const {
         if constexpr (is_ranges)
             return mask().keys.begin <= j && j < mask().keys.end;
         else
             return max(queries(j).begin, 0) < min(queries(j).end, Nq);
     }
-    // Whether the tile of queries from i on meets these keys: of a band all from i0 to i1 do. Of ranges that grow, all
-    // but those in which no query sees a key.
+    // Whether the tile of queries from i on meets these keys. Of a band all from i0 to i1 do; of ranges that grow, all in
+    // which a query sees a key.
     __device__ bool is_met(int i) const {
         if constexpr (is_ranges)
-            return unseen || meet(keys_that_meet(mask(), i), {j0, j0 + Tile::Bc});
+            return unseen || meet(keys_met(mask(), i), {j0, j0 + Tile::Bc});
         else
             return true;
     }
@@ -117,7 +118,7 @@ __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, in
 template <class Tile>
 __device__ void zero_blind_rows(unsigned char *tile, const Ranges &ranges, int i0, int, int barrier) {
     bool any = false;
-    for (int i = i0; i < i0 + Tile::Br; i += kRangeTile) any |= has_blind_query(ranges, i);
+    for (int i = i0; i < i0 + Tile::Br; i += kRangeTile) any |= tile_has_blind_query(ranges, i);
     if (!any) return;
     zero_rows<Tile::Br, Tile::Boxes>(tile, [&](int row) { return empty(keys_of_row(ranges, i0 + row)); }, barrier);
 }

@@ -78,7 +78,7 @@ struct TileScheduler {
         return next_round + (next_round - 1 - n);
     }
     // Work tile n. A head's last rows come first: under a causal mask they see the most keys. The first tile may be
-    // short, or with ranges, whose tables have tiles from query 0 on, the last.
+    // short. With ranges the last one may be: tiles begin where those of the tables do.
     __device__ WorkTileOf<Mask> tile(int n) const {
         if (n >= p.work_tiles) return {-1};
         const int rest = n - p.sequential_heads * p.Tr;  // below 0: a tile of a sequential head

@@ -31,11 +31,16 @@ __device__ void zero_rows(unsigned char *tile, const IsHidden &is_hidden, int ba
     named_barrier_sync(barrier, Threads);
 }
 
-// The rows before `begin` and from `end` on, if there are any. The bounds are the same in all threads.
+// The rows before `begin` and from `end` on, if there are any. The bounds are the same in all threads. By zero_rows the
+// kernels that call it would get another order of instructions.
 template <int Rows, int Boxes, int Threads = 128>
 __device__ void zero_rows_outside(unsigned char *tile, int begin, int end, int barrier) {
     if (begin <= 0 && end >= Rows) return;
-    zero_rows<Rows, Boxes, Threads>(tile, [&](int row) { return row < begin || row >= end; }, barrier);
+    for (int at = opaque(threadIdx.x) % Threads * 16; at < Rows * 128; at += Threads * 16)
+        if (at / 128 < begin || at / 128 >= end)
+            for (int box = 0; box < Boxes; ++box) *(uint4 *)(tile + box * Rows * 128 + at) = uint4{};
+    fence_async();
+    named_barrier_sync(barrier, Threads);
 }
 
 // Step 8: a producer loads Qi, 64 rows for each consumer.

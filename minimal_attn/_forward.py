@@ -159,7 +159,7 @@ def forward(
             key_ranges[b, i], clamped to 0..Nk. So packed documents, chunks, prefixes and images within text
             are ranges. Any ranges are right. Those that only grow with i are fast: a tile of queries
             computes all keys from the first to the last one that it sees. "hopper" takes portable's kernels
-            for them.
+            for float32, and for gradients with d above 128. There is no kernel for few queries yet.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse

@@ -46,8 +46,9 @@ def _vmap_rule(operator):
                 arguments["block_table"], dims["block_table"] = table, 0
         for name in by_batch:
             if arguments.get(name) is not None and name not in pages:
-                t = in_front(name)  # some may have one row for all batches
-                t = t if name in "kv" or t.shape[1] == B else t.expand(-1, B, *t.shape[2:])
+                t = in_front(name)
+                if name == "key_ranges" and t.dim() == 4 and t.shape[1] == 1:  # one row for all batches
+                    t = t.expand(-1, B, -1, -1)
                 arguments[name] = t.flatten(0, 1)
         if arguments.get("sinks") is not None:
             sinks = in_front("sinks")
@@ -106,6 +107,9 @@ def _sharding_rule(operator):
         by_head = dict.fromkeys(_BY_HEAD, Shard(1))
         if given.get("block_table") is not None:  # any batch may read any page
             by_batch |= {"k": whole, "v": whole}
+        ranges = given.get("key_ranges")
+        if ranges is not None and ranges.shape[0] != k.shape[0]:  # one row for all batches
+            by_batch["key_ranges"] = whole
         if sinks is not None:
             by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
             by_head["sinks"] = Shard(sinks.ndim - 1)

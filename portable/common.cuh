@@ -116,7 +116,7 @@ __device__ Block<T, Mask> block_at(const Attention &a, int64_t b, int64_t h, int
     return block;
 }
 
-template <class T, class Mask = Band>
+template <class T, class Mask>
 __device__ Block<T, Mask> block_of(const Attention &a, int64_t index, int Br) {
     const int Tr = (a.Nq + Br - 1) / Br;
     const int64_t head = index / Tr;

@@ -306,7 +306,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
         !is_aligned(a.v, a.v_stride, element, a.d) || rows > most_rows || a.Nk < 128)
         return false;
-    if (a.key_ranges || (a.block_table && a.page_size % 16 != 0)) return false;
+    if (has_ranges(a) || (a.block_table && a.page_size % 16 != 0)) return false;
     const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);

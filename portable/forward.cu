@@ -1,7 +1,7 @@
 // forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has four kernels:
 //
 //     dtype       GPUs                                       kernel
-//     all         all                                        decode.cu, for few queries and many keys; other calls:
+//     all         all                                        decode.cu, for few queries, many keys and a band; else:
 //     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32.cu, tensor cores
 //     float32     7.5, 8.6, 8.9, 12.x                        float32.cu, FMA units
 //     float16     any                                        half.cu, tensor cores

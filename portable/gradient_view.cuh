@@ -75,14 +75,15 @@ struct View<pass, Ranges> {
     static constexpr bool owns_queries = pass == Pass::dQ;
     Ranges ranges;
     int Nq;
-    Interval rows, columns;
+    Interval rows, columns;  // all queries, and the keys of the batch
 
     __device__ View(const Attention &a, int64_t b) : ranges(ranges_of(a, b)), Nq(a.Nq) {
         const Interval queries = {0, Nq};
         rows = owns_queries ? queries : ranges.keys, columns = owns_queries ? ranges.keys : queries;
     }
     __device__ Interval of_any(int row0, int row1) const {
-        return owns_queries ? keys_of_any(ranges, row0, row1) : queries_of_any(ranges, Nq, common({row0, row1}, rows));
+        return owns_queries ? keys_of_any(ranges, row0, row1)
+                            : queries_of_any(ranges, Nq, intersection({row0, row1}, rows));
     }
 
     struct Rows {
@@ -111,9 +112,9 @@ struct View<pass, Ranges> {
     };
     __device__ Row in_tile(int row, int column0) const { return {ranges, row, column0}; }
 
-    // Mostly no query of the tile is blind, and its ranges need not be waited for.
+    // Whether a row of Qi or dOi is read, or is 0. Mostly no query of the tile is blind, and no load waits for `rows`.
     __device__ auto is_read(int column0) const {
-        const bool all_are = owns_queries || !has_blind_query(ranges, column0);
+        const bool all_are = !tile_has_blind_query(ranges, column0);
         return [=, *this](int row) { return all_are || !empty(keys_of_row(ranges, column0 + row)); };
     }
 };

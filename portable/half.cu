@@ -32,7 +32,8 @@
 //     accumulators.cuh  ThreadRows: Oi, li, mi of a thread; change_scores: the mask; update_rows, scale_Oi; scaled_max
 //     mma.cuh           mma; load_matrices, lane_address, swizzle: operands in shared memory; load_swizzled: a tile
 //     common.cuh        Block, block_of; wait_for_tiles; end_row, store_o; is_needed; plan_kernel, launch_kernel
-//     flash.h           keys_of_row, keys_of_any, keys_of_all; end_of_row: how a row ends; store_l_m_lse
+//     flash.h           end_of_row: how a row ends; store_l_m_lse
+//     ranges.h          keys_of_row, keys_of_any, keys_of_all (of a band: flash.h); Narrow: the mask in registers
 //     device.h          scale_of: c; exp2_fast, pack, row_sum, opaque, broadcast_lane0, pad_lse
 #include "portable/accumulators.cuh"
 #include "portable/common.cuh"
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 struct HalfKernels {
     static constexpr int TilesOfSum = 0;
     static constexpr bool LastForFewQueries = true;
-    template <class T, class Tile, class Mask = Band>
+    template <class T, class Tile, class Mask>
     static auto kernel() {
         return half_kernel<T, Tile, Mask>;
     }
@@ -314,7 +315,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
 const char *is_code_since_ampere(bool &yes) {
     cudaFuncAttributes attributes;
     const auto kernel = with_tile(0, HalfKernels::D64(),
-                                  [](auto tile) { return HalfKernels::kernel<__nv_bfloat16, decltype(tile)>(); });
+                                  [](auto tile) { return HalfKernels::kernel<__nv_bfloat16, decltype(tile), Band>(); });
     const char *error = why_not(cudaFuncGetAttributes(&attributes, kernel));
     if (!error) yes = attributes.ptxVersion >= 80;
     return error;

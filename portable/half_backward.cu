@@ -90,9 +90,9 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
 }
 
 // 7., 10. Two tiles of `Rows` rows, Qi and dOi or Kj and Vj. Rows outside `rows` are zeros: memory may hold anything.
-template <int Rows, class Tile, class T, class IsRead>
+template <int Rows, class Tile, class T, class IsRead = EachRow>
 __device__ void load_tiles(T *to, const Tensor &x, const Tensor &y, int64_t b, int64_t h, int row0, Interval rows,
-                           int d, bool aligned, const IsRead &is_read) {
+                           int d, bool aligned, const IsRead &is_read = IsRead()) {
     const int first = rows.begin - row0, end = rows.end - row0;
     load_swizzled<Rows, Tile::D, Tile::Threads>(to, x.row<const T>(b, h, row0), x.stride.row, end, d, aligned, first,
                                                 is_read);
@@ -144,11 +144,11 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
                 copy16((unsigned)__cvta_generic_to_shared(to + 2 * Walk * D) + 16 * threadIdx.x,
                        (threadIdx.x < Walk / 4 ? rows.log2_l : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);
         } else {
-            load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, a.d, aligned, EachRow());
+            load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, a.d, aligned);
         }
     };
     load_tiles<Own, Tile>(own, walks_queries ? K : Q, walks_queries ? V : dO, owned.b, owned.h, owned.row0, view.rows,
-                          a.d, aligned, EachRow());
+                          a.d, aligned);
     if (Tile::Stages == 2 && !empty(seen)) load_walked(0, first, 0);
     float row_log2_l[R], row_D[R];
     if constexpr (!walks_queries) {

@@ -1,6 +1,6 @@
 // ordered_dq.cuh: the blocks of a backward kernel that own tiles of keys, and the order in which they add to dQ.
 //
-// A block walks the tiles of queries that see some of its keys, and adds its part to dQ of each. Blocks add in the
+// A block walks the tiles of queries that see some of its keys (with ranges: meet them), and adds its part to dQ of each. Blocks add in the
 // order of their keys: the same bits on every run. A warp waits until the same warp of the block before has added its
 // part. A block takes the next tile when it starts, so the blocks that it waits for have started.
 // All walk from the last query to the first: the blocks before come to each tile earlier or at once.
@@ -12,7 +12,7 @@ namespace {
 
 // What a block computes (hopper has its own): dK, dV of keys j0 <= j < j1 of head h_kv. Tiles of keys count from the
 // first key of the batch, so that none begins with padding, and tiles of queries from the first one that sees a key.
-// With ranges, `queries` begins with a tile of the tables, and `tiles` may have some that meet no key of this tile.
+// With ranges `tiles` are from the first to the last one that meets this tile, and some between may not.
 template <class Mask>
 struct KeyBlock {
     int64_t b, h_kv;
@@ -37,6 +37,17 @@ __device__ KeyBlock<Mask> key_block_of(const Attention &a, int64_t index, int Br
     if (!empty(by_tile))
         tile.tiles = {(by_tile.begin - tile.queries.begin) / Br, (by_tile.end - tile.queries.begin + Br - 1) / Br};
     return tile;
+}
+
+// The first step from this one on whose tile of Br queries, tile_of(step), meets the block's keys: of a band all do.
+template <int Br, class Mask, class TileOf>
+__device__ int step_from(const KeyBlock<Mask> &block, int step, int steps, const TileOf &tile_of) {
+    while (std::is_same_v<Mask, Ranges> && step < steps) {
+        const int i0 = block.queries.begin + tile_of(step) * Br;
+        if (meet(keys_of_any(block.mask, i0, min(i0 + Br, block.queries.end)), {block.j0, block.j1})) break;
+        ++step;
+    }
+    return step;
 }
 
 // Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.

@@ -296,32 +296,16 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     const int n = block.tiles.end - block.tiles.begin, group = (int)(a.Hq / a.Hkv), steps = n * group;
     const auto head_of = [&](int step) { return block.h_kv * group + step / n; };
     const auto tile_of = [&](int step) { return block.tiles.end - 1 - step % n; };
-    // The next step whose queries meet the block's keys: of a band all do.
-    const auto step_from = [&](int step) {
-        while (is_ranges && step < steps) {
-            const int i0 = block.queries.begin + tile_of(step) * Br;
-            if (meet(keys_of_any(block.mask, i0, min(i0 + Br, block.queries.end)), {block.j0, block.j1})) break;
-            ++step;
-        }
-        return step;
-    };
-    // Of a band the next one is step + 1, and the loop's code is as short as that.
-    int next_step = 0, done = -1;
+    // Of a band the next step is step + 1, and the loop's code is as short as that.
+    int next_step = 0, index = -1;
     const auto next_of = [&](int step) { return is_ranges ? next_step : step + 1; };
-    const auto nth = [&](int step) { return is_ranges ? done : step; };
-    // Rows of queries that see nothing may hold NaN. Mostly there are none, and no load waits for ranges.
-    const auto all_are_read = [&](int i0) {
-        if constexpr (is_ranges) {
-            return !has_blind_query(block.mask, i0);
-        } else {
-            return true;
-        }
-    };
+    const auto nth = [&](int step) { return is_ranges ? index : step; };
     const auto load = [&](float *tile, const void *tensor, const Strides &stride, int step) {
         const int i0 = block.queries.begin + tile_of(step) * Br;
         const float *const rows =
             (const float *)tensor + block.b * stride.batch + head_of(step) * stride.head + i0 * stride.row;
-        const auto is_read = [&, all_are = all_are_read(i0)](int row) {
+        // Rows of blind queries may hold NaN. Mostly there are none, and no load waits for ranges.
+        const auto is_read = [&, all_are = !tile_has_blind_query(block.mask, i0)](int row) {
             return all_are || !empty(keys_of_row(block.mask, i0 + row));
         };
         load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned, 0, is_read);
@@ -344,7 +328,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             (const float *)tensor + block.b * stride.batch + block.h_kv * stride.head + block.j0 * stride.row;
         load_swizzled<Bc, D, Threads>(tile, rows, stride.row, block.j1 - block.j0, a.d, aligned);
     };
-    const int first = step_from(0);
+    const int first = step_from<Br>(block, 0, steps, tile_of);
     if (first < steps)
         load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(first), load_dO(first);
 
@@ -352,7 +336,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
     int *last_added = nullptr;
     for (int step = first; step < steps; step = next_of(step)) {
-        if (is_ranges) next_step = step_from(step + 1), ++done;
+        if (is_ranges) next_step = step_from<Br>(block, step + 1, steps, tile_of), ++index;
         const int i0 = block.queries.begin + tile_of(step) * Br, i1 = min(i0 + Br, block.queries.end);
         wait_for_tiles();
         if (last_added) pass_turn(last_added);  // here, since its additions have arrived: passing waits for them
@@ -449,7 +433,7 @@ template <class Tile, class... Smaller>
 Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Smaller...>, int index = 0) {
     const Attention &a = g.a;
     if constexpr (sizeof...(Smaller) > 0)
-        if (Tile::NeededBytes > device.shared_memory)
+        if (Tile::NeededBytes + (has_ranges(a) ? Tile::BlocksPerSM * Tile::RangeBytes : 0) > device.shared_memory)
             return plan_backward(g, device, TileList<Smaller...>(), index + 1);
     const int64_t blocks = a.B * a.Hkv * ((a.Nk + Tile::Bc - 1) / Tile::Bc);
     const int64_t turns = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
@@ -461,7 +445,7 @@ Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Small
             Tile::D,
             blocks,
             Tile::Threads,
-            Tile::SharedBytes + (a.key_ranges ? Tile::RangeBytes : 0),
+            Tile::SharedBytes + (has_ranges(a) ? Tile::RangeBytes : 0),
             workspace,
             device.multiprocessors};
 }

@@ -126,10 +126,11 @@ def test_sinks_and_dlse(backend, dtype):
 
 
 def test_long(backend):
-    """More keys than sums are held for, and more tiles of queries than a block walks."""
-    qkv, options = drawn(backend, documents, (1, 1, 1, 1500, 2600, 64), torch.float32)
-    backend.check(*qkv, causal=True, offset=0, **options)
-    check_gradients(backend, torch.randn_like(qkv[0]), *qkv, causal=True, offset=0, **options)
+    """More keys than a backend sums at once, and more steps of a block of keys (kTilesOfRegisterSum)."""
+    for make in documents, prefixes, far_apart:
+        qkv, options = drawn(backend, make, (1, 8, 1, 700, 4200, 64), torch.float32)
+        backend.check(*qkv, **options)
+        check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
 
 
 def test_large_scores(backend):
@@ -241,6 +242,7 @@ def test_empty_shapes(backend):
         ranges = torch.zeros(B, Nq, 2, dtype=torch.int32, device=backend.device)
         o = backend.forward(q, k, v, key_ranges=ranges)
         o.sum().backward()
+        assert "ranges" not in backend.explain(q, k, v, key_ranges=ranges).kernel or Nk == 0
         assert o.shape == q.shape and not o.any() and not q.grad.any() and not k.grad.any()
 
 
@@ -266,6 +268,17 @@ def test_errors(backend, ranges, error):
         with pytest.raises((ValueError, TypeError), match=error) as raised:
             call(q, k, v, key_ranges=ranges)
         assert "\n" not in str(raised.value)
+
+
+def test_vmap_checks_other_batches(backend):
+    """It repeats one row of key_ranges for all batches, and of nothing else."""
+    q, k, v = (x[None] for x in backend.qkv())
+    ranges = documents(backend, 1, 70, 90).to(backend.device)
+    mapped = torch.vmap(lambda q, k, v: backend.forward(q, k, v, key_ranges=ranges))(q, k, v)
+    assert torch.equal(mapped[0], backend.forward(q[0], k[0], v[0], key_ranges=ranges))
+    for wrong in {"seqlens_k": backend.ints(5)}, {"seqlens_k": backend.ints(5, 5, 5)}:
+        with pytest.raises(ValueError, match=r"seqlens_k must have shape \(B,\)"):
+            torch.vmap(lambda q, k, v, wrong=wrong: backend.forward(q, k, v, **wrong))(q, k, v)
 
 
 def test_backward_by_hand(backend):
