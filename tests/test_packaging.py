@@ -400,11 +400,16 @@ def test_no_kernel_spills():
 
     Up to 8 words are let pass: so many ptxas leaves in float_kernel's largest tile for d = 64 on some GPUs.
     More have the largest tiles of half_kernel and gradient_kernel on sm_75, whose GPUs are too small for
-    them. tf32_backward_kernel has LargeScores on the stack, for rows that are rarely there.
+    them. tf32_backward_kernel has LargeScores on the stack, for rows that are rarely there. With ranges three
+    kernels need more: two of them a few words, and the fused one at d 128, whose loop also reads tables.
     """
     larger = {
         ("", "tf32_backward_kernelINS0_12BackwardTileILi64E"): 256 + 64,
         ("", "tf32_backward_kernelINS0_12BackwardTile"): 128 + 64,
+        ("100", "tf32_backward_kernelINS0_12BackwardTileILi64E.*6Ranges"): 336,
+        ("120", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E.*6Ranges"): 40,
+        ("90a", "FusedTileILi128E.*6RangesELb0E"): 40,
+        ("90a", "FusedTileILi128E.*6RangesELb1E"): 96,
         ("75", "HalfTileILi128ELi128ELi64E"): 72,
         ("75", "HalfTileILi256ELi64ELi64E"): 72,
         ("75", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E"): 72,
@@ -428,7 +433,11 @@ def test_no_kernel_spills():
             function = match[1]
         elif match := re.match(r"\s*REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", line):
             found.add(architecture)
-            limits = [n for (sm, tile), n in larger.items() if sm in ("", architecture) and tile in function]
+            limits = [
+                n
+                for (sm, tile), n in larger.items()
+                if sm in ("", architecture) and re.search(tile, function)
+            ]
             limit = max(limits, default=32)
             if sum(map(int, match.groups())) > limit:
                 spilling.append(f"sm_{architecture} {function}: {line.strip()}")

@@ -156,7 +156,8 @@ def test_backward(backend, dtype, d, Nq, Nk):
         torch.use_deterministic_algorithms(is_deterministic)
         actual = minimal_attn.backward(q, q, k, v, o, lse, None, backend=backend.name, **options)
         for x, y in zip(actual[wanted], exact[wanted], strict=True):
-            assert relative_error(x.double().cpu(), y) < bound
+            # of d 1 and one key dv is the sum of two numbers of half types, which may be 0
+            assert relative_error(x.double().cpu(), y) < bound if y.any() else not x.any()
 
 
 @pytest.mark.parametrize("d", [37, 64, 128, 256])
