@@ -8,6 +8,9 @@
   bench.py --backward  the backward pass on a few workloads; --sweep --backward: on many
   bench.py --step      as --backward, the forward and the backward pass
   bench.py --decode    one query a head over long caches of keys, beside SDPA, and how fast K and V are read
+  bench.py --packed    causal documents in one batch, by key_ranges, beside PyTorch's varlen_attn and, if they
+                       are installed, FlashAttention-3 and -4, or beside SDPA for each document; also with
+                       --backward and --step. TFLOP/s count what is seen; errors are those of o or dq
   bench.py --overhead  host time of one call, on an input so small that little else counts
 
 The extension is built first if it is missing or older than its sources.
@@ -43,7 +46,7 @@ HERE = Path(__file__).resolve().parent
 
 # ------------------------------------------------------------------------------------------ options
 DTYPES = ["float32", "bfloat16", "float16"]
-USED_BY = {"dtype": ["sweep", "ladder", "decode", "overhead"]}  # the modes that an option needs
+USED_BY = {"dtype": ["sweep", "ladder", "decode", "packed", "overhead"]}  # the modes that an option needs
 USED_BY |= dict.fromkeys(["shape", "causal", "full"], ["sweep", "ladder"])
 USED_BY |= {"graph": ["sweep", "ladder", "decode"]}
 USED_BY |= dict.fromkeys(["d", "n", "quick", "json", "load", "plot"], ["sweep"])
@@ -58,7 +61,7 @@ class Parser(ArgumentParser):
 def parse() -> Namespace:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group()
-    for name in "sweep", "ladder", "decode", "overhead":
+    for name in "sweep", "ladder", "decode", "packed", "overhead":
         mode.add_argument(f"--{name}", action="store_const", dest="mode", const=name, help="see above")
     part = parser.add_mutually_exclusive_group()
     for name in "backward", "step":
@@ -86,7 +89,7 @@ def parse() -> Namespace:
     for name, modes in USED_BY.items():
         if getattr(args, name) and args.mode not in modes:
             parser.error(f"--{name} needs {' or '.join(f'--{mode}' for mode in modes)}")
-    if args.part != "forward" and (args.mode != "sweep" or args.graph):
+    if args.part != "forward" and (args.mode not in ("sweep", "packed") or args.graph):
         parser.error(f"--{args.part} takes none of --ladder, --decode, --overhead and --graph")
     for number in [args.threads, *(args.shape or [])]:
         if number is not None and number < 1:

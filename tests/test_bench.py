@@ -52,3 +52,16 @@ def test_backward(tmp_path):
         (peer, mask) for mask in ("full", "causal") for peer in ("manual", "SDPA", "minimal_attn (cpu)")
     ]
     assert all(r["error"] < 2e-6 and r["ms"] > 0 for r in records)
+
+
+def test_packed():
+    """A line for each kind of documents, and each is right."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench.py", *"--packed --backward --device cpu".split()],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MINIMAL_ATTN_BENCH": "built"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("| 4096, ", "| 2048, "))]
+    assert len(lines) == 2 and all(line.rstrip(" |").endswith("x") for line in lines), done.stdout
