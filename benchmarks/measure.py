@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from itertools import product
 
 import torch
@@ -40,6 +41,11 @@ def exact(q, k, v, do, causal):
     return (torch.cat(o),) if do is None else (torch.cat(dq), dk, dv)
 
 
+def worst(errors: list[float]) -> float:
+    """The largest one, or NaN if one of them is."""
+    return max(errors, key=lambda error: (math.isnan(error), error), default=0.0)
+
+
 def judge(q, k, v, do, causal):
     """Returns a function: the relative Frobenius error of its argument, (o,) or the gradients, against
     float64. It looks at three random heads. Of the gradients the worst one counts."""
@@ -53,30 +59,25 @@ def judge(q, k, v, do, causal):
 
     def error_of(results) -> float:
         found = [torch.stack([x[b, h] for b, h in heads]).double() for x in results]
-        errors = [((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True)]
-        return max(errors, key=lambda error: (math.isnan(error), error))
+        return worst([((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True)])
 
     return error_of
 
 
-def call_of(part: str, function, q, k, v, do, causal):
+def call_of(part: str, function, q, k, v, do):
     """What is timed: the forward pass, the backward pass of autograd, or both."""
     if part == "forward":
-        return lambda: (function(q, k, v, causal=causal),)
+        return lambda: (function(q, k, v),)
     if part == "step":
-        return lambda: torch.autograd.grad(function(q, k, v, causal=causal), (q, k, v), do)
-    o = function(q, k, v, causal=causal)
+        return lambda: torch.autograd.grad(function(q, k, v), (q, k, v), do)
+    o = function(q, k, v)
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
-def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
-    """A record for each peer. Round 0 warms up: it judges the first result and sets the peer's clock."""
-    q, k, v = random_qkv(cell, args.device)
-    causal, do = cell.mask == "causal", None
-    if args.part != "forward":
-        do = randn(q.shape, cell.dtype, args.device)
-    error_of = judge(q, k, v, do, causal)
-    q, k, v = (x.requires_grad_(do is not None) for x in (q, k, v))
+def take_turns(peers: dict, tensors, error_of, args, bar: str) -> tuple[dict, dict]:
+    """Of each peer a record with its error, or why it failed, and its times in seconds. A peer is a function
+    of q, k and v, and a context; `tensors` are q, k, v and do. Round 0 warms up: it judges the first result
+    and sets the peer's clock."""
     pool = torch.cuda.graph_pool_handle() if args.graph else None  # shared: no two graphs run at once
     names, found, watches, times, spent = list(peers), {}, {}, defaultdict(list), Counter()
     for i, j in product(range(1 + ROUNDS), range(len(peers))):
@@ -89,7 +90,7 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
         try:
             with context():
                 if i == 0:
-                    call = call_of(args.part, function, q, k, v, do, causal)
+                    call = call_of(args.part, function, *tensors)
                     found[name] = {"error": error_of(call())}
                     watches[name] = stopwatch(call, args.device, pool)
                 elif "failed" not in found[name]:
@@ -97,15 +98,28 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
         except Exception as problem:
             found[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
         spent[name] += time.perf_counter() - start
-    rate(cell, args.part, {name: r for name, r in found.items() if "failed" not in r}, times)
+    return found, times
+
+
+def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
+    """A record for each peer."""
+    q, k, v = random_qkv(cell, args.device)
+    causal, do = cell.mask == "causal", None
+    if args.part != "forward":
+        do = randn(q.shape, cell.dtype, args.device)
+    error_of = judge(q, k, v, do, causal)
+    inputs = [x.requires_grad_(do is not None) for x in (q, k, v)]
+    bound = {name: (partial(function, causal=causal), context) for name, (function, context) in peers.items()}
+    found, times = take_turns(bound, [*inputs, do], error_of, args, bar)
+    flop = FLOP[args.part] * cell.B * cell.H * cell.N**2 * cell.d
+    flop /= {"full": 1, "causal": 2, "decode": cell.N}[cell.mask]
+    rate(found, times, flop, 2 * k.numel() * k.element_size())
     return [cell._asdict() | {"peer": name} | found[name] for name in peers]
 
 
-def rate(cell: Cell, part: str, found: dict, times: dict) -> None:
-    """Adds ms, TFLOP/s, and for ours the ratio: 0 if it is wrong, None without a peer."""
-    flop = FLOP[part] * cell.B * cell.H * cell.N**2 * cell.d
-    flop /= {"full": 1, "causal": 2, "decode": cell.N}[cell.mask]
-    size = 2 * cell.B * (cell.Hkv or cell.H) * cell.N * cell.d * getattr(torch, cell.dtype).itemsize
+def rate(found: dict, times: dict, flop: float, size: int) -> None:
+    """Adds ms, TFLOP/s, GB/s of k and v, and for ours the ratio: 0 if it is wrong, None without a peer."""
+    found = {name: r for name, r in found.items() if "failed" not in r}
     for name, r in found.items():
         r["ms"] = statistics.median(times[name]) * 1e3
         r["tflops"], r["gbs"] = flop / r["ms"] / 1e9, size / r["ms"] / 1e6

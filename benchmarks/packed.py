@@ -2,11 +2,9 @@
 
 import math
 import random
-import statistics
-from collections import defaultdict
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -14,9 +12,9 @@ from torch.nn import functional as F
 
 import minimal_attn
 
-from .clock import progress, stopwatch
-from .measure import FLOP, ROUNDS, exact
-from .peers import is_ours, ours, serves
+from .clock import progress
+from .measure import FLOP, exact, rate, take_turns, worst
+from .peers import ours, serves
 from .sweep import TITLES, in_words, print_line
 from .workloads import randn
 
@@ -64,7 +62,7 @@ def varlen(function, q, k, v):
 
 
 def peers_for(args, dtype: str, bounds: list[tuple[int, int]]) -> dict:
-    """Functions of q, k and v (1, H, tokens, d), by name."""
+    """Functions of q, k and v (1, H, tokens, d), and their contexts, by name."""
     begin = torch.cat([torch.full((j - i,), i) for i, j in bounds])
     ranges = torch.stack([begin, torch.arange(len(begin)) + 1], -1)[None].to(args.device, torch.int32)
     cu = torch.tensor([0] + [j for _, j in bounds], dtype=torch.int32, device=args.device)
@@ -94,7 +92,7 @@ def peers_for(args, dtype: str, bounds: list[tuple[int, int]]) -> dict:
     for name in args.backend:
         if serves(name, args.device, dtype):
             peers[ours(name)] = partial(minimal_attn.forward, key_ranges=ranges, backend=name)
-    return peers
+    return {name: (function, nullcontext) for name, function in peers.items()}
 
 
 def judge(case: Packed, bounds, q, k, v, do):
@@ -109,13 +107,13 @@ def judge(case: Packed, bounds, q, k, v, do):
     def error_of(results) -> float:
         found = [results[0][0, h, i:j].double() for h, i, j in chosen]
         pairs = [(x, y[0]) for x, y in zip(found, truth, strict=True)]
-        return max((((x - y).norm() / y.norm()).item() for x, y in pairs if y.any()), default=0.0)
+        return worst([((x - y).norm() / y.norm()).item() for x, y in pairs if y.any()])
 
     return error_of
 
 
 def measure(case: Packed, args, dtype: str) -> list[dict]:
-    """A record for each peer, which take turns. Of the gradients the error is dq's."""
+    """A record for each peer. Of the gradients the error is dq's."""
     lengths = lengths_of(case)
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
     bounds = [(end - n, end) for n, end in zip(lengths, ends, strict=True)]
@@ -125,39 +123,11 @@ def measure(case: Packed, args, dtype: str) -> list[dict]:
     do = None if args.part == "forward" else randn(q.shape, dtype, args.device)
     error_of = judge(case, bounds, q, k, v, do)
     inputs = [x.requires_grad_(do is not None) for x in (q, k, v)]
-    peers, found, watches, times = peers_for(args, dtype, bounds), {}, {}, defaultdict(list)
-
-    def call_of(function):
-        if args.part == "forward":
-            return lambda: (function(*inputs),)
-        if args.part == "step":
-            return lambda: torch.autograd.grad(function(*inputs), inputs, do)
-        o = function(*inputs)
-        return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
-
-    for i, j in product(range(1 + ROUNDS), range(len(peers))):
-        name = list(peers)[(i + j) % len(peers)]
-        progress(f"{case.lengths}: {f'round {i} of {ROUNDS}' if i else 'warming up'}, {name}")
-        try:
-            if i == 0:
-                call = call_of(peers[name])
-                found[name] = {"error": error_of(call())}
-                watches[name] = stopwatch(call, args.device, None)
-            elif "failed" not in found[name]:
-                times[name].append(watches[name]())
-        except Exception as problem:
-            found[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
+    peers = peers_for(args, dtype, bounds)
+    found, times = take_turns(peers, [*inputs, do], error_of, args, case.lengths)
     flop = FLOP[args.part] * case.H * case.d * sum(n * n for n in lengths) / 2
-    theirs = [statistics.median(t) for name, t in times.items() if not is_ours(name) and t]
-    bound = 10 * min((r["error"] for r in found.values() if "failed" not in r), default=0)
-    for name, r in found.items():
-        if "failed" in r:
-            continue
-        seconds = statistics.median(times[name])
-        r |= {"ms": seconds * 1e3, "tflops": flop / seconds / 1e12, "mask": "causal"}
-        if is_ours(name):
-            r["ratio"] = 0 if not r["error"] <= bound else min(theirs) / seconds if theirs else None
-    return [{"peer": name, "documents": len(lengths)} | found[name] for name in peers]
+    rate(found, times, flop, 2 * k.numel() * k.element_size())
+    return [{"peer": name, "mask": "causal", "documents": len(lengths)} | found[name] for name in peers]
 
 
 def run_packed(args, about: dict) -> int:

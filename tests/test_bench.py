@@ -1,6 +1,7 @@
 """bench.py: what it calls exact is, and --backward runs on a tiny workload."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_backward(tmp_path):
         (peer, mask) for mask in ("full", "causal") for peer in ("manual", "SDPA", "minimal_attn (cpu)")
     ]
     assert all(r["error"] < 2e-6 and r["ms"] > 0 for r in records)
+
+
+def test_nan_is_wrong(monkeypatch):
+    """Wherever it stands among the errors of heads or documents."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.measure import rate, worst
+
+    assert worst([]) == 0 and worst([1e-7, 2e-7]) == 2e-7
+    for errors in ([math.nan, 1e-7], [1e-7, math.nan]):
+        found = {"SDPA": {"error": 1e-7}, "minimal_attn (cpu)": {"error": worst(errors)}}
+        assert math.isnan(worst(errors))
+        rate(found, {name: [1.0] for name in found}, 1.0, 1)
+        assert found["minimal_attn (cpu)"]["ratio"] == 0
 
 
 def test_packed():
