@@ -7,8 +7,8 @@
 #            raises. If q needs a gradient, too, the bias gets the right one. On a CPU it always does.
 # Output     bias alone: RuntimeError: LSE is not correctly aligned (strideH)
 #            with q: max error 0.00
-# Surprise   A learned bias beside a frozen model is a usual way to adapt it. The message is about memory alignment, and
-#            no padding of any tensor helps.
+# Surprise   A learned bias beside a frozen model is a usual way to adapt it. The message is about memory alignment,
+#            which has nothing to do with it.
 
 . "$(dirname "$0")/packages.sh"
 [ -e /dev/nvidiactl ] || { echo "not tried: needs a CUDA GPU"; exit 77; }

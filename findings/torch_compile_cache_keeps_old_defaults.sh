@@ -12,20 +12,20 @@
 
 . "$(dirname "$0")/packages.sh"
 packages torch==2.11.0
-cat >library.py <<'END'
+cat >package.py <<'END'
 import sys
 
 import torch
 
 default = sys.argv[1]
-library = torch.library.Library("finding", "DEF")
-library.define(f"scaled(Tensor x, float by={default}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-library.impl("scaled", lambda x, by=float(default): 2 * x * by, "CPU")
-library.impl("scaled", lambda x, by=1.0: torch.empty_like(x), "Meta")
+operators = torch.library.Library("example", "DEF")
+operators.define(f"scaled(Tensor x, float by={default}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+operators.impl("scaled", lambda x, by=float(default): 2 * x * by, "CPU")
+operators.impl("scaled", lambda x, by=1.0: torch.empty_like(x), "Meta")
 
 
 def function(x):
-    return torch.ops.finding.scaled(x)
+    return torch.ops.example.scaled(x)
 
 
 x = torch.ones(4)
@@ -33,6 +33,6 @@ eager, compiled = function(x)[0].item(), torch.compile(function)(x)[0].item()
 print(f"default {float(default):g}: eager {eager:g}, compiled {compiled:g}")
 END
 export TORCHINDUCTOR_CACHE_DIR="$PWD/cache"
-seen=$("$PYTHON" library.py 1.0)"; "$("$PYTHON" library.py 3.0)
+seen=$("$PYTHON" package.py 1.0)"; "$("$PYTHON" package.py 3.0)
 echo "$seen"
 [ "$seen" = "default 1: eager 2, compiled 2; default 3: eager 6, compiled 2" ]
