@@ -16,26 +16,28 @@ using at::Tensor;
 using c10::SymInt;
 using MaybeTensor = std::optional<Tensor>;
 
-// The arguments behind q, k and v, in the operators' order: of(type, name, its schema, its name in errors). From these
-// lines follow the fields, the operators' signatures, Python's types (main.cpp), what autograd saves and whose memory is
-// checked. Macros, since no function can make fields and types of a list.
-#define MINIMAL_ATTN_OPTIONS(of)                                                                   \
-    of(bool, causal, "bool causal=False", "causal")                                                \
-        of(c10::SymIntArrayRef, window_size, "SymInt[2] window_size=-1", "window_size")            \
-            of(std::optional<double>, softmax_scale, "float? softmax_scale=None", "softmax_scale") \
-                of(const MaybeTensor &, seqlens_k, "Tensor? seqlens_k=None", "seqlens_k")          \
-                    of(const MaybeTensor &, leftpad_k, "Tensor? leftpad_k=None", "leftpad_k")      \
-                        of(std::optional<SymInt>, offset, "SymInt? offset=None", "offset")         \
-                            of(const MaybeTensor &, offsets, "Tensor? offsets=None", "offset")     \
-                                of(std::string_view, backend, "str backend=\"auto\"", "backend")   \
-                                    of(const MaybeTensor &, key_ranges, "Tensor? key_ranges=None", "key_ranges")
+// The arguments behind q, k and v, in the operators' order: of(type, name, its schema, its name in errors). The list
+// gives the fields of Arguments, the operators' signatures, the types of Python's arguments (main.cpp), the tensors
+// that autograd saves, and those whose memory is checked. Only a macro can make fields and types of a list.
+// clang-format off
+#define MINIMAL_ATTN_OPTIONS(of)                                                           \
+    of(bool, causal, "bool causal=False", "causal")                                        \
+    of(c10::SymIntArrayRef, window_size, "SymInt[2] window_size=-1", "window_size")        \
+    of(std::optional<double>, softmax_scale, "float? softmax_scale=None", "softmax_scale") \
+    of(const MaybeTensor &, seqlens_k, "Tensor? seqlens_k=None", "seqlens_k")              \
+    of(const MaybeTensor &, leftpad_k, "Tensor? leftpad_k=None", "leftpad_k")              \
+    of(std::optional<SymInt>, offset, "SymInt? offset=None", "offset")                     \
+    of(const MaybeTensor &, offsets, "Tensor? offsets=None", "offset")                     \
+    of(std::string_view, backend, "str backend=\"auto\"", "backend")                       \
+    of(const MaybeTensor &, key_ranges, "Tensor? key_ranges=None", "key_ranges")
 // Of forward alone. o, l and m are the earlier state: all three or none.
-#define MINIMAL_ATTN_OF_FORWARD(of)                                           \
-    of(const MaybeTensor &, o, "Tensor? o=None", "state's o")                 \
-        of(const MaybeTensor &, l, "Tensor? l=None", "state's l")             \
-            of(const MaybeTensor &, m, "Tensor? m=None", "state's m")         \
-                of(const MaybeTensor &, sinks, "Tensor? sinks=None", "sinks") \
-                    of(const MaybeTensor &, block_table, "Tensor? block_table=None", "block_table")
+#define MINIMAL_ATTN_OF_FORWARD(of)                               \
+    of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \
+    of(const MaybeTensor &, l, "Tensor? l=None", "state's l")     \
+    of(const MaybeTensor &, m, "Tensor? m=None", "state's m")     \
+    of(const MaybeTensor &, sinks, "Tensor? sinks=None", "sinks") \
+    of(const MaybeTensor &, block_table, "Tensor? block_table=None", "block_table")
+// clang-format on
 
 // Of each type, the value of an argument that isn't given.
 template <class T>

@@ -72,7 +72,8 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// Of a unit's queries, those whose dQ has been stored lie between; with ranges all do, or none.
+// The queries whose dQ the kernel has stored, as an interval that may reach beyond the unit's 64 queries.
+// With ranges the kernel stores dQ of all 64 of them, or of none.
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
     const Mask mask = mask_of_batch<Mask>(p, unit.b);

@@ -67,8 +67,8 @@ struct KeySlice : KeyTile<Tile, Mask> {
         else
             return (min(i + Tile::Br + band.last, band.keys.end) - 1 - j0) / Tile::Bc;
     }
-    // use(h, i, is_first) for each step; of ranges that don't grow, for those whose queries meet the keys. One loop: two
-    // would take more registers.
+    // Calls use(h, i, is_first) for each step. If the ranges don't grow, it skips tiles of queries that don't meet the
+    // keys. One loop serves both cases, since two would take more registers.
     template <class Use>
     __device__ void for_each_step(const Use &use) const {
         int h = this->h, i = this->i;

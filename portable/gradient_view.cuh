@@ -69,7 +69,8 @@ struct View<pass, Band> {
     __device__ EachRow is_read(int) const { return {}; }
 };
 
-// With ranges what a query sees is in tables, and what sees a key is asked of the queries.
+// With ranges, a table has the keys that each query sees. No table has the queries that see a key: this view looks
+// for them among all queries.
 template <Pass pass>
 struct View<pass, Ranges> {
     static constexpr bool owns_queries = pass == Pass::dQ;

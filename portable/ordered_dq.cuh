@@ -1,9 +1,9 @@
 // ordered_dq.cuh: the blocks of a backward kernel that own tiles of keys, and the order in which they add to dQ.
 //
-// A block walks the tiles of queries that see some of its keys (with ranges: meet them), and adds its part to dQ of each. Blocks add in the
-// order of their keys: the same bits on every run. A warp waits until the same warp of the block before has added its
-// part. A block takes the next tile when it starts, so the blocks that it waits for have started.
-// All walk from the last query to the first: the blocks before come to each tile earlier or at once.
+// A block walks the tiles of queries that see some of its keys (with ranges: meet them), and adds its part to dQ of
+// each. Blocks add in the order of their keys: the same bits on every run. A warp waits until the same warp of the
+// block before has added its part. A block takes the next tile when it starts, so the blocks that it waits for have
+// started. All walk from the last query to the first: the blocks before come to each tile earlier or at once.
 #pragma once
 #include "portable/common.cuh"
 
@@ -39,7 +39,8 @@ __device__ KeyBlock<Mask> key_block_of(const Attention &a, int64_t index, int Br
     return tile;
 }
 
-// The first step from this one on whose tile of Br queries, tile_of(step), meets the block's keys: of a band all do.
+// The next step, `step` or a later one, whose tile of Br queries meets the block's keys; `steps` if none does.
+// tile_of(step) is the index of that tile. Under a band each tile meets the keys.
 template <int Br, class Mask, class TileOf>
 __device__ int step_from(const KeyBlock<Mask> &block, int step, int steps, const TileOf &tile_of) {
     while (std::is_same_v<Mask, Ranges> && step < steps) {
