@@ -98,6 +98,12 @@ struct Attention {
     const int *key_ranges;
     int64_t key_ranges_stride;
     RangeTables ranges;
+
+    // With cu_seqlens_q and cu_seqlens_k (else null) B is 1. Document n has the queries cu_seqlens_q[n] <= i <
+    // cu_seqlens_q[n + 1] and the keys likewise, clamped. The band holds within it, as in a batch of its own. Queries of no
+    // document see nothing. The tables of `ranges` have this mask, too.
+    const int *cu_seqlens_q, *cu_seqlens_k;
+    int documents;
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
@@ -130,7 +136,7 @@ MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, flo
 // Whether causal or a window bounds what a query sees.
 inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
 // Whether the mask is in tables (ranges.h).
-MINIMAL_ATTN_HOST_DEVICE inline bool has_ranges(const Attention &a) { return a.key_ranges; }
+MINIMAL_ATTN_HOST_DEVICE inline bool has_ranges(const Attention &a) { return a.key_ranges || a.cu_seqlens_q; }
 // Whether anything but the number of keys does.
 inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k || has_ranges(a); }
 // Whether one band, the same for all batches, is the whole mask.

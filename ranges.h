@@ -47,9 +47,15 @@ struct Ranges {
     const Interval *seeing;
 };
 
+// From the first to the last key of the documents.
+MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_documents(const Attention &a) {
+    const int begin = clamp(a.cu_seqlens_k[0], 0, a.Nk);
+    return {begin, clamp(a.cu_seqlens_k[a.documents], begin, a.Nk)};
+}
+
 MINIMAL_ATTN_HOST_DEVICE inline Ranges ranges_of(const Attention &a, int64_t b) {
     const RangeTables &t = a.ranges;
-    return {band_of(a, b).keys,
+    return {a.cu_seqlens_k ? keys_of_documents(a) : band_of(a, b).keys,
             t.rows + b * range_rows(a),
             t.tiles + b * range_tiles(a),
             t.meeting + b * range_key_tiles(a),
@@ -134,7 +140,9 @@ struct AnyMask : Band {
 };
 
 MINIMAL_ATTN_HOST_DEVICE inline AnyMask any_mask_of(const Attention &a, int64_t b) {
-    return {band_of(a, b), has_ranges(a) ? ranges_of(a, b) : Ranges{}};
+    if (!has_ranges(a)) return {band_of(a, b), {}};
+    const Ranges ranges = ranges_of(a, b);
+    return {{ranges.keys}, ranges};
 }
 
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_row(const AnyMask &mask, int i) {
@@ -147,11 +155,28 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const AnyMask &mask, int i0, in
     return mask.ranges.rows ? keys_of_all(mask.ranges, i0, i1) : keys_of_all((const Band &)mask, i0, i1);
 }
 
+// The band of query i's document, in which i and j count from the first of all. cu_seqlens of any values are safe.
+MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i) {
+    int n = 0;  // the first document that ends behind i
+    for (int end = a.documents; n < end;) {
+        const int middle = n + (end - n) / 2;
+        if (a.cu_seqlens_q[middle + 1] <= i)
+            n = middle + 1;
+        else
+            end = middle;
+    }
+    if (n == a.documents || a.cu_seqlens_q[n] > i) return {};
+    const int begin_k = clamp(a.cu_seqlens_k[n], 0, a.Nk), end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, a.Nk);
+    const int64_t position = end_k - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key
+    return {{begin_k, end_k}, position + a.first, position + a.last};
+}
+
 // What query i sees. This and add_row are for make_ranges_* alone.
-MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band &band, int64_t b, int i) {
+MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band &batch, int64_t b, int i) {
     if (i >= a.Nq) return {0, 0};
+    const Keys seen = keys_of_row(a.cu_seqlens_q ? band_of_document(a, i) : batch, i);
+    if (!a.key_ranges) return seen;
     const int *const range = a.key_ranges + b * a.key_ranges_stride + 2 * i;
-    const Keys seen = keys_of_row(band, i);
     const int begin = clamp(range[0], seen.begin, seen.end);
     return {begin, clamp(range[1], begin, seen.end)};
 }

@@ -29,7 +29,9 @@ using MaybeTensor = std::optional<Tensor>;
     of(std::optional<SymInt>, offset, "SymInt? offset=None", "offset")                     \
     of(const MaybeTensor &, offsets, "Tensor? offsets=None", "offset")                     \
     of(std::string_view, backend, "str backend=\"auto\"", "backend")                       \
-    of(const MaybeTensor &, key_ranges, "Tensor? key_ranges=None", "key_ranges")
+    of(const MaybeTensor &, key_ranges, "Tensor? key_ranges=None", "key_ranges")           \
+    of(const MaybeTensor &, cu_seqlens_q, "Tensor? cu_seqlens_q=None", "cu_seqlens_q")     \
+    of(const MaybeTensor &, cu_seqlens_k, "Tensor? cu_seqlens_k=None", "cu_seqlens_k")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                               \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \

@@ -217,12 +217,13 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
-constexpr size_t kIntOptions = 4, kKeyRanges = 3;  // how many there are below, and which one has three dimensions
+constexpr size_t kIntOptions = 6, kKeyRanges = 3;  // how many there are below, and which one has three dimensions
 // set(tensor, where Attention has it) for each option that is a tensor of ints.
 template <class Set>
 void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {
     set(a.seqlens_k, attention.seqlens_k), set(a.leftpad_k, attention.leftpad_k), set(a.offsets, attention.offset);
     set(a.key_ranges, attention.key_ranges);
+    set(a.cu_seqlens_q, attention.cu_seqlens_q), set(a.cu_seqlens_k, attention.cu_seqlens_k);
 }
 
 // Sets these options, as int32. The tensors that it returns have the memory.
@@ -234,11 +235,11 @@ std::array<Tensor, kIntOptions> set_int32s(const Arguments &a, Attention &attent
         to = ints_of(*next++);
     });
     const Tensor &ranges = tensors[kKeyRanges];
-    if (has_ranges(attention)) attention.key_ranges_stride = ranges.size(0) > 1 ? ranges.stride(0) : 0;
+    if (attention.key_ranges) attention.key_ranges_stride = ranges.size(0) > 1 ? ranges.stride(0) : 0;
     return tensors;
 }
 
-// Fills the tables of ranges.h where the call has key_ranges. What it returns has their memory.
+// Fills the tables of ranges.h where the call has ranges. What it returns has their memory.
 c10::DataPtr make_tables(Attention &attention, bool backward, const Tensor &q) {
     if (!has_ranges(attention)) return {};
     const int64_t bytes = place_ranges(attention, backward, nullptr);
@@ -272,6 +273,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     }
     attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
     set_mask(attention, a);
+    if (a.cu_seqlens_q) attention.documents = (int)(a.cu_seqlens_q->size(0) - 1);
     // Of any integer dtype: plans ask only whether they are there. set_int32s() sets them anew.
     for_each_int_option(a, attention, [](const MaybeTensor &t, const int *&to) {
         to = t ? (const int *)t->const_data_ptr() : nullptr;
@@ -379,7 +381,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
         if (!t->defined()) *t = empty_like_q(*like, dtype);
     if (!backend) return results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
-    for_each_tensor(a, check_memory);
+    check_inputs(a);
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
     if (dlse) check_memory(*dlse, "dlse");
 

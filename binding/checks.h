@@ -124,6 +124,25 @@ inline void check_key_ranges(const Arguments &a) {
                       ranges);
 }
 
+// One dimension of cu_seqlens_q's size, and what excludes it.
+inline void check_cu_seqlens(const Arguments &a) {
+    if (!a.cu_seqlens_q && !a.cu_seqlens_k) return;
+    for (const auto &[t, name] : {std::pair{&a.cu_seqlens_q, "cu_seqlens_q"}, {&a.cu_seqlens_k, "cu_seqlens_k"}}) {
+        TORCH_CHECK_VALUE(*t, name, " must be given with the other cu_seqlens, but was None");
+        check_ints(a.q, **t, name);
+        const auto shape = (*t)->sym_sizes(), of_q = a.cu_seqlens_q->sym_sizes();
+        TORCH_CHECK_VALUE(shape.size() == 1 && may_hold(shape[0].sym_ge(1)) && holds(shape[0].sym_eq(of_q[0])), name,
+                          " must have shape (documents + 1,), both the same, but has shape ", shape);
+    }
+    TORCH_CHECK_VALUE(holds(a.q.sym_size(0).sym_eq(1)),
+                      "q must have all documents in one batch with cu_seqlens_q, (1, Hq, total, d), but has shape ",
+                      a.q.sym_sizes());
+    for (const auto &[given, name] : {std::pair{a.seqlens_k.has_value(), "seqlens_k"},
+                                      {a.leftpad_k.has_value(), "leftpad_k"},
+                                      {a.offset || a.offsets, "offset"}})
+        TORCH_CHECK_VALUE(!given, name, " must be None with cu_seqlens_q, but was given");
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;
@@ -136,6 +155,7 @@ inline void check_options(const Arguments &a) {
     check_per_batch(a.q, a.leftpad_k, "leftpad_k");
     check_per_batch(a.q, a.offsets, "offset");
     check_key_ranges(a);
+    check_cu_seqlens(a);
 }
 
 inline void check_sinks(const Arguments &a) {
@@ -245,8 +265,26 @@ inline void check_overlap(const Arguments &a, const Tensor &out) {
     });
 }
 
-inline void check_data(const Arguments &a, const Tensor *out) {
+// The values, where looking at them costs no synchronisation. On a GPU they are clamped.
+inline void check_values(const MaybeTensor &cu_seqlens, const SymInt &total, const char *name) {
+    if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
+    const Tensor ints = cu_seqlens->to(at::kLong).contiguous();
+    const int64_t *const begin = ints.const_data_ptr<int64_t>(), *const last = begin + ints.numel() - 1;
+    TORCH_CHECK_VALUE(*begin >= 0 && std::is_sorted(begin, last + 1) && *last <= total, name,
+                      " must never decrease, begin at 0 or later and end at ", total, " or before, but was ",
+                      at::IntArrayRef(begin, std::min<int64_t>(ints.numel(), 8)), ints.numel() > 8 ? " ..." : "");
+}
+
+// All that needs the tensors' data.
+inline void check_inputs(const Arguments &a) {
     for_each_tensor(a, check_memory);
+    check_values(a.cu_seqlens_q, a.q.sym_size(2), "cu_seqlens_q");
+    check_values(a.cu_seqlens_k, a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2),
+                 "cu_seqlens_k");
+}
+
+inline void check_data(const Arguments &a, const Tensor *out) {
+    check_inputs(a);
     if (out) check_memory(*out, "out"), check_overlap(a, *out);
 }
 

@@ -34,6 +34,8 @@ class _Options(TypedDict, total=False):
     out: Tensor | None
     block_table: Tensor | None
     key_ranges: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -111,6 +113,8 @@ def forward(
     out: Tensor | None = None,
     block_table: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -156,10 +160,16 @@ def forward(
             "decode..." (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
         key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
-            key_ranges[b, i], clamped to 0..Nk. So packed documents, chunks, prefixes and images within text
-            are ranges. Any ranges are right. Those that only grow with i are fast: a tile of queries
+            key_ranges[b, i], clamped to 0..Nk. So chunks, prefixes and images within text are ranges. Any
+            ranges are right. Those that only grow with i are fast: a tile of queries
             computes all keys from the first to the last one that it sees. "hopper" takes portable's kernels
             for float32, and for gradients with d above 128. There is no kernel for few queries yet.
+        cu_seqlens_q, cu_seqlens_k: (documents + 1,) each, of an integer dtype on q's device: packed documents,
+            one behind the other in one batch, q (1, Hq, total_q, d) and k, v (1, Hkv, total_k, d). Document n
+            has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1], and the keys likewise. causal and
+            window_size hold within it: its last query sees its last key. Tokens of no document see nothing,
+            and may hold anything. Not together with seqlens_k, leftpad_k or offset. On a GPU values are not
+            checked but clamped, on a CPU they must grow and fit. Kernels are those of key_ranges.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -191,7 +201,7 @@ def forward(
     # _ARGUMENTS, in their order
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
-        *(o, l, m, sinks, block_table),
+        *(cu_seqlens_q, cu_seqlens_k, o, l, m, sinks, block_table),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))

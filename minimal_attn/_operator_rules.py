@@ -27,6 +27,8 @@ def _vmap_rule(operator):
         dims = dict(zip(names, in_dims, strict=False))
         shapes = {name: _shape_of_element(arguments[name], dims[name], name) for name in "qkv"}
         B = shapes["q"][0]
+        if arguments.get("cu_seqlens_q") is not None:
+            return _one_by_one(operator, info.batch_size, arguments, dims)
 
         def in_front(name):  # (mapped, ...), expanded where it isn't mapped
             t, dim = arguments[name], dims[name]
@@ -61,6 +63,22 @@ def _vmap_rule(operator):
         return tuple(t.unflatten(0, split) for t in results), (0,) * len(results)
 
     return rule
+
+
+def _one_by_one(operator, n, arguments, dims):
+    """A call for each element: packed documents are one batch."""
+
+    mapped = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor) and dims[name] is not None}
+
+    def element(i):
+        if n == 0:  # any one of the right shape
+            return arguments | {name: t.new_zeros(t.movedim(dims[name], 0).shape[1:]) for name, t in mapped.items()}
+        return arguments | {name: t.select(dims[name], i) for name, t in mapped.items()}
+
+    results = [operator(**element(i)) for i in range(max(n, 1))]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results)[:n], 0
+    return tuple(torch.stack(x)[:n] for x in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 def _shape_of_element(t, dim, name):
@@ -130,7 +148,9 @@ def _sharding_rule(operator):
             inputs = [of.get(name, whole) if is_tensor[name] else None for name in given]
             return results, inputs
 
-        choices = [placements({}, [whole] * returns), placements(by_batch, [Shard(0)] * returns)]
+        choices = [placements({}, [whole] * returns)]
+        if given.get("cu_seqlens_q") is None:  # else there is one batch
+            choices.append(placements(by_batch, [Shard(0)] * returns))
         return choices + [placements(by_head, of_heads)] * bool(by_head)
 
     return rule

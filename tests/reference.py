@@ -1,5 +1,6 @@
 """Attention as the contract's words define it: float64, plain, slow, and sharing nothing with flash.h."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,18 @@ def visible_keys(
     leftpad_k=None,
     offset=None,
     key_ranges=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
 ):
     """Which keys each query sees, (B, 1, Nq, Nk); rows are told in Python's ints, which can't overflow."""
+    if cu_seqlens_q is not None:
+        seen = torch.zeros(B, 1, Nq, Nk, dtype=torch.bool)
+        bounds = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
+        for (q0, k0), (q1, k1) in pairwise(bounds):
+            ranges = None if key_ranges is None else key_ranges[:, q0:q1] - k0
+            options = dict(causal=causal, window_size=window_size, key_ranges=ranges)
+            seen[:, :, q0:q1, k0:k1] = visible_keys(B, q1 - q0, k1 - k0, **options)
+        return seen
     left, right = window_size
     if causal:
         right = 0
@@ -54,6 +65,13 @@ def attention(q, k, v, *, softmax_scale=None, sinks=None, dtype=torch.float64, *
     # No query may see a key outside leftpad_k..seqlens_k, whatever is there: NaN times 0 isn't 0.
     limits = {name: band[name] for name in ("seqlens_k", "leftpad_k") if name in band}
     inside = visible_keys(B, 1, Nk, **limits).to(q.device).mT
+    if "cu_seqlens_q" in band:  # nor one of no document; a query of none may be anything, too
+        in_document = [
+            (torch.arange(N) >= cu[0]) & (torch.arange(N) < cu[-1])
+            for cu, N in ((band["cu_seqlens_q"].cpu(), Nq), (band["cu_seqlens_k"].cpu(), Nk))
+        ]
+        q = q.masked_fill(~in_document[0][:, None].to(q.device), 0)
+        inside = in_document[1][:, None].to(q.device)
     k, v = (t.to(dtype).masked_fill(~inside, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for t in (k, v))
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     s = (scale * (q.to(dtype) @ k.mT)).masked_fill(~seen, -torch.inf)

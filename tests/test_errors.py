@@ -353,7 +353,7 @@ def test_misspelt_keyword(backend):
         "attn_mask": "seqlens_k",
         "dropout_p": "no dropout",
         "enable_gqa": "fewer heads",
-        "cu_seqlens_q": "key_ranges",
+        "cu_seqlens": "cu_seqlens_q",
         "cache_seqlens": "seqlens_k",
         "sm_scale": "softmax_scale",
         "alibi_slopes": "no ALiBi",

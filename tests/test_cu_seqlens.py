@@ -1,0 +1,269 @@
+"""cu_seqlens_q and cu_seqlens_k: packed documents in one batch. Values and gradients against float64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import Backend
+from test_backward import check, forms, grads
+
+import minimal_attn
+
+LENGTHS = 0, 0, 1, 2, 15, 16, 17, 33, 64, 65, 130
+
+
+def lengths_of_self(b):
+    n = b.random.choices(LENGTHS, k=b.random.randint(1, 7))
+    return n, n
+
+
+def lengths_of_cross(b):
+    """Documents without queries, without keys, with fewer keys than queries."""
+    k = b.random.randint(1, 7)
+    return b.random.choices(LENGTHS, k=k), b.random.choices(LENGTHS, k=k)
+
+
+def one(b):
+    return [150], [170]
+
+
+def none(b):
+    return [], []
+
+
+def many(b):
+    n = [b.random.choice([1, 2, 3]) for _ in range(150)]
+    return n, n
+
+
+def same_bits(actual, expected):
+    return all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def drawn(b, make, dtype, Hq=4, Hkv=2, d=64, front=0, behind=0, **options):
+    """q, k, v (1, H, total, d) and cu_seqlens; `front` and `behind` are tokens of no document."""
+    cu = []
+    for n in make(b):
+        t = torch.tensor([front, *n]).cumsum(0)
+        cu.append(t.to(b.device, b.random.choice([torch.int32, torch.int64])))
+    Nq, Nk = (int(x[-1]) + behind for x in cu)
+    return b.qkv(1, Hq, Hkv, Nq, Nk, d, dtype=dtype), dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1]) | options
+
+
+DOCUMENTS = lengths_of_self, lengths_of_cross, one, none, many
+OPTIONS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(20, 3)),
+    "causal window": dict(window_size=(7, 0), softmax_scale=-0.3),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("make", DOCUMENTS)
+def test_values_and_gradients(backend, dtype, make, options):
+    shape = backend.random.choice([dict(), dict(Hq=3, Hkv=1, d=33), dict(Hq=2, Hkv=2, d=128), dict(d=200)])
+    qkv, options = drawn(backend, make, dtype, front=3, behind=4, **shape, **OPTIONS[options])
+    found = backend.explain(*qkv, **options)
+    assert found.kernel.endswith(", ranges") and found.workspace > 0
+    backend.check(*qkv, **options)
+    for _ in forms(backend, dtype):
+        check(backend, torch.randn_like(qkv[0]), *qkv, slack=3, **options)
+
+
+def test_as_single_calls(backend, dtype):
+    """Each document has what it has alone, sinks and the log-sum-exp too."""
+    (q, k, v), options = drawn(backend, lengths_of_cross, dtype, causal=True)
+    sinks = backend.randn(4)
+    o, lse = backend.forward(q, k, v, sinks=sinks, return_lse=True, **options)
+    bounds = zip(options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist(), strict=True)
+    for (q0, k0), (q1, k1) in pairwise(bounds):
+        parts = q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+        alone = backend.forward(*parts, sinks=sinks, return_lse=True, causal=True)
+        bound = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(o[:, :, q0:q1], alone[0], rtol=bound, atol=bound)
+        torch.testing.assert_close(lse[:, :, q0:q1], alone[1], rtol=1e-5, atol=1e-4)
+
+
+def test_with_key_ranges(backend, dtype):
+    """Ranges count from the first token of all, and a query sees what both leave."""
+    (q, k, v), options = drawn(backend, lengths_of_cross, dtype, behind=5, causal=True)
+    begin = backend.integers(0, max(k.shape[2], 1), 1, q.shape[2], 1, dtype=torch.int32)
+    options["key_ranges"] = torch.cat([begin, begin + 40], -1)
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, slack=3, **options)
+
+
+def test_sinks_and_dlse(backend, dtype):
+    qkv, options = drawn(backend, lengths_of_self, dtype, behind=70, causal=True)
+    backend.check(*qkv, sinks=backend.randn(4), **options)
+    dlse = backend.randn(*qkv[0].shape[:3])
+    check(backend, torch.randn_like(qkv[0]), *qkv, slack=3, dlse=dlse, **options)
+
+
+def test_tokens_of_no_document_may_be_nan(backend, dtype):
+    """o and gradients are 0 there, and those of the documents have the same bits."""
+    for make in lengths_of_cross, many, none:
+        (q, k, v), options = drawn(backend, make, dtype, front=2, behind=150, causal=True)
+        do, dirty = torch.randn_like(q), [x.clone() for x in (q, k, v)]
+        dirty_do = do.clone()
+        for x, cu in zip((dirty_do, *dirty), ("q", "q", "k", "k"), strict=True):
+            first, *_, last = options[f"cu_seqlens_{cu}"].tolist() * 2
+            x[:, :, :first] = x[:, :, last:] = torch.nan
+        o = backend.forward(*dirty, **options)
+        assert not o[:, :, : int(options["cu_seqlens_q"][0])].any()
+        assert not o[:, :, int(options["cu_seqlens_q"][-1]) :].any()
+        torch.testing.assert_close(o, backend.forward(q, k, v, **options), rtol=1e-5, atol=1e-6)
+        for x, y in zip(
+            grads(backend, dirty_do, *dirty, **options), grads(backend, do, q, k, v, **options), strict=True
+        ):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_same_bits_on_every_run(backend, dtype):
+    """Documents without queries, and keys that a window hides, don't hold up the order of dq."""
+    for make in lengths_of_self, lengths_of_cross, many:
+        qkv, options = drawn(backend, make, dtype, front=100, behind=300, window_size=(9, 0))
+        do = torch.randn_like(qkv[0])
+        first, *others = (grads(backend, do, *qkv, **options) for _ in range(3))
+        assert all(same_bits(first, other) for other in others)
+
+
+def test_state_and_pages(backend):
+    (q, k, v), options = drawn(backend, one, torch.float32)
+    state = minimal_attn.forward(q, k, v, return_state=True)
+    alone = backend.forward(q, k, v, return_state=True, **options)
+    joined = backend.forward(q, k, v, state=state, **options)
+    for x, y in zip(joined, minimal_attn.merge(state, alone), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    pages = [x.unflatten(2, (10, 17)).transpose(1, 2)[0].contiguous() for x in (k, v)]
+    table = torch.arange(10, device=backend.device)[None]
+    paged = backend.forward(q, *pages, block_table=table, **options)
+    torch.testing.assert_close(paged, alone[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (lambda a: a.pop("cu_seqlens_q"), "cu_seqlens_q must be given with the other cu_seqlens, but was None"),
+        (lambda a: a.pop("cu_seqlens_k"), "cu_seqlens_k must be given with the other cu_seqlens, but was None"),
+        (lambda a: a.update(cu_seqlens_k=a["cu_seqlens_k"][:-1]), r"cu_seqlens_k must have shape \(documents"),
+        (lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][:0]), r"cu_seqlens_q must have shape \(documents"),
+        (lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][None]), r"cu_seqlens_q must have shape \(documents"),
+        (lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"].float()), "cu_seqlens_q must be int32 or another int"),
+        (lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"].to("meta")), "cu_seqlens_q must be on q's device"),
+        (lambda a: a.update(cu_seqlens_q=[0, 1]), "cu_seqlens_q must be a dense tensor or None"),
+        (lambda a: a.update(seqlens_k=a["cu_seqlens_k"][1:2]), "seqlens_k must be None with cu_seqlens_q"),
+        (lambda a: a.update(leftpad_k=a["cu_seqlens_k"][1:2]), "leftpad_k must be None with cu_seqlens_q"),
+        (lambda a: a.update(offset=0), "offset must be None with cu_seqlens_q"),
+        (lambda a: a.update(offset=a["cu_seqlens_k"][1:2]), "offset must be None with cu_seqlens_q"),
+    ],
+)
+def test_errors(backend, change, error):
+    qkv, options = drawn(backend, one, torch.float32)
+    change(options)
+    for call in backend.forward, backend.explain:
+        with pytest.raises((ValueError, TypeError), match=error) as raised:
+            call(*qkv, **options)
+        assert "\n" not in str(raised.value)
+
+
+def test_more_than_one_batch(backend):
+    _, options = drawn(backend, one, torch.float32)
+    with pytest.raises(ValueError, match="q must have all documents in one batch with cu_seqlens_q"):
+        backend.forward(*backend.qkv(B=2), **options)
+
+
+@pytest.mark.parametrize("wrong", [[-1, 5], [0, 5, 3], [0, 171], [2, 1, 9], [0, 2**40]])
+def test_wrong_values_on_a_cpu(wrong):
+    b = Backend("cpu", 0)
+    (q, k, v), _ = drawn(b, one, torch.float32)
+    right = torch.tensor([0] * len(wrong))
+    for name, other in ("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q"):
+        options = {name: torch.tensor(wrong), other: right}
+        for call in b.forward, b.explain:
+            with pytest.raises(ValueError, match=f"{name} must never decrease, begin at 0 or later and end at 1"):
+                call(q, k, v, **options)
+        with pytest.raises(ValueError, match=f"{name} must never decrease"):
+            minimal_attn.backward(q, q, k, v, q, q[..., 0].contiguous(), None, **options)
+
+
+def test_any_values_on_a_gpu(cuda_backend):
+    """Nothing is read or written out of bounds, and no call hangs. Tokens of no document are 0."""
+    b = cuda_backend
+    for dtype in torch.float16, torch.float32:
+        q, k, v = b.qkv(1, 4, 2, 300, 280, 64, dtype=dtype)
+        for low, high in (0, 300), (-(2**31), 2**31 - 1), (-9, 400):
+            cu = [b.integers(low, high, 40, dtype=torch.int32) for _ in "qk"]
+            o = b.forward(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], causal=True)
+            assert o.isfinite().all()
+            for x in grads(b, torch.randn_like(q), q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1]):
+                assert x.isfinite().all()
+
+
+def test_replay_with_other_lengths(cuda_backend):
+    """A graph reads cu_seqlens anew, in both passes. Nothing synchronises."""
+    b = cuda_backend
+    for dtype in torch.bfloat16, torch.float32:
+        qkv, options = drawn(b, lambda b: [[60, 0, 40, 90]] * 2, dtype, behind=20, causal=True)
+        do = torch.randn_like(qkv[0])
+        options = {x: y.int() if "cu" in x else y for x, y in options.items()}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            grads(b, do, *qkv, **options)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.set_sync_debug_mode("error")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = b.forward(*qkv, **options), *grads(b, do, *qkv, **options)
+        torch.cuda.set_sync_debug_mode("default")
+        for cu in [0, 10, 20, 150, 210], [5, 5, 6, 7, 8], [0, 0, 0, 0, 0]:
+            for name in "cu_seqlens_q", "cu_seqlens_k":
+                options[name].copy_(torch.tensor(cu))
+            graph.replay()
+            assert same_bits(captured, (b.forward(*qkv, **options), *grads(b, do, *qkv, **options)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(backend, dynamic):
+    (q, k, v), options = drawn(backend, lambda b: [[60, 0, 40, 9]] * 2, torch.float32, causal=True)
+
+    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+    def step(q, k, v, cu_seqlens_q, cu_seqlens_k, causal):
+        o = backend.forward(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=causal)
+        return o
+
+    def results(step):
+        o = step(q, k, v, **options)
+        return o, *torch.autograd.grad(o.sum(), (q, k, v))
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert same_bits(results(compiled), results(step))
+
+
+def test_opcheck(backend):
+    (q, k, v), options = drawn(backend, lengths_of_self, torch.float32, causal=True)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(torch.ops.minimal_attn.forward.default, inputs, options, test_utils=tests)
+
+
+def test_vmap(backend):
+    """Of q, k and v, and of cu_seqlens, too."""
+    (q, k, v), options = drawn(backend, lambda b: [[30, 0, 40, 9]] * 2, torch.float32, causal=True)
+    q = torch.stack([q, 2 * q, -q])
+    mapped = torch.vmap(lambda q: backend.forward(q, k, v, **options))(q)
+    assert same_bits(mapped, [backend.forward(x, k, v, **options) for x in q])
+    cu = torch.stack([options.pop("cu_seqlens_q").int(), torch.zeros(5, dtype=torch.int32, device=q.device)])
+    options.pop("cu_seqlens_k")
+
+    def call(x, cu):
+        return backend.forward(x, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True, **options)
+
+    mapped = torch.vmap(call)(q[:2], cu)
+    for i in range(2):
+        assert same_bits([x[i] for x in mapped], call(q[i], cu[i]))
+    assert torch.vmap(call)(q[:0], cu[:0])[0].shape == (0, *q.shape[1:])
