@@ -361,6 +361,12 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
     if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
     plan_and_launch(attention, backend->plan, backend->launch, q);
+#ifdef WITH_CUDA
+    if (q.is_cuda() && has_ranges(attention)) {
+        const bool checks_each_row = backend->name == "paper";  // its rows skip tiles of keys one by one
+        check_launch(isolate_rows_cuda(attention, checks_each_row, at::cuda::getCurrentCUDAStream()), q);
+    }
+#endif
     if (is_converted) results.o.copy_(o);
     return results;
 }

@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/BFloat16.h>

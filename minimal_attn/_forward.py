@@ -164,7 +164,7 @@ def forward(
             ranges are right. Those that only grow with i are fast: a tile of queries
             computes all keys from the first to the last one that it sees. "hopper" takes portable's kernels
             for float32, and for gradients with d above 128. There is no kernel for few queries yet.
-        cu_seqlens_q, cu_seqlens_k: (documents + 1,) each, of an integer dtype on q's device: packed documents,
+        cu_seqlens_q, cu_seqlens_k: (documents + 1,), of an integer dtype on q's device: packed documents,
             one behind the other in one batch, q (1, Hq, total_q, d) and k, v (1, Hkv, total_k, d). Document n
             has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1], and the keys likewise. causal and
             window_size hold within it: its last query sees its last key. Tokens of no document see nothing,

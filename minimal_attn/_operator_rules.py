@@ -68,12 +68,11 @@ def _vmap_rule(operator):
 def _one_by_one(operator, n, arguments, dims):
     """A call for each element: packed documents are one batch."""
 
-    mapped = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor) and dims[name] is not None}
+    tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
+    mapped = {name: t.movedim(dims[name], 0) for name, t in tensors.items() if dims[name] is not None}
 
     def element(i):
-        if n == 0:  # any one of the right shape
-            return arguments | {name: t.new_zeros(t.movedim(dims[name], 0).shape[1:]) for name, t in mapped.items()}
-        return arguments | {name: t.select(dims[name], i) for name, t in mapped.items()}
+        return arguments | {name: t[i] if n else t.new_zeros(t.shape[1:]) for name, t in mapped.items()}
 
     results = [operator(**element(i)) for i in range(max(n, 1))]
     if isinstance(results[0], torch.Tensor):

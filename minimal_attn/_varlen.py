@@ -1,14 +1,10 @@
 """What minimal_attn.flash_attn calls: attention of (B, N, H, d) tensors, or of sequences that lie packed, one
-behind the other, and its gradients.
-
-The forward pass of packed sequences takes blocks of queries, which share all keys by a stride of 0. Then dk
-and dv would have a copy for each block. So the backward pass pads the sequences instead, a few at a time.
+behind the other.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import library
 
 from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
@@ -131,47 +127,15 @@ def attend_pages(
     return _WithoutGradients.apply(*results, *_distinct(*tensors)) if wants_grad(*tensors) else results
 
 
-def attend_sequences(
-    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, wants_lse, **options
-):
-    """attend_packed where the keys of sequence b are k, v[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]."""
-    q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
-    tensors = q, k, v, s_aux
-    is_recorded = wants_grad(*tensors)
-    with torch.set_grad_enabled(False):
+def attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, wants_lse, **options):
+    """Packed sequences: those of forward's cu_seqlens. Few queries over long caches go block by block."""
+    is_cache = known(k.shape[0] > 2 * q.shape[0]) and not wants_grad(q, k, v, s_aux)
+    if is_cache:
         keys = k[None], v[None], cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:]
-        results = attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse or is_recorded, **options)
-    if not is_recorded:
-        return results
-    *tensors, cu_seqlens_q, cu_seqlens_k = _distinct(*tensors, cu_seqlens_q, cu_seqlens_k)
-    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _Sequences.apply(*tensors, *results, *bounds, options)
-
-
-class _Sequences(torch.autograd.Function):
-    """attend_packed's results with gradients."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q, k, v, s_aux, out, lse, *bounds_and_options):
-        return out.view_as(out), lse.view_as(lse)
-
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        q, k, v, s_aux, _, _, cu_q, cu_k, *ctx.longest, ctx.options = inputs
-        ctx.save_for_backward(q, k, v, s_aux, *results, cu_q, cu_k)
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        q, k, v, s_aux, out, lse, *bounds = ctx.saved_tensors
-        # A graph can't have a loop over sizes, so there one operator has the loop.
-        compute = torch.ops.minimal_attn.packed_backward if torch.compiler.is_compiling() else gradients
-        dq, dk, dv = compute(
-            do, q, k, v, out, lse, dlse, *bounds, *ctx.longest, complete=s_aux is None, **ctx.options
-        )
-        dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
-        return dq, dk, dv, dsinks, *[None] * 7
+        return attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse, **options)
+    options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
+    return out[0], lse[0] if wants_lse else None
 
 
 class _Deterministic(torch.autograd.Function):
@@ -218,58 +182,6 @@ class _WithoutGradients(torch.autograd.Function):
         raise RuntimeError(
             "a block_table has no gradients: use torch.no_grad(), or detached q, k, v and s_aux"
         )
-
-
-def gradients(do, q, k, v, out, lse, dlse, cu_q, cu_k, max_q, max_k, **options):
-    """dq, dk and dv of packed sequences; lse and dlse are (Hq, total_q).
-
-    Pads as many sequences at a time as have at most twice the tokens of all, but at least one.
-    """
-    total_q, total_k, B = len(q), len(k), len(cu_q) - 1
-    # A last row takes what is in no sequence.
-    dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (q, k, v))
-    max_q, max_k = min(max_q, total_q), min(max_k, total_k)
-    if not max_q or not max_k:
-        return dq[:total_q], dk[:total_k], dv[:total_k]
-    n = max(1, min(B, 2 * total_q // max_q, 2 * total_k // max_k))
-    for first in range(0, B, n):
-        begin_q, begin_k = (x[first : first + n + 1].long() for x in (cu_q, cu_k))
-        # The last queries are aligned, as the mask does it. Padding has lse = inf, so that its P is 0.
-        token = begin_q[1:, None] + torch.arange(-max_q, 0, device=q.device)
-        rows = torch.where(token >= begin_q[:-1, None], token, total_q)
-        token = begin_k[:-1, None] + torch.arange(max_k, device=q.device)
-        keys = torch.where(token < begin_k[1:, None], token, total_k)
-        padded_q, padded_do, padded_o = (_pad(x, rows, 0) for x in (q, do, out))
-        padded_lse, padded_dlse = (_pad(x.T, rows, fill) for x, fill in ((lse, torch.inf), (dlse, 0)))
-        padded = padded_do, padded_q, _pad(k, keys, 0), _pad(v, keys, 0), padded_o, padded_lse, None
-        lengths = begin_k.diff()
-        parts = backward(*padded, dlse=padded_dlse, seqlens_k=lengths, **options)
-        for x, index, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-            x.index_copy_(0, index.flatten(), part.transpose(1, 2).flatten(0, 1))
-    return dq[:total_q], dk[:total_k], dv[:total_k]
-
-
-@library.custom_op(
-    "minimal_attn::packed_backward",
-    mutates_args=(),
-    schema="(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dlse, Tensor cu_q, "
-    "Tensor cu_k, SymInt max_q, SymInt max_k, *, float? softmax_scale, bool causal, SymInt[2] window_size, "
-    "bool deterministic, bool complete) -> (Tensor dq, Tensor dk, Tensor dv)",
-)
-def _gradients(*arguments, **options):
-    return gradients(*arguments, **options)
-
-
-@_gradients.register_fake
-def _(do, q, k, v, *arguments, **options):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _pad(x, index, fill):
-    """(sequences, heads, rows, ...) of x (tokens, heads, ...), with `fill` where the index is len(x)."""
-    rows = x.index_select(0, index.clamp(max=len(x) - 1).flatten()).unflatten(0, index.shape)
-    is_padding = (index == len(x)).view(*index.shape, *[1] * (x.dim() - 1))
-    return rows.masked_fill(is_padding, fill).transpose(1, 2)
 
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):

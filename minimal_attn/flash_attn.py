@@ -13,7 +13,7 @@ flash_attn/flash_attn_interface.py). What differs:
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
     flash_attn_func         nothing
-    ..._varlen_func         q and the result, once each; for gradients all tensors, padded (_varlen.py)
+    ..._varlen_func         nothing; with few queries over many keys q and the result, once each
     ..._with_kvcache        k and v into the cache
     block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
     and cache_batch_idx     pages (minimal_attn.explain says so)
@@ -116,15 +116,15 @@ def flash_attn_varlen_func(
 ):
     """flash_attn_func of B sequences of different lengths that lie packed, one behind the other.
 
-    The queries are copied into blocks of at most 192 that belong to one sequence, and the result is copied
-    back. The keys stay where they are, unless there is a block_table.
+    It is forward with cu_seqlens. With a block_table, or without gradients and with more than twice as many
+    keys as queries, queries are copied into blocks of at most 192 of one sequence, and the result back.
 
     Args:
         q: queries (total_q, Hq, d). Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         k, v: keys and values (total_k, Hkv, d), likewise by cu_seqlens_k. With a block_table: pages
             (pages, page size, Hkv, d).
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64 on q's device, B >= 1, never decreasing. Values
-            are not checked, which would cost a synchronisation.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64 on q's device, B >= 1, never decreasing. On a
+            GPU values are not checked, which would cost a synchronisation, but clamped.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's number of queries and of keys. Below
             2^28 with a block_table.
         block_table: (B, n) int32 or int64 on q's device: keys j * page size and up of sequence b lie in page
@@ -159,7 +159,7 @@ def flash_attn_varlen_func(
         arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        bounds = cu_seqlens_q, cu_seqlens_k, max_q, max_k
+        bounds = cu_seqlens_q, cu_seqlens_k, max_q
         out, lse = attend_sequences(q, k, v, s_aux, *bounds, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
