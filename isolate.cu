@@ -1,14 +1,14 @@
 // isolate.cu: an Inf or NaN of one document reaches no other. Forward kernels multiply whole tiles of V, and where documents
 // meet in a tile a hidden key's Pij is 0, but 0 times NaN is NaN. This kernel runs behind them. It looks at tiles of queries
-// that have a border alone, and there at one row of kSharedRows: these have met the same tiles of V, in all columns. Where
-// that row isn't finite, it computes all of them again, each of the keys that it sees. docs/ranges.md has more.
+// that have a border alone, and there at one row of those that have met the same tiles of V, in all columns. Where that row
+// isn't finite, it computes all of them again, each of the keys that it sees. docs/ranges.md has more.
 #include "device.h"
 #include "ranges.h"
 
 namespace minimal_attn {
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32, kSharedRows = kRangeTile / kWarps;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kMostColumns = 8;  // of a lane: d is at most 256
 
 // Row i of o, a warp's: use(c, a reference to column c), for columns of this lane.
@@ -58,50 +58,49 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
     });
 }
 
-// A block has a tile of 64 queries, and some of the heads; a warp kSharedRows of the rows.
+// A block has a tile of 64 queries, a warp some of the heads.
 template <class T, class O>
 __global__ void __launch_bounds__(kThreads)
-    isolate_rows(const __grid_constant__ Attention a, bool checks_each_row, int64_t first_block) {
-    const int64_t n = first_block + blockIdx.x, b = n / range_tiles(a);
-    if (n >= a.B * range_tiles(a)) return;
+    isolate_rows(const __grid_constant__ Attention a, int rows_alike, int blocks_of_tile, int64_t first_block) {
+    wait_for_kernel_before();
+    const int64_t block = first_block + blockIdx.x, n = block / blocks_of_tile, b = n / range_tiles(a);
     const Ranges ranges = ranges_of(a, b);
-    const int tile = (int)(n % range_tiles(a));
+    const int tile = (int)(n % range_tiles(a)), i0 = tile * kRangeTile;
     if (!ranges.tiles[tile].has_border) return;
-    const int i0 = tile * kRangeTile + threadIdx.x / 32 * kSharedRows, i1 = min(i0 + kSharedRows, a.Nq);
-    for (int64_t h = blockIdx.y; h < a.Hq; h += gridDim.y)
-        for (int i = i0; i < i1;) {
-            bool is_finite = true;
+    const int64_t first_head = block % blocks_of_tile * kWarps + threadIdx.x / 32;
+    for (int64_t h = first_head; h < a.Hq; h += blocks_of_tile * kWarps)
+        for (int i = i0; i < min(i0 + kRangeTile, a.Nq);) {
             const bool is_blind = empty(keys_of_row(ranges, i));
+            bool is_finite = true;
             if (!is_blind) for_columns<O>(a, b, h, i, [&](int, int, O &o) { is_finite &= isfinite((float)o); });
-            const int end = is_blind || checks_each_row ? i + 1 : i1;  // of the rows that this one speaks for
+            const int end = is_blind ? i + 1 : i / rows_alike * rows_alike + rows_alike;  // rows that this one speaks for
             if (!__all_sync(~0u, is_finite))
-                for (; i < end; ++i)
+                for (; i < min(end, a.Nq); ++i)
                     if (!empty(keys_of_row(ranges, i))) compute_alone<T, O>(a, ranges, b, h, i);
             i = end;
         }
 }
 
 template <class T, class O>
-cudaError_t launch(const Attention &a, bool checks_each_row, CUstream_st *stream) {
-    const unsigned heads = (unsigned)std::min<int64_t>(a.Hq, 8);
-    return launch_all(a.B * range_tiles(a), kMostBlocks, [&](int64_t first, int grid) {
-        isolate_rows<T, O><<<dim3(grid, heads), kThreads, 0, stream>>>(a, checks_each_row, first);
-        return cudaGetLastError();
+cudaError_t launch(const Attention &a, int rows_alike, CUstream_st *stream) {
+    const int blocks_of_tile = (int)std::min<int64_t>((a.Hq + kWarps - 1) / kWarps, 16);
+    return launch_all(a.B * range_tiles(a) * blocks_of_tile, kMostBlocks, [&](int64_t first, int grid) {
+        return launch_overlapping(isolate_rows<T, O>, grid, kThreads, 0, stream, a, rows_alike, blocks_of_tile, first);
     });
 }
 
 template <class T>
-cudaError_t launch(const Attention &a, bool checks_each_row, CUstream_st *stream) {
-    return a.o_dtype == Dtype::float32 ? launch<T, float>(a, checks_each_row, stream)
-                                       : launch<T, T>(a, checks_each_row, stream);
+cudaError_t launch(const Attention &a, int rows_alike, CUstream_st *stream) {
+    return a.o_dtype == Dtype::float32 ? launch<T, float>(a, rows_alike, stream)
+                                       : launch<T, T>(a, rows_alike, stream);
 }
 
 }  // namespace
 
-const char *isolate_rows_cuda(const Attention &a, bool checks_each_row, CUstream_st *stream) {
-    return why_not(a.dtype == Dtype::float32   ? launch<float, float>(a, checks_each_row, stream)
-                   : a.dtype == Dtype::float16 ? launch<__half>(a, checks_each_row, stream)
-                                               : launch<__nv_bfloat16>(a, checks_each_row, stream));
+const char *isolate_rows_cuda(const Attention &a, int rows_alike, CUstream_st *stream) {
+    return why_not(a.dtype == Dtype::float32   ? launch<float, float>(a, rows_alike, stream)
+                   : a.dtype == Dtype::float16 ? launch<__half>(a, rows_alike, stream)
+                                               : launch<__nv_bfloat16>(a, rows_alike, stream));
 }
 
 }  // namespace minimal_attn

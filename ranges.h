@@ -209,7 +209,8 @@ void make_ranges_cpu(const Attention &a);
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
 // Behind a forward kernel: where documents meet in a tile and o isn't finite, it computes rows again, each of its own keys
-// alone. For 0 times an Inf or NaN of another document is NaN. isolate.cu has more. cpu/rows.h does the same on a CPU.
-const char *isolate_rows_cuda(const Attention &a, bool checks_each_row, CUstream_st *stream);
+// alone. For 0 times an Inf or NaN of another document is NaN. `rows_alike`, a divisor of 64, says how many rows of o have
+// met the same tiles of V. isolate.cu has more; cpu/rows.h does the same on a CPU.
+const char *isolate_rows_cuda(const Attention &a, int rows_alike, CUstream_st *stream);
 
 }  // namespace minimal_attn

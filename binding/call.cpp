@@ -91,6 +91,7 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
+    int (*rows_alike)(const Attention &);  // of neighbours, with ranges: isolate_rows_cuda
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -100,14 +101,15 @@ const std::vector<Backend> &backends() {
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward},
+         plan_hopper_backward, launch_hopper_backward,
+         [](const Attention &a) { return hopper_has_kernel(a) ? 64 : 16; }},  // rows of a warpgroup; of a warp
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward},
+         plan_portable_backward, launch_portable_backward, [](const Attention &) { return 16; }},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward},
+         launch_paper_backward, [](const Attention &) { return 1; }},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward},
+         launch_cpu_backward, nullptr},
     };
     return list;
 }
@@ -362,10 +364,8 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
     plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-    if (q.is_cuda() && has_ranges(attention)) {
-        const bool checks_each_row = backend->name == "paper";  // its rows skip tiles of keys one by one
-        check_launch(isolate_rows_cuda(attention, checks_each_row, at::cuda::getCurrentCUDAStream()), q);
-    }
+    if (q.is_cuda() && has_ranges(attention))
+        check_launch(isolate_rows_cuda(attention, backend->rows_alike(attention), at::cuda::getCurrentCUDAStream()), q);
 #endif
     if (is_converted) results.o.copy_(o);
     return results;
