@@ -8,7 +8,7 @@
   bench.py --backward  the backward pass on a few workloads; --sweep --backward: on many
   bench.py --step      as --backward, the forward and the backward pass
   bench.py --decode    one query a head over long caches of keys, beside SDPA, and how fast K and V are read
-  bench.py --packed    causal documents in one batch, by key_ranges, beside PyTorch's varlen_attn and, if they
+  bench.py --packed    causal documents in one batch, by cu_seqlens, beside PyTorch's varlen_attn and, if they
                        are installed, FlashAttention-3 and -4, or beside SDPA for each document; also with
                        --backward and --step. TFLOP/s count what is seen; errors are those of o or dq
   bench.py --overhead  host time of one call, on an input so small that little else counts

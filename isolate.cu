@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kThreads)
             const bool is_blind = empty(keys_of_row(ranges, i));
             bool is_finite = true;
             if (!is_blind) for_columns<O>(a, b, h, i, [&](int, int, O &o) { is_finite &= isfinite((float)o); });
-            const int end = is_blind ? i + 1 : i / rows_alike * rows_alike + rows_alike;  // rows that this one speaks for
+            const int end =
+                is_blind ? i + 1 : i / rows_alike * rows_alike + rows_alike;  // rows that this one speaks for
             if (!__all_sync(~0u, is_finite))
                 for (; i < min(end, a.Nq); ++i)
                     if (!empty(keys_of_row(ranges, i))) compute_alone<T, O>(a, ranges, b, h, i);
@@ -91,8 +92,7 @@ cudaError_t launch(const Attention &a, int rows_alike, CUstream_st *stream) {
 
 template <class T>
 cudaError_t launch(const Attention &a, int rows_alike, CUstream_st *stream) {
-    return a.o_dtype == Dtype::float32 ? launch<T, float>(a, rows_alike, stream)
-                                       : launch<T, T>(a, rows_alike, stream);
+    return a.o_dtype == Dtype::float32 ? launch<T, float>(a, rows_alike, stream) : launch<T, T>(a, rows_alike, stream);
 }
 
 }  // namespace

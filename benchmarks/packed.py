@@ -1,4 +1,4 @@
-"""--packed: documents in one batch, causal: by ranges of keys, and by the cu_seqlens of peers."""
+"""--packed: documents in one batch, causal, by cu_seqlens."""
 
 import math
 import random
@@ -63,8 +63,6 @@ def varlen(function, q, k, v):
 
 def peers_for(args, dtype: str, bounds: list[tuple[int, int]]) -> dict:
     """Functions of q, k and v (1, H, tokens, d), and their contexts, by name."""
-    begin = torch.cat([torch.full((j - i,), i) for i, j in bounds])
-    ranges = torch.stack([begin, torch.arange(len(begin)) + 1], -1)[None].to(args.device, torch.int32)
     cu = torch.tensor([0] + [j for _, j in bounds], dtype=torch.int32, device=args.device)
     longest = max(j - i for i, j in bounds)
     peers = {}
@@ -91,7 +89,9 @@ def peers_for(args, dtype: str, bounds: list[tuple[int, int]]) -> dict:
             peers["FlashAttention-4"] = partial(varlen, call)
     for name in args.backend:
         if serves(name, args.device, dtype):
-            peers[ours(name)] = partial(minimal_attn.forward, key_ranges=ranges, backend=name)
+            peers[ours(name)] = partial(
+                minimal_attn.forward, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, backend=name
+            )
     return {name: (function, nullcontext) for name, function in peers.items()}
 
 

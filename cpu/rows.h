@@ -107,8 +107,7 @@ inline bool may_be_mixed(const Attention &a, const QueryTile &t, int lane, const
                                       float mi, float *o) {
     const int i = t.query(lane);
     const int64_t h = t.head(lane), bhi = (t.b * a.Hq + h) * a.Nq + i;
-    if (may_be_mixed(a, t, lane, o))
-        compute_alone(a, t, lane, keys_of_row(ranges_of(a, t.b), i), mi, o);
+    if (may_be_mixed(a, t, lane, o)) compute_alone(a, t, lane, keys_of_row(ranges_of(a, t.b), i), mi, o);
     const RowEnd end = end_of_row(sees_key, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
     for (int c = 0; c < a.d; ++c) o[c] = end.reads_Oi ? end.weight_Oi * o[c] : 0.f;
     if (a.o_in && end.reads_o_in) {

@@ -127,7 +127,7 @@ def test_tokens_of_no_document_may_be_nan(backend, dtype):
 
 
 def test_a_document_of_nan_stays_alone(backend, dtype):
-    """Forward, with an Inf or NaN in q, k or v, in whatever tile documents meet; and the state stays right."""
+    """Forward, with an Inf or NaN in q, k and v, in whatever tile documents meet; also with a state."""
     for make in lengths_of_cross, lengths_of_self, many:
         d = backend.random.choice([24, 64, 128, 256])
         (q, k, v), options = drawn(backend, make, dtype, d=d, causal=True)
