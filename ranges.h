@@ -167,7 +167,9 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
             end = middle;
     }
     if (n == a.documents || a.cu_seqlens_q[n] > i) return {};
-    const int begin_k = clamp(a.cu_seqlens_k[n], 0, a.Nk), end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, a.Nk);
+    const Keys all = keys_of_documents(a);  // no row sees others, whatever the values are
+    const int begin_k = clamp(a.cu_seqlens_k[n], all.begin, all.end),
+              end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, all.end);
     const int64_t position = end_k - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key
     return {{begin_k, end_k}, position + a.first, position + a.last};
 }
