@@ -40,7 +40,7 @@ using Keys = Interval;
 // The tables of ranges.h, which says what they hold, in memory of q's device.
 struct TileKeys {
     Keys any, all;
-    bool grows, has_border;
+    bool grows;
 };
 struct BatchFlags {
     bool grows, any_blind;

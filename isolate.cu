@@ -1,7 +1,7 @@
-// isolate.cu: an Inf or NaN of one document reaches no other. Forward kernels multiply whole tiles of V, and where documents
-// meet in a tile a hidden key's Pij is 0, but 0 times NaN is NaN. This kernel runs behind them. It looks at tiles of queries
-// that have a border alone, and there at one row of those that have met the same tiles of V, in all columns. Where that row
-// isn't finite, it computes all of them again, each of the keys that it sees. docs/ranges.md has more.
+// isolate.cu: an Inf or NaN of one document reaches no other. Forward kernels multiply whole tiles of V. A hidden key's Pij
+// is 0, but 0 times NaN is NaN. This kernel runs behind them. It looks at one row of those that have met the same tiles of
+// V: o isn't finite there if they have met a NaN, in all columns that it was in. Then it computes these rows again, each of
+// the keys that it sees, but for those that see an Inf or NaN themselves. docs/ranges.md has more.
 #include "device.h"
 #include "ranges.h"
 
@@ -11,13 +11,23 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kMostColumns = 8;  // of a lane: d is at most 256
 
-// Row i of o, a warp's: use(c, a reference to column c), for columns of this lane.
-template <class O, class Use>
-__device__ void for_columns(const Attention &a, int64_t b, int64_t h, int i, const Use &use) {
-    O *const o = (O *)a.o + b * a.o_stride.batch + h * a.o_stride.head + i * a.o_stride.row;
+template <class T>
+__device__ T *row_of(void *tensor, const Strides &stride, int64_t b, int64_t h, int i) {
+    return (T *)tensor + b * stride.batch + h * stride.head + i * stride.row;
+}
+template <class T>
+__device__ const T *row_of(const void *tensor, const Strides &stride, int64_t b, int64_t h, int i) {
+    return row_of<const T>(const_cast<void *>(tensor), stride, b, h, i);
+}
+
+// Of a row of d numbers, by a warp.
+template <class T>
+__device__ bool is_finite(const T *row, int d) {
+    bool all = true;
 #pragma unroll
     for (int x = 0; x < kMostColumns; ++x)
-        if (const int c = 32 * x + threadIdx.x % 32; c < a.d) use(x, c, o[c]);
+        if (const int c = 32 * x + threadIdx.x % 32; c < d) all &= isfinite((float)row[c]);
+    return __all_sync(~0u, all);
 }
 
 // Steps 8 to 13 for one row, by one warp. l and m stay: V has no part in them.
@@ -25,7 +35,7 @@ template <class T, class O>
 __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t b, int64_t h, int i) {
     const int64_t h_kv = h / (a.Hq / a.Hkv), bhi = (b * a.Hq + h) * a.Nq + i;
     const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
-    const T *const q = (const T *)a.q + b * a.q_stride.batch + h * a.q_stride.head + i * a.q_stride.row;
+    const T *const q = row_of<T>(a.q, a.q_stride, b, h, i);
     const Keys keys = keys_of_row(ranges, i);
     const int lane = threadIdx.x % 32;
     float Oi[kMostColumns] = {}, mi = -INFINITY, li = 0.f;
@@ -49,13 +59,33 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
         }
     }
     const RowEnd end = end_of_row(true, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
-    const Strides &stride = a.o_in_stride;
-    for_columns<O>(a, b, h, i, [&](int x, int c, O &o) {
-        float sum = end.weight_Oi * Oi[x];
-        if (a.o_in && end.reads_o_in)
-            sum += end.weight_o_in * a.o_in[b * stride.batch + h * stride.head + i * stride.row + c];
-        o = (O)sum;
-    });
+    const float *const o_in = a.o_in && end.reads_o_in ? row_of<float>(a.o_in, a.o_in_stride, b, h, i) : nullptr;
+    O *const o = row_of<O>(a.o, a.o_stride, b, h, i);
+#pragma unroll
+    for (int x = 0; x < kMostColumns; ++x)
+        if (const int c = 32 * x + lane; c < a.d)
+            o[c] = (O)(end.weight_Oi * Oi[x] + (o_in ? end.weight_o_in * o_in[c] : 0.f));
+}
+
+// Rows from i to end of one head, which have met the same tiles of V, where o isn't finite.
+template <class T, class O>
+__device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int64_t h, int i, int end) {
+    const int64_t h_kv = h / (a.Hq / a.Hkv);
+    const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
+    const auto is_good = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d); };
+    // Mostly a row that sees a bad key sees the first or the last one.
+    const Keys any = ranges.tiles[i / kRangeTile].any;
+    int first = any.begin, last = any.end - 1;
+    while (first < any.end && is_good(first)) ++first;
+    while (last > first && is_good(last)) --last;
+    for (; i < end; ++i) {
+        const Keys keys = keys_of_row(ranges, i);
+        const auto sees = [&](int j) { return keys.begin <= j && j < keys.end; };
+        if (empty(keys) || sees(first) || sees(last)) continue;
+        if (is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d) || !is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d))
+            continue;
+        compute_alone<T, O>(a, ranges, b, h, i);
+    }
 }
 
 // A block has a tile of 64 queries, a warp some of the heads.
@@ -65,20 +95,17 @@ __global__ void __launch_bounds__(kThreads)
     wait_for_kernel_before();
     const int64_t block = first_block + blockIdx.x, n = block / blocks_of_tile, b = n / range_tiles(a);
     const Ranges ranges = ranges_of(a, b);
-    const int tile = (int)(n % range_tiles(a)), i0 = tile * kRangeTile;
-    if (!ranges.tiles[tile].has_border) return;
+    const int i0 = (int)(n % range_tiles(a)) * kRangeTile, i1 = min(i0 + kRangeTile, a.Nq);
     const int64_t first_head = block % blocks_of_tile * kWarps + threadIdx.x / 32;
     for (int64_t h = first_head; h < a.Hq; h += blocks_of_tile * kWarps)
-        for (int i = i0; i < min(i0 + kRangeTile, a.Nq);) {
-            const bool is_blind = empty(keys_of_row(ranges, i));
-            bool is_finite = true;
-            if (!is_blind) for_columns<O>(a, b, h, i, [&](int, int, O &o) { is_finite &= isfinite((float)o); });
-            const int end =
-                is_blind ? i + 1 : i / rows_alike * rows_alike + rows_alike;  // rows that this one speaks for
-            if (!__all_sync(~0u, is_finite))
-                for (; i < min(end, a.Nq); ++i)
-                    if (!empty(keys_of_row(ranges, i))) compute_alone<T, O>(a, ranges, b, h, i);
-            i = end;
+        for (int i = i0; i < i1; ++i) {
+            if (empty(keys_of_row(ranges, i))) continue;
+            const int end = min(i / rows_alike * rows_alike + rows_alike, i1);  // of the rows that this one speaks for
+            if (!is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d)) {
+                if (!is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d)) continue;  // it speaks for itself alone
+                isolate<T, O>(a, ranges, b, h, i, end);
+            }
+            i = end - 1;
         }
 }
 

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
     if (n >= a.B * tiles) return;
     const int64_t b = n / tiles;
     const Band band = band_of(a, b);
-    TileKeys tile = {{0, 0}, kAllKeys, true, false};
+    TileKeys tile = {{0, 0}, kAllKeys, true};
 #pragma unroll
     for (int half = 0; half < kRangeTile; half += 32) {
         const int i = (int)(n % tiles) * kRangeTile + half + threadIdx.x % 32;
@@ -38,11 +38,10 @@ __global__ void __launch_bounds__(kThreads)
         a.ranges.rows[b * range_rows(a) + i] = row;
         if (i >= a.Nq) continue;
         const Keys before = i == 0 ? row : range_of_row(a, band, b, i - 1);
-        add_row(tile, i % kRangeTile == 0 ? row : before, row);
+        add_row(tile, row);
         tile.grows &= before.begin <= row.begin && before.end <= row.end;
     }
-    tile = {hull_of_warp(tile.any), intersection_of_warp(tile.all), __all_sync(~0u, tile.grows) != 0,
-            __any_sync(~0u, tile.has_border) != 0};
+    tile = {hull_of_warp(tile.any), intersection_of_warp(tile.all), __all_sync(~0u, tile.grows) != 0};
     if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = tile;
 }
 

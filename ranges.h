@@ -3,7 +3,6 @@
 //
 //     rows       of a query: the keys that it sees, after all parts of the mask. A blind query sees none
 //     tiles      of 64 queries: `any`, from the first to the last key that one of them sees; `all`, those that all see;
-//                `has_border`: two neighbours see no key in common, as those of two documents;
 //                on a GPU `grows`: no range begins or ends before that of the query before it
 //     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
@@ -184,10 +183,9 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band
     return {begin, clamp(range[1], begin, seen.end)};
 }
 
-// Makes row one of those of a tile, behind the row `before`.
-MINIMAL_ATTN_HOST_DEVICE inline void add_row(TileKeys &tile, Keys before, Keys row) {
+// Makes row one of those of a tile.
+MINIMAL_ATTN_HOST_DEVICE inline void add_row(TileKeys &tile, Keys row) {
     tile.any = hull(tile.any, row), tile.all = intersection(tile.all, empty(row) ? Keys{0, 0} : row);
-    tile.has_border |= !meet(before, row);
 }
 
 // The bytes of the tables. With `memory`, not null, it also sets where in it they are. `rows` and `seeing` come first:
@@ -210,8 +208,8 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
 void make_ranges_cpu(const Attention &a);
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
-// Behind a forward kernel: where documents meet in a tile and o isn't finite, it computes rows again, each of its own keys
-// alone. For 0 times an Inf or NaN of another document is NaN. `rows_alike`, a divisor of 64, says how many rows of o have
+// Behind a forward kernel: where o isn't finite, it computes rows again, each of its own keys alone. For 0 times a hidden
+// Inf or NaN, as one of another document, is NaN. `rows_alike`, a divisor of 64, says how many rows of o have
 // met the same tiles of V. isolate.cu has more; cpu/rows.h does the same on a CPU.
 const char *isolate_rows_cuda(const Attention &a, int rows_alike, CUstream_st *stream);
 

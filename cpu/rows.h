@@ -75,31 +75,31 @@ inline KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, in
     std::fill(buffers.rows + t.rows * D, buffers.rows + lanes * D, 0.f);
 }
 
-// Oi of one row again, of the keys that it sees and no others. mi is known.
-[[gnu::noinline]] inline void compute_alone(const Attention &a, const QueryTile &t, int lane, Keys keys, float mi,
-                                            float *Oi) {
+inline bool is_finite(const float *row, int d) {
+    return std::all_of(row, row + d, [](float x) { return std::isfinite(x); });
+}
+
+// Oi of one row again, of the keys that it sees alone, as ranges.h says of isolate_rows_cuda. If it sees an Inf or NaN itself,
+// Oi stays. mi is known.
+[[gnu::noinline]] inline void isolate_row(const Attention &a, const QueryTile &t, int lane, float mi, float *Oi) {
     const KeyRows<char> K(a, a.k, in_bytes(a.k_stride, a.dtype), t.b, t.h);
     const KeyRows<char> V(a, a.v, in_bytes(a.v_stride, a.dtype), t.b, t.h);
-    std::vector<float> q(a.d), row(a.d);
-    std::fill(Oi, Oi + a.d, 0.f);
+    const Keys keys = keys_of_row(ranges_of(a, t.b), t.query(lane));
+    std::vector<float> q(a.d), k(a.d), v(a.d), sum(a.d);
     with_type(a.dtype, [&](auto zero) {
         using T = decltype(zero);
         convert(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), q.data(), a.d);
-        for (int j = keys.begin; j < keys.end; ++j) {
-            convert((const T *)K[j], row.data(), a.d);
+        bool all_finite = is_finite(q.data(), a.d);
+        for (int j = keys.begin; j < keys.end && all_finite; ++j) {
+            convert((const T *)K[j], k.data(), a.d), convert((const T *)V[j], v.data(), a.d);
             float Sij = 0.f;
-            for (int c = 0; c < a.d; ++c) Sij += q[c] * row[c];
+            for (int c = 0; c < a.d; ++c) Sij += q[c] * k[c];
             const float Pij = std::exp(a.softmax_scale * Sij - (mi == -INFINITY ? 0.f : mi));
-            convert((const T *)V[j], row.data(), a.d);
-            for (int c = 0; c < a.d; ++c) Oi[c] += Pij * row[c];
+            for (int c = 0; c < a.d; ++c) sum[c] += Pij * v[c];
+            all_finite = is_finite(k.data(), a.d) && is_finite(v.data(), a.d);
         }
+        if (all_finite) std::copy(sum.begin(), sum.end(), Oi);
     });
-}
-
-// Whether an Inf or NaN of another document may be in row o: ranges.h, isolate_rows_cuda.
-inline bool may_be_mixed(const Attention &a, const QueryTile &t, int lane, const float *o) {
-    if (!has_ranges(a) || !ranges_of(a, t.b).tiles[t.query(lane) / kRangeTile].has_border) return false;
-    return !std::all_of(o, o + a.d, [](float x) { return std::isfinite(x); });
 }
 
 // Step 13 for one row o of Oi: divides it by li, joins the earlier state and writes O, l, m, lse.
@@ -107,7 +107,7 @@ inline bool may_be_mixed(const Attention &a, const QueryTile &t, int lane, const
                                       float mi, float *o) {
     const int i = t.query(lane);
     const int64_t h = t.head(lane), bhi = (t.b * a.Hq + h) * a.Nq + i;
-    if (may_be_mixed(a, t, lane, o)) compute_alone(a, t, lane, keys_of_row(ranges_of(a, t.b), i), mi, o);
+    if (has_ranges(a) && !is_finite(o, a.d)) isolate_row(a, t, lane, mi, o);
     const RowEnd end = end_of_row(sees_key, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
     for (int c = 0; c < a.d; ++c) o[c] = end.reads_Oi ? end.weight_Oi * o[c] : 0.f;
     if (a.o_in && end.reads_o_in) {
