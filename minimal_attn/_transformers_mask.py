@@ -1,24 +1,49 @@
-"""Which keys a query of a transformers model sees, as bounds of minimal_attn.forward: Mask and make_mask."""
+"""Which keys a query of a transformers model sees, as arguments of minimal_attn.forward: Mask and make_mask."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
-from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
-# A closure is known by its code, which all closures of one function share.
-_AND = and_masks(causal_mask_function).__code__
-_LEFT = masking_utils.sliding_window_overlay(1).__code__
-_BOTH = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-_SAME = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
-_REMAPPED = None  # 5.4 has no such function
-if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-    _REMAPPED = masking_utils.remap_positions_for_packed_sequence(None, None).__code__
+_FACTORIES = (
+    "and_masks or_masks sliding_window_overlay sliding_window_bidirectional_overlay chunked_overlay "
+    "blockwise_overlay packed_sequence_mask_function remap_positions_for_packed_sequence"
+).split()
+
+
+def remember_factories():
+    """Makes transformers' mask functions tell what made them: made_by = name, arguments.
+
+    Dynamo can't look into their closures. They compute what they did before.
+    """
+
+    def remembering(make):
+        @functools.wraps(make)
+        def wrapped(*arguments, **named):
+            function = make(*arguments, **named)
+            if not named:
+                function.made_by = make.__name__, arguments
+            return function
+
+        wrapped.of_minimal_attn = True
+        return wrapped
+
+    for name in _FACTORIES:
+        make = getattr(masking_utils, name, None)  # 5.4 doesn't have all
+        if make is not None and not hasattr(make, "of_minimal_attn"):
+            setattr(masking_utils, name, remembering(make))
+
+
+def _made_by(function):
+    return getattr(function, "made_by", ("", ()))
 
 
 class Documents(NamedTuple):
@@ -29,44 +54,21 @@ class Documents(NamedTuple):
     max_length_q: int  #: at least the longest
     max_length_k: int
 
-    @classmethod
-    def by_number(cls, numbers):
-        """The documents of (B, N) tokens, given the number of each token's document. This synchronises.
+    def queries(self, n):
+        """(tokens, positions, ranges) of n queries: (1, n), (1, n) and (1, n, 2), all in keys.
 
-        A document ends where the number changes, or the row ends.
+        A document's last query is at its last key. position counts from the document's begin. A query of no
+        document has an empty range.
         """
-        is_first = torch.ones_like(numbers, dtype=torch.bool)
-        is_first[:, 1:] = numbers.diff() != 0
-        begin = is_first.flatten().nonzero()[:, 0]
-        cu = torch.nn.functional.pad(begin, (0, 1), value=numbers.numel()).int()
-        longest = int(cu.diff().max())
-        return cls(cu, cu, longest, longest)
-
-    def mask_function(self, function, B, Nq, Nk, is_remapped):
-        """transformers' mask function `function`, limited to these documents.
-
-        `function` gets positions in the document, where the last query is at the last key. With is_remapped
-        it gets indices and finds the positions itself.
-        """
-
-        def place(cu, N):
-            token = torch.arange(B * N, device=cu.device)
-            document = torch.searchsorted(cu[1:].long(), token, right=True)
-            is_inside = (document < len(cu) - 1) & (token >= cu[0])
-            document = document.clamp(max=len(cu) - 2)
-            position = token - cu[1:][document] + self.cu_seq_lens_k.diff()[document]
-            return document.where(is_inside, -1).view(B, N), position.view(B, N)
-
-        document_q, position_q = place(self.cu_seq_lens_q, Nq)
-        document_k, position_k = place(self.cu_seq_lens_k, Nk)
-
-        def inside(b, h, i, j):
-            is_same = (document_q[b, i] == document_k[b, j]) & (document_q[b, i] >= 0)
-            if not is_remapped:
-                i, j = position_q[b, i], position_k[b, j]
-            return is_same & function(b, h, i, j)
-
-        return inside
+        cu_q, cu_k = self.cu_seq_lens_q.long(), self.cu_seq_lens_k.long()
+        query = torch.arange(n, device=cu_q.device)
+        document = torch.searchsorted(cu_q[1:], query, right=True)
+        is_inside = (document < len(cu_q) - 1) & (query >= cu_q[0])
+        document = document.clamp(max=len(cu_q) - 2)
+        begin, end = cu_k[:-1][document], cu_k[1:][document]
+        token = query - cu_q[1:][document] + end
+        ranges = torch.stack((begin, end.where(is_inside, begin)), -1)
+        return token[None], (token - begin)[None], ranges[None]
 
 
 class Mask:
@@ -79,8 +81,10 @@ class Mask:
     Attributes:
         shape: (B, 1, Nq, Nk).
         window: window_size of minimal_attn.forward, None where `why` isn't None.
-        bounds: seqlens_k, leftpad_k and offset of minimal_attn.forward, where they are needed.
-        documents: None, or Documents: the window then applies to each of them, and there are no bounds.
+        bounds: seqlens_k, leftpad_k, offset and key_ranges of minimal_attn.forward, where they are needed.
+        order: None, or (B, Nk): the keys are taken in this order first, tokens before padding.
+        documents: None, or Documents, to each of which the window applies. If there are bounds, they are those
+            of one row of B Nq queries and B Nk keys, and decide alone.
         why: why the kernels can't take this mask, or None.
         arguments: of transformers' mask functions, which make the tensor from them, if at all.
     """
@@ -88,9 +92,9 @@ class Mask:
     ndim = 4  # by which transformers knows that this is no padding mask
     dtype = torch.bool
 
-    def __init__(self, arguments, window=None, bounds=None, why=None, documents=None):
+    def __init__(self, arguments, window=None, bounds=None, why=None, documents=None, order=None):
         self.arguments, self.window, self.bounds, self.why = arguments, window, bounds or {}, why
-        self.documents = documents
+        self.documents, self.order = documents, order
         self.shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         self.tensors, self.packings = {}, []
 
@@ -128,6 +132,16 @@ class Mask:
         self.packings.append((given, mask))
         return mask
 
+    def paged(self, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) -> Mask:
+        """packed(...) of generate_batch, once a layer: nothing is read or made before the tensor is needed."""
+        given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+
+        def inside(*indices):
+            return self.packed(*given).arguments["mask_function"](*indices)
+
+        arguments = self.arguments | dict(mask_function=inside, q_offset=0, allow_is_causal_skip=False)
+        return Mask(arguments, self.window, documents=Documents(*given))
+
     def _packed(self, cu_q, cu_k, max_q, max_k):
         B, _, Nq, Nk = self.shape
         cu_q, cu_k = (cu.to(self.device) for cu in (cu_q, cu_k))
@@ -136,19 +150,32 @@ class Mask:
             max_q, max_k = self._check_documents(cu_q, cu_k)
         longest = (B * N if n is None else n for n, N in ((max_q, Nq), (max_k, Nk)))
         documents = Documents(cu_q, cu_k, *longest)
-        function, _ = without_documents(self.arguments["mask_function"])
-        window, why = window_of(function), None
-        if window is None:
+        token, position, limits = documents.queries(B * Nq)
+        function, _, _ = without_documents(self.arguments["mask_function"])
+        known = keys_of(function, token, position)
+        if known is not None and known[1] is not None and known[1].shape[0] != 1:
+            known = None  # it depends on the row
+        window, why, bounds = None, None, {}
+        if known is None:
             why = f"mask function {_name(function)}"
-        elif not is_known and self.arguments["attention_mask"] is not None:
+        else:
+            window, ranges = known
+            limits = explicit(window, _common(ranges, limits), token)
+            bounds = {} if ranges is None else _bounds_of(limits, 1)
+        if not is_known and self.arguments["attention_mask"] is not None:
             why = "attention_mask's values aren't known while tracing"
-        is_remapped = not is_known and window is None  # while tracing, closures can't be read: it may be
-        inside = documents.mask_function(function, B, Nq, Nk, is_remapped)
-        arguments = self.arguments | dict(mask_function=inside, q_offset=0, kv_offset=0)
+
+        def inside(b, h, i, j):
+            begin, end = limits.view(B, Nq, 2)[b, i].unbind(-1)
+            key = b * Nk + j
+            is_seen = (begin <= key) & (key < end)
+            return is_seen & function(b, h, i, j) if known is None else is_seen
+
+        arguments = self.arguments | dict(mask_function=inside, q_offset=0, kv_offset=0, use_vmap=False)
         arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         if is_known:
             arguments["attention_mask"] = None
-        return Mask(arguments, None if why else window, why=why, documents=documents)
+        return Mask(arguments, window, bounds, why, documents)
 
     def _check_documents(self, cu_q, cu_k):
         """The longest lengths. Raises ValueError where the documents can't be, or contradict the mask."""
@@ -170,8 +197,8 @@ class Mask:
         padding, at = self.arguments["attention_mask"], int(self.arguments["kv_offset"])
         if padding is not None:
             padding = padding[:, at : at + Nk].bool()
-            is_token = torch.nn.functional.pad(padding, (0, Nk - padding.shape[1])).flatten()
-            n = torch.nn.functional.pad(is_token.long().cumsum(0), (1, 0))
+            is_token = pad(padding, (0, Nk - padding.shape[1])).flatten()
+            n = pad(is_token.long().cumsum(0), (1, 0))
             cu = cu_k.long()
             tokens, lengths = n[cu].diff(), cu.diff()
             is_left_out = n[-1] != n[cu[-1]] - n[cu[0]]
@@ -193,7 +220,8 @@ class Mask:
         arguments = moved(self.arguments)
         arguments["device"] = torch.empty(0, device=self.device).to(*target, **options).device
         documents = self.documents and Documents(**moved(self.documents._asdict()))
-        return Mask(arguments, self.window, moved(self.bounds), self.why, documents)
+        bounds, order = moved(self.bounds), moved(dict(order=self.order))
+        return Mask(arguments, self.window, bounds, self.why, documents, **order)
 
     @property
     def device(self):
@@ -254,45 +282,139 @@ for _stem in "eq ne lt le gt ge invert".split():
 
 
 def without_documents(mask_function):
-    """(function, numbers) of transformers' mask function for packed position_ids, else (mask_function, None).
+    """(function, numbers, positions) of transformers' mask function for packed position_ids.
 
-    `function` takes positions in the document; numbers (B, N) are each token's document.
+    numbers (B, N) count up: each token's document. positions (B, N) are those in the documents, or None. Else
+    (mask_function, None, None).
     """
-    if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND:
-        return mask_function, None
-    [parts] = [cell.cell_contents for cell in mask_function.__closure__]
-    if len(parts) != 2 or getattr(parts[1], "__code__", None) is not _SAME:
-        return mask_function, None
-    function, same = parts
-    [numbers] = [cell.cell_contents for cell in same.__closure__]
-    if getattr(function, "__code__", None) is _REMAPPED:
-        [function] = [x for cell in function.__closure__ if callable(x := cell.cell_contents)]
-    return function, numbers
+    name, parts = _made_by(mask_function)
+    if name != "and_masks" or len(parts) != 2 or _made_by(parts[1])[0] != "packed_sequence_mask_function":
+        return mask_function, None, None
+    [numbers] = _made_by(parts[1])[1]
+    name, remapped = _made_by(parts[0])
+    if name == "remap_positions_for_packed_sequence":
+        return remapped[0], numbers, remapped[1]
+    return parts[0], numbers, None
 
 
-def window_of(mask_function):
-    """window_size of one of transformers' mask functions, or None where it isn't known to be a window.
+def keys_of(function, token, position=None):
+    """(window_size, ranges) of one of transformers' mask functions, else None.
 
-    transformers' sliding_window counts keys: sliding_window - 1 before the query, and its own.
+    transformers' sliding_window counts keys: sliding_window - 1 before the query, and its own. All these
+    functions let a token see itself.
+
+    Args:
+        token: (B or 1, Nq): where the queries are among the keys.
+        position: likewise, in their documents, where chunks begin. None: chunks begin behind the padding.
+
+    Returns:
+        ranges: None, or (B or 1, Nq, 2): of the window, the keys begin <= j < end are seen.
     """
-    if mask_function is causal_mask_function:
-        return -1, 0
-    if mask_function is bidirectional_mask_function:
-        return -1, -1
-    if torch.compiler.is_compiling():  # Dynamo can't look into a closure
-        return None
-    code = getattr(mask_function, "__code__", None)
-    if code is None or code not in (_AND, _LEFT, _BOTH):
-        return None
-    [inside] = [cell.cell_contents for cell in mask_function.__closure__]
-    if code is not _AND:
-        if type(inside) is not int or inside < 1:
+    if function is causal_mask_function:
+        return (-1, 0), None
+    if function is bidirectional_mask_function:
+        return (-1, -1), None
+    name, arguments = _made_by(function)
+    if name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+        n = arguments[0]
+        if type(n) is not int or n < 1:
             return None
-        return (inside - 1, -1) if code is _LEFT else (inside, inside)
-    windows = [window_of(function) for function in inside]
-    if None in windows:
+        return ((n - 1, -1) if name == "sliding_window_overlay" else (n, n)), None
+    if name == "chunked_overlay":
+        size, left = arguments
+        begin = token - (token - left[:, None] if position is None else position) % size
+        return (-1, -1), torch.stack((begin, begin + size), -1)
+    if name == "or_masks" and len(arguments) == 2 and _made_by(arguments[1])[0] == "blockwise_overlay":
+        [ids] = _made_by(arguments[1])[1]
+        known, blocks = keys_of(arguments[0], token, position), _blocks(ids, token)
+        if known is None or blocks is None:
+            return None
+        begin, end = explicit(*known, token).unbind(-1)
+        return (-1, -1), torch.stack((begin.minimum(blocks[..., 0]), end.maximum(blocks[..., 1])), -1)
+    if name != "and_masks":
         return None
-    return tuple(min((w[side] for w in windows if w[side] >= 0), default=-1) for side in (0, 1))
+    parts = [keys_of(each, token, position) for each in arguments]
+    if None in parts:
+        return None
+    windows = zip(*(window for window, _ in parts), strict=True)
+    window = tuple(min([n for n in side if n >= 0] or [-1]) for side in windows)
+    return window, functools.reduce(_common, (ranges for _, ranges in parts))
+
+
+def _common(ranges, others):
+    """What is in both, each (B or 1, Nq, 2), or None for all keys."""
+    if ranges is None or others is None:
+        return others if ranges is None else ranges
+    begins, ends = zip(ranges.unbind(-1), others.unbind(-1), strict=True)
+    return torch.stack((torch.maximum(*begins), torch.minimum(*ends)), -1)
+
+
+def explicit(window, ranges, token):
+    """The ranges (B or 1, Nq, 2) that also have the window's limits."""
+    left, right = window
+    begin = torch.zeros_like(token) if left < 0 else token - left
+    end = torch.full_like(token, 1 << 30) if right < 0 else token + right + 1
+    return _common(ranges, torch.stack((begin, end), -1))
+
+
+def _runs(values):
+    """(B, N, 2): from where to where values (B, N) are those of a token, without a change between them."""
+    at = torch.arange(values.shape[1], device=values.device)
+    changes = pad(values.diff() != 0, (1, 1), value=True)
+    begin = (at * changes[:, :-1]).cummax(1).values
+    end = (at + 1).where(changes[:, 1:], values.shape[1]).flip(1).cummin(1).values.flip(1)
+    return torch.stack((begin, end), -1)
+
+
+def _blocks(ids, token):
+    """(B, Nq, 2): each token's block, or itself where ids (B, N) are negative. None: a block has gaps.
+
+    This synchronises. While tracing it isn't known, which is None, too.
+    """
+    if is_tracing(ids):
+        return None
+    pairs = (ids, ids.sort(-1).values)
+    n_runs, n_blocks = (((x >= 0) & pad(x.diff() != 0, (1, 0), value=True)).sum(-1) for x in pairs)
+    if not torch.equal(n_runs, n_blocks):
+        return None
+    at = torch.arange(ids.shape[1], device=ids.device)[:, None]
+    blocks = _runs(ids).where(ids[..., None] >= 0, torch.cat((at, at + 1), -1))
+    return blocks[:, token[0].clamp(0, ids.shape[1] - 1)]
+
+
+def _bounds_of(ranges, B):
+    """forward's arguments for ranges (B or 1, Nq, 2). The kernels for few queries know those of one query."""
+    if ranges.shape[1] != 1:
+        return {"key_ranges": ranges.int()}
+    first, end = ranges.int().expand(B, -1, -1).unbind(-1)
+    return {"leftpad_k": first[:, 0].contiguous(), "seqlens_k": end[:, 0].contiguous()}
+
+
+def _looked_at(arguments):
+    """The Mask of a function that isn't known, from the tensor that sdpa_mask makes. This synchronises."""
+    mask = Mask(arguments, why=f"mask function {_name(arguments['mask_function'])}")
+    if torch.compiler.is_compiling() or 0 in mask.shape:
+        return mask
+    seen = mask.full_tensor()[:, 0]
+    begins = seen & ~pad(seen, (1, 0))[..., :-1]
+    if is_tracing(seen) or bool((begins.sum(-1) > 1).any()):
+        return mask
+    begin = seen.byte().argmax(-1)
+    ranges = torch.stack((begin, begin + seen.sum(-1)), -1)
+    return Mask(arguments, (-1, -1), _bounds_of(ranges, len(seen)))
+
+
+def _compacted(arguments, ranges, padding):
+    """The Mask of ranges (B or 1, Nq, 2) whose keys are taken in another order: tokens before padding (B, Nk).
+
+    So holes in the padding don't split ranges, and its values needn't be known.
+    """
+    B, Nk = padding.shape
+    n = pad(padding.cumsum(1), (1, 0))  # the tokens before a key
+    ranges = ranges.expand(B, -1, -1).clamp(0, Nk)
+    ranges = n.gather(1, ranges.flatten(1)).view(ranges.shape)
+    order = (~padding).byte().argsort(stable=True)
+    return Mask(arguments, (-1, -1), _bounds_of(ranges, B), order=order)
 
 
 def make_mask(**arguments) -> Mask:
@@ -303,54 +425,61 @@ def make_mask(**arguments) -> Mask:
             where there is a token. Its values are read once, which synchronises, as sdpa_mask does.
 
     Returns:
-        A Mask. Its `why` is None where the kernels can take it: all keys, the causal ones or a window of
-        either, and each row of attention_mask is one run of tokens with padding before and after it, or the
-        mask function is transformers' for packed position_ids.
+        A Mask. Its `why` is None where the kernels can take it: each query sees one range of the tokens.
+        Windows, chunks, documents and blocks are known by transformers' functions. Of other functions the
+        tensor is made, as sdpa_mask does, and looked at once, which synchronises.
     """
     padding, Nk = arguments["attention_mask"], arguments["kv_length"]
     if isinstance(padding, Mask):  # generate() made it before, for a StaticCache
         return padding
     B, Nq, device = arguments["batch_size"], arguments["q_length"], arguments["device"]
-    kv_offset = arguments["kv_offset"]
-    function, numbers = without_documents(arguments["mask_function"])
-    window = window_of(function)
-    if window is None or (numbers is not None and (Nq != Nk or padding is not None)):
-        return Mask(arguments, why=f"mask function {_name(arguments['mask_function'])}")
+    q_offset, kv_offset = arguments["q_offset"], arguments["kv_offset"]
+    if padding is not None and (padding.ndim != 2 or padding.shape[0] != B or isinstance(kv_offset, Tensor)):
+        return Mask(arguments, why=f"attention_mask of shape {tuple(padding.shape)}")
+    token = torch.arange(Nq, device=device)[None] + q_offset
+    function, numbers, position = without_documents(arguments["mask_function"])
+    known = keys_of(function, token, None if position is None else position[:, token[0]])
+    if known is None:
+        return _looked_at(arguments)
+    window, ranges = known
     if numbers is not None:
-        return Mask(arguments, window, documents=Documents.by_number(numbers.expand(B, -1)))
-    offset = arguments["q_offset"] - kv_offset
+        ranges = _common(ranges, _runs(numbers)[:, token[0]])
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + Nk].bool()
+        padding = pad(padding, (0, Nk - padding.shape[1]))
+        if is_tracing(padding):
+            return _compacted(arguments, explicit(window, ranges, token) - kv_offset, padding)
+    offset = q_offset - kv_offset
     is_grown = not isinstance(offset, Tensor) and offset == Nk - Nq  # a cache without free keys, or none
+    has_left = has_right = False
+    if padding is not None:
+        runs = (padding & ~pad(padding, (1, 0))[:, :-1]).sum(-1)
+        first = padding.int().argmax(-1) if Nk else runs
+        end = first + padding.sum(-1)
+        facts = torch.stack([(runs > 1).any(), first.any(), (end < Nk).any()])
+        has_holes, has_left, has_right = facts.tolist()
+        if has_holes:
+            return _compacted(arguments, explicit(window, ranges, token) - kv_offset, padding)
+    if ranges is not None:
+        limits = None if padding is None else torch.stack((first, end), -1)[:, None]
+        ranges = _common(explicit(window, ranges, token) - kv_offset, limits)
+        return Mask(arguments, (-1, -1), _bounds_of(ranges, B))
     if isinstance(offset, Tensor):
         offset = offset.to(device, torch.int32).expand(B).contiguous()
     elif Nq == 1 and not is_grown:  # not an int, for which each step would be another CUDA graph
         offset = torch.full((B,), offset, dtype=torch.int32, device=device)
     bounds = {} if window == (-1, -1) else {"offset": offset}
-    if padding is None:
-        return Mask(arguments, window, bounds)
-    if padding.ndim != 2 or padding.shape[0] != B or isinstance(kv_offset, Tensor):
-        return Mask(arguments, why=f"attention_mask of shape {tuple(padding.shape)}")
-    if is_tracing(padding):
-        return Mask(arguments, why="attention_mask's values aren't known while tracing")
-    padding = padding[:, kv_offset : kv_offset + Nk].bool()  # beyond its end is padding
-    before = torch.nn.functional.pad(padding, (1, 0))[:, :-1]
-    runs = (padding & ~before).sum(-1)
-    first = padding.int().argmax(-1) if padding.shape[1] else runs
-    end = first + padding.sum(-1)
-    has_holes, has_left, has_right = torch.stack([(runs > 1).any(), first.any(), (end < Nk).any()]).tolist()
-    if has_holes:
-        return Mask(arguments, why="holes in attention_mask")
-    if has_left or not is_grown:  # the same arguments for every step of a StaticCache: it is compiled once
+    # The same arguments for every step of a StaticCache: it is compiled once.
+    if has_left or (padding is not None and not is_grown):
         bounds["leftpad_k"] = first.int()
-    if has_right or not is_grown:
+    if has_right or (padding is not None and not is_grown):
         bounds["seqlens_k"] = end.int()
     return Mask(arguments, window, bounds)
 
 
 def _name(function):
     """A mask function's name for `calls`: the function that made it, and its arguments."""
-    if torch.compiler.is_compiling():
-        return "made while tracing"
-    name = getattr(function, "__qualname__", type(function).__name__).split(".<locals>")[0]
-    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    parts = [_name(f) for x in inside for f in (x if isinstance(x, tuple) else (x,)) if callable(f)]
+    name, arguments = _made_by(function)
+    name = name or getattr(function, "__qualname__", type(function).__name__).split(".<locals>")[0]
+    parts = [_name(each) for each in arguments if callable(each)]
     return f"{name}({', '.join(parts)})" if parts else name

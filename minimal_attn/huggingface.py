@@ -48,10 +48,19 @@ except ModuleNotFoundError as error:
     raise ImportError("minimal_attn.huggingface needs transformers, which isn't installed") from None
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    from minimal_attn._transformers_mask import Mask, _name, make_mask, window_of
+    from minimal_attn._transformers_mask import (
+        Mask,
+        _name,
+        explicit,
+        keys_of,
+        make_mask,
+        remember_factories,
+        without_documents,
+    )
 except ImportError as error:
     raise ImportError(f"minimal_attn.huggingface needs a newer transformers ({error})") from None
 
@@ -71,6 +80,8 @@ _HARMLESS = set(
     "cache seq_idx max_length_q max_length_k".split()
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Of generate_batch, whose cache has already gathered the keys.
+_PAGED = {"read_index", "write_index", "logits_indices", "logits_processor_args", "cache"}
 _OTHERS = 'load the model with attn_implementation="sdpa" or "eager"'
 
 
@@ -133,20 +144,25 @@ def attention(
     d, d_v = k.shape[-1], v.shape[-1]
     if d_v < d:
         v = torch.nn.functional.pad(v, (0, d - d_v))
+    if isinstance(mask, Mask) and mask.order is not None:
+        k, v = (x.take_along_dim(mask.order[:, None, :, None], 2) for x in (k, v))
+    fixed = dict(window_size=window, softmax_scale=scaling)
     if isinstance(mask, Mask) and mask.documents:
-        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        o = flash_attn_varlen_func(
-            *rows, *mask.documents, window_size=window, softmax_scale=scaling, s_aux=s_aux
-        )
-        return o[..., :d_v].unflatten(0, (q.shape[0], q.shape[2])).contiguous(), None
-    o = minimal_attn.forward(q, k, v, window_size=window, softmax_scale=scaling, sinks=s_aux, **bounds)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        if bounds:
+            q, k, v = (x.transpose(0, 1)[None] for x in rows)
+            o = minimal_attn.forward(q, k, v, softmax_scale=scaling, sinks=s_aux, **bounds)[0].transpose(0, 1)
+        else:
+            o = flash_attn_varlen_func(*rows, *mask.documents, s_aux=s_aux, **fixed)
+        return o[..., :d_v].unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
+    o = minimal_attn.forward(q, k, v, sinks=s_aux, **fixed, **bounds)
     return o[..., :d_v].transpose(1, 2).contiguous(), None
 
 
 def _in_documents(module, mask, q, k, causal, options):
     """The mask, limited to the documents of cu_seq_lens if options have them. Removes these from options."""
     if "cu_seq_lens_q" not in options and "cu_seq_lens_k" not in options:
-        if isinstance(mask, Mask) and not mask.documents:
+        if isinstance(mask, Mask) and without_documents(mask.arguments["mask_function"])[1] is None:
             _check_running(module, q)
         return mask
     given = {name: options.pop(name, None) for name in _PACKED}
@@ -162,19 +178,19 @@ def _in_documents(module, mask, q, k, causal, options):
         )
     if isinstance(mask, Mask):
         return mask.packed(**given)
-    if mask is None and "sliding_window" in options:
+    is_paged = "read_index" in options
+    if mask is None and "sliding_window" in options and not is_paged:
         raise ValueError(f"packed sequences need a mask in {type(module).__name__}: {_OTHERS}")
-    Nq, Nk = q.shape[2], k.shape[2]
-    whole = make_mask(
-        batch_size=q.shape[0],
-        q_length=Nq,
-        kv_length=Nk,
-        q_offset=Nk - Nq,
-        kv_offset=0,
-        mask_function=causal_mask_function if causal and mask is None else bidirectional_mask_function,
-        attention_mask=None,
-        device=q.device,
-    )
+    function = causal_mask_function if causal and mask is None else bidirectional_mask_function
+    if is_paged and options.get("sliding_window"):
+        function = masking_utils.sliding_window_causal_mask_function(options["sliding_window"])
+    sizes = dict(batch_size=q.shape[0], q_length=q.shape[2], kv_length=k.shape[2])
+    sizes |= dict(q_offset=k.shape[2] - q.shape[2], kv_offset=0, attention_mask=None, device=q.device)
+    whole = Mask(dict(sizes, mask_function=function), keys_of(function, None)[0])
+    if is_paged:
+        for name in _PAGED & options.keys():
+            del options[name]
+        return whole.paged(**given)
     documents = whole.packed(**given)
     return documents if mask is None else _both(mask, documents.full_tensor())
 
@@ -223,7 +239,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     for name in options:
         if name not in _HARMLESS:
             return f"argument {name}"
-    is_packed = isinstance(mask, Mask) and mask.documents
+    is_packed = isinstance(mask, Mask) and (mask.documents or "key_ranges" in mask.bounds)
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
     if wants_grad and torch.is_grad_enabled() and not (is_packed or _strict or has_fast_backward(q)):
         return "gradients, which PyTorch's kernels compute faster on this GPU"
@@ -371,6 +387,18 @@ def _leave(model, args, result):
         _running.documents.pop()
 
 
+def _keep_in_batches(switch):
+    """generate_batch's choice of an implementation, which refuses those that it doesn't know by name."""
+
+    @functools.wraps(switch)
+    def kept(self, model, *args, **kwargs):
+        if model.config._attn_implementation != "minimal_attn":
+            switch(self, model, *args, **kwargs)
+
+    kept.of_minimal_attn = True
+    return kept
+
+
 def register(*, strict: bool = False) -> None:
     """Makes attn_implementation="minimal_attn" known to transformers. May be called again.
 
@@ -387,15 +415,18 @@ def register(*, strict: bool = False) -> None:
     version = f"transformers {transformers.__version__}"
     if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"minimal_attn.huggingface needs transformers 5.4 or newer, but this is {version}")
+    remember_factories()
+    token, no_padding = torch.arange(9)[None], torch.zeros(1, dtype=torch.int64)
     functions = [causal_mask_function, bidirectional_mask_function]
     for n in (1, 3):
         functions.append(masking_utils.sliding_window_causal_mask_function(n))
         functions.append(masking_utils.sliding_window_bidirectional_mask_function(n))
-    i, j = torch.arange(9)[:, None], torch.arange(9)
+        functions.append(masking_utils.chunked_causal_mask_function(n, no_padding))
     for function in functions:
-        left, right = window_of(function) or (0, -2)  # an empty window where window_of doesn't know it
-        seen = ((j >= i - left) | (left == -1)) & ((j <= i + right) | (right == -1))
-        if not torch.equal(seen, function(0, 0, i, j).expand(9, 9)):
+        known = keys_of(function, token) or ((-1, -1), torch.zeros(1, 9, 2))  # no keys where it isn't known
+        begin, end = explicit(*known, token).transpose(0, 1).unbind(-1)
+        seen = (begin <= token) & (token < end)
+        if not torch.equal(seen, function(0, 0, token.T, token).expand(9, 9)):
             raise ImportError(
                 f"minimal_attn.huggingface doesn't know the meaning of {_name(function)} in {version}"
             )
@@ -404,5 +435,8 @@ def register(*, strict: bool = False) -> None:
     get_correct = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(get_correct, "of_minimal_attn"):
         PreTrainedModel.get_correct_attn_implementation = _check_model(get_correct)
+    switch = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)  # not in old versions
+    if switch is not None and not hasattr(switch, "of_minimal_attn"):
+        ContinuousBatchingManager.switch_to_cb_friendly_attn = _keep_in_batches(switch)
     global _strict
     _strict = strict

@@ -38,7 +38,6 @@ SIZES = dict(
 SLIDING = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 MLA = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
 MOE = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32)
-CHUNKED = "mask function and_masks(chunked_overlay, causal_mask_function)"
 
 # Decoders: what their config has besides SIZES, and what happens to the calls of their layers.
 DECODERS = {
@@ -76,7 +75,7 @@ DECODERS = {
     ),  # v is narrower
     "llama4_text": (
         dict(head_dim=16, attention_chunk_size=6, layer_types=["chunked_attention", "full_attention"]),
-        {"served", CHUNKED},
+        SERVED,
     ),
 }
 NEW = 8
@@ -200,9 +199,9 @@ def test_table(seed):
 
 
 def test_wrong_windows_would_show(seed, monkeypatch):
-    right = _transformers_mask.window_of
+    right, wide = _transformers_mask.keys_of, ((-1, 0), None)
     monkeypatch.setattr(
-        _transformers_mask, "window_of", lambda f: (-1, 0) if right(f) == (4, 0) else right(f)
+        _transformers_mask, "keys_of", lambda *x: wide if right(*x) == ((4, 0), None) else right(*x)
     )
     monkeypatch.setattr(huggingface, "register", lambda: None)
     with pytest.raises(AssertionError):
@@ -285,11 +284,11 @@ def test_encoder_decoder(kind, options, seed):
 # ---------------------------------------------------------------------- what is passed on or refused
 
 
-def test_holes_are_passed_on(seed):
-    model = decoder("llama", seed)
-    ids, mask = ragged(3, 13)
-    mask[:, -3] = 0
-    check(model, {"holes in attention_mask"}, input_ids=ids, attention_mask=mask)
+def test_holes_in_padding(seed):
+    for name in ("mistral", "llama4_text"):
+        ids, mask = ragged(3, 13)
+        mask[:, -3] = 0
+        check(decoder(name, seed), input_ids=ids, attention_mask=mask)
 
 
 def test_masks_of_the_user_are_passed_on(seed):
@@ -443,23 +442,22 @@ def test_strict_and_warnings(seed, told):
     model = decoder("llama", seed)
     model.set_attn_implementation("minimal_attn")
     ids, mask = ragged(3, 9)
-    holes = mask.clone()
-    holes[:, -3] = 0
+    own = torch.zeros(3, 1, 9, 9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             model(ids, attention_mask=mask)
-            model(ids, attention_mask=holes)
+            model(ids, attention_mask=own)
             model(ids, attention_mask=mask, output_attentions=True)
     caught = [str(w.message) for w in caught if w.category is minimal_attn.FallbackWarning]
-    reasons = "holes in attention_mask", "output_attentions"
+    reasons = "a mask that is a tensor", "output_attentions"
     assert caught == [f"minimal_attn does not serve this call. transformers: {why}" for why in reasons]
     register(strict=True)
     model(ids, attention_mask=mask)
     model.train()(ids, attention_mask=mask)[0].sum().backward()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="strict=True. transformers: holes in attention_mask"):
-            model(ids, attention_mask=holes)
+        with pytest.raises(RuntimeError, match="strict=True. transformers: a mask that is a tensor"):
+            model(ids, attention_mask=own)
 
 
 def call_attention(mask=None, **options):
@@ -549,20 +547,29 @@ def test_bounds_are_transformers_mask(seed):
         assert torch.equal(seen_by(make_mask(**arguments)), expected)
 
 
+def no_neighbour(b, h, q, k):
+    return (k <= q) & (k != 2)
+
+
 @pytest.mark.parametrize(
-    "function",
+    "function, is_range",
     [
-        masks.chunked_causal_mask_function(3, torch.zeros(3, dtype=torch.int64)),
-        masks.or_masks(masks.causal_mask_function, masks.bidirectional_mask_function),
-        masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k != 2),
-        masks.sliding_window_causal_mask_function(torch.tensor(3)),
-        masks.packed_sequence_mask_function(torch.zeros(3, 7)),
-        lambda b, h, q, k: k <= q,
+        (lambda b, h, q, k: (k <= q) | (k < 3), True),
+        (lambda b, h, q, k: (k > q - 2) & (k <= q + 3), True),
+        (masks.sliding_window_causal_mask_function(torch.tensor(3)), True),
+        (lambda b, h, q, k: k > 7, True),  # none
+        (no_neighbour, False),
+        (masks.and_masks(no_neighbour, masks.bidirectional_mask_function), False),
     ],
 )
-def test_other_mask_functions_are_not_guessed(function):
-    mask = make_mask(**mask_arguments(mask_function=function))
-    assert mask.why.startswith("mask function")
+def test_other_mask_functions_are_looked_at(function, is_range):
+    for Nq, offset in ((7, 0), (3, 4), (1, 6)):
+        arguments = mask_arguments(mask_function=function, q_length=Nq, q_offset=offset)
+        mask = make_mask(**arguments)
+        if is_range:
+            assert torch.equal(seen_by(mask), masks.sdpa_mask(**arguments, allow_is_causal_skip=False))
+        else:
+            assert mask.why.startswith("mask function")
 
 
 def test_some_rows_of_a_mask():
@@ -601,7 +608,7 @@ def test_a_mask_becomes_a_tensor(seed):
 
 
 def test_a_changed_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(huggingface, "window_of", lambda function: (3, 0))
+    monkeypatch.setattr(huggingface, "keys_of", lambda *_: ((3, 0), None))
     with pytest.raises(ImportError, match="causal_mask_function"):
         register()
 
@@ -640,9 +647,7 @@ def test_compiled_call(padded, seed):
         pytest.skip("torch 2.8 can't compile this transformers, whatever the attention")
     rows = mask.bool() if padded else slice(None)
     torch.testing.assert_close(o[rows], expected[rows], rtol=1e-4, atol=1e-4)
-    assert set(huggingface.calls) == (
-        {"attention_mask's values aren't known while tracing"} if padded else SERVED
-    )
+    assert set(huggingface.calls) == SERVED
 
 
 def test_a_mask_says_what_it_is():

@@ -8,12 +8,12 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
-from test_huggingface import DECODERS, SERVED, SIZES, decoder, mask_arguments, masks, ragged  # noqa: E402
+from test_huggingface import DECODERS, SERVED, SIZES, decoder, mask_arguments, masks, ragged, seen_by  # noqa: E402
 
 import minimal_attn.huggingface as huggingface  # noqa: E402
 from minimal_attn.huggingface import make_mask, register  # noqa: E402
 
-MODELS = ["llama", "mistral", "gpt_oss", "gpt2", "opt", "granitemoehybrid", "gemma2"]  # all, windows, sinks
+MODELS = ["llama", "mistral", "gpt_oss", "gpt2", "opt", "granitemoehybrid", "gemma2", "llama4_text"]
 LENGTHS = [7, 4, 9]
 NO_DROPOUT = dict(dropout=0.0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
 NO_DROPOUT |= dict(activation_function="gelu")  # OPT's ReLU has a kink, where rounding decides a gradient
@@ -70,20 +70,20 @@ def test_cu_seq_lens_decide(name, seed):
 
 def test_several_rows_of_documents(seed):
     """Documents end within a row or with it; tokens count on from row to row."""
-    check_packed("mistral", seed, lengths=[3, 5, 8], reshape=lambda x: x.view(2, 8))
+    for name in ("mistral", "llama4_text"):
+        check_packed(name, seed, lengths=[3, 5, 8], reshape=lambda x: x.view(2, 8))
 
 
 def test_documents_in_transformers_functions(seed):
-    """Where the kernels can't serve: head dimensions above 256, and windows that are chunks of a document."""
-    check_packed("llama", seed, {"head dimension"}, head_dim=288)
-    why = "mask function and_masks(chunked_overlay, causal_mask_function)"
-    check_packed("llama4_text", seed, {"served", why})
+    """Where the kernels can't serve: head dimensions above 256."""
+    for name in ("llama", "llama4_text"):
+        check_packed(name, seed, {"head dimension"}, head_dim=288)
 
 
 def test_packed_positions(seed):
     """position_ids alone: without a cache transformers' mask has the documents, and the kernels take them."""
     register()
-    for name in ("llama", "mistral"):
+    for name in ("llama", "mistral", "llama4_text"):
         model = decoder(name, seed)
         documents, batch = collated()
         expected, _ = alone(model, documents)
@@ -205,7 +205,7 @@ def test_masks_of_documents(remapped, seed):
     by_numbers = masks.and_masks(function, masks.packed_sequence_mask_function(numbers))
     arguments = dict(batch_size=2, mask_function=by_numbers, allow_is_causal_skip=False)
     mask = make_mask(**mask_arguments(**arguments))
-    assert mask.window == (2, 0) and mask.documents.cu_seq_lens_k.tolist() == [0, 3, 5, 7, 8, 14]
+    assert torch.equal(seen_by(mask)[:, 0], seen)
     assert torch.equal(mask.tensor()[:, 0], seen)
     cu = torch.tensor([0, 3, 5, 7, 8, 14])
     arguments["mask_function"] = masks.sliding_window_causal_mask_function(3)
