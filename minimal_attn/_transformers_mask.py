@@ -1,8 +1,9 @@
-"""Which keys a query of a transformers model sees, as arguments of minimal_attn.forward: Mask and make_mask."""
+"""Which keys a query of a transformers model sees, as arguments of forward: Mask and make_mask."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -83,8 +84,8 @@ class Mask:
         window: window_size of minimal_attn.forward, None where `why` isn't None.
         bounds: seqlens_k, leftpad_k, offset and key_ranges of minimal_attn.forward, where they are needed.
         order: None, or (B, Nk): the keys are taken in this order first, tokens before padding.
-        documents: None, or Documents, to each of which the window applies. If there are bounds, they are those
-            of one row of B Nq queries and B Nk keys, and decide alone.
+        documents: None, or Documents, to each of which the window applies. If there are bounds, they are of
+            one row of B Nq queries and B Nk keys, and decide alone.
         why: why the kernels can't take this mask, or None.
         arguments: of transformers' mask functions, which make the tensor from them, if at all.
     """
@@ -126,14 +127,37 @@ class Mask:
         """
         given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         for known, mask in self.packings:
-            if all(x is y for x, y in zip(given, known, strict=True)):
+            if len(known) == len(given) and all(map(operator.is_, given, known)):
                 return mask
         mask = self._packed(*given)
         self.packings.append((given, mask))
         return mask
 
+    def by_positions(self, position_ids) -> Mask:
+        """This mask in the documents of a layer's position_ids, as transformers' flash route has it.
+
+        It is so for one row of queries that are all keys, without padding. Looked at once a mask.
+        """
+        B, _, Nq, Nk = self.shape
+        is_row = isinstance(position_ids, Tensor) and position_ids.shape == (1, Nq) and B == 1
+        if not is_row or Nq != Nk or Nq == 1 or self.arguments["attention_mask"] is not None:
+            return self
+        if is_tracing(position_ids):
+            return self
+        for known, mask in self.packings:
+            if known[0] is position_ids:
+                return mask
+        mask, numbers = self, masking_utils.find_packed_sequence_indices(position_ids)
+        if numbers is not None:
+            function = self.arguments["mask_function"]
+            remapped = masking_utils.remap_positions_for_packed_sequence(function, position_ids)
+            function = masking_utils.and_masks(remapped, masking_utils.packed_sequence_mask_function(numbers))
+            mask = make_mask(**self.arguments | dict(mask_function=function, allow_is_causal_skip=False))
+        self.packings.append(((position_ids,), mask))
+        return mask
+
     def paged(self, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) -> Mask:
-        """packed(...) of generate_batch, once a layer: nothing is read or made before the tensor is needed."""
+        """packed(...) of generate_batch, once a layer: nothing is read before the tensor is needed."""
         given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
 
         def inside(*indices):
@@ -358,7 +382,7 @@ def explicit(window, ranges, token):
 
 
 def _runs(values):
-    """(B, N, 2): from where to where values (B, N) are those of a token, without a change between them."""
+    """(B, N, 2): from where to where values (B, N) are those of a token, without another between them."""
     at = torch.arange(values.shape[1], device=values.device)
     changes = pad(values.diff() != 0, (1, 1), value=True)
     begin = (at * changes[:, :-1]).cummax(1).values
@@ -405,7 +429,7 @@ def _looked_at(arguments):
 
 
 def _compacted(arguments, ranges, padding):
-    """The Mask of ranges (B or 1, Nq, 2) whose keys are taken in another order: tokens before padding (B, Nk).
+    """The Mask of ranges (B or 1, Nq, 2) whose keys get another order: tokens, then padding (B, Nk).
 
     So holes in the padding don't split ranges, and its values needn't be known.
     """
@@ -439,7 +463,7 @@ def make_mask(**arguments) -> Mask:
     token = torch.arange(Nq, device=device)[None] + q_offset
     function, numbers, position = without_documents(arguments["mask_function"])
     known = keys_of(function, token, None if position is None else position[:, token[0]])
-    if known is None:
+    if known is None or (numbers is not None and arguments.get("use_vmap")):  # which may not count up then
         return _looked_at(arguments)
     window, ranges = known
     if numbers is not None:

@@ -164,6 +164,7 @@ def _in_documents(module, mask, q, k, causal, options):
     if "cu_seq_lens_q" not in options and "cu_seq_lens_k" not in options:
         if isinstance(mask, Mask) and without_documents(mask.arguments["mask_function"])[1] is None:
             _check_running(module, q)
+            return mask.by_positions(options.get("position_ids"))
         return mask
     given = {name: options.pop(name, None) for name in _PACKED}
     for name in _PACKED[:2]:

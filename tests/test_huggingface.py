@@ -476,6 +476,66 @@ def test_unknown_arguments_are_refused():
     assert set(huggingface.calls) == {"no mask in a layer that is causal or has a window"}
 
 
+# ---------------------------------------------------------------------- images, generate_batch
+
+
+def image_model(name, seed):
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=32, patch_size=8, model_type="siglip_vision_model")
+    if name == "gemma3":
+        options = dict(text_config=SIZES | SLIDING | dict(head_dim=32), mm_tokens_per_image=4)
+    else:
+        options = dict(text_config=SIZES | dict(head_dim=32, model_type="gemma"), projection_dim=64)
+        vision["projection_dim"] = 64
+    config = transformers.AutoConfig.for_model(name, vision_config=vision, image_token_id=98, **options)
+    return build(transformers.AutoModelForImageTextToText.from_config, config, seed)
+
+
+@pytest.mark.parametrize("padded", [None, "left", "right"])
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_image_blocks(name, padded, seed):
+    """Images see all of themselves in gemma3, prompts in paligemma, also where padding is of their type."""
+    ids, kinds = torch.randint(3, 98, (2, 14)), torch.zeros(2, 14, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :3] = 0
+        mask = mask.flip(1) if padded == "right" else mask
+    if name == "gemma3":
+        kinds[:, 3:7] = kinds[1, 8:11] = 1
+    else:
+        kinds[:, 9:] = 1
+        kinds *= mask
+    call = dict(input_ids=ids, attention_mask=mask if padded else None, token_type_ids=kinds)
+    check(image_model(name, seed), **call, use_cache=False)
+    text = torch.full_like(kinds, name == "paligemma")
+    model = image_model(name, seed)
+    with_causal, with_blocks = (model(**call | dict(token_type_ids=x)).logits for x in (text, kinds))
+    assert not torch.allclose(with_causal, with_blocks, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_generate_batch(name, seed):
+    """Continuous batching: each prompt gets the tokens that it gets alone."""
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("not in this transformers")
+    prompts = [torch.randint(3, 99, (n,)).tolist() for n in (7, 4, 11)]
+    config = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
+    pages = transformers.ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)
+    model = decoder(name, seed)
+    model.set_attn_implementation("eager")
+    expected = [
+        model.generate(torch.tensor([x]), generation_config=config)[0, len(x) :].tolist() for x in prompts
+    ]
+    register()
+    model.set_attn_implementation("minimal_attn")
+    huggingface.calls.clear()
+    results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=pages)
+    assert sorted(x.generated_tokens for x in results.values()) == sorted(expected)
+    assert set(huggingface.calls) == SERVED and model.config._attn_implementation == "minimal_attn"
+
+
 # ---------------------------------------------------------------------- masks
 
 
@@ -519,8 +579,16 @@ def seen_by(mask):
     return visible_keys(mask.shape[0], *mask.shape[2:], window_size=mask.window, **mask.bounds)
 
 
+def draw_blocks(n):
+    """(3, n): images of neighbours with numbers that count up, and -1 for text."""
+    kinds = torch.rand(3, n) < 0.5
+    starts = kinds & ~torch.nn.functional.pad(kinds, (1, 0))[:, :-1]
+    return torch.where(kinds, starts.cumsum(1), -1)
+
+
 def test_bounds_are_transformers_mask(seed):
-    """On random lengths, offsets, windows and paddings."""
+    """On random lengths, offsets, windows, chunks, blocks and paddings with holes."""
+    register()
     draw = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(200):
@@ -533,6 +601,12 @@ def test_bounds_are_transformers_mask(seed):
                 masks.bidirectional_mask_function,
                 masks.sliding_window_causal_mask_function(n),
                 masks.sliding_window_bidirectional_mask_function(n),
+                masks.chunked_causal_mask_function(n, torch.randint(0, 4, (3,))),
+                masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(draw_blocks(30))),
+                masks.and_masks(
+                    masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(draw_blocks(30))),
+                    masks.sliding_window_overlay(n),
+                ),
             ]
         )
         padding = None
@@ -540,11 +614,16 @@ def test_bounds_are_transformers_mask(seed):
             length = draw.choice([kv_offset + Nk, q_offset + Nq])
             first, last = torch.randint(0, length + 1, (2, 3, 1)).sort(0).values
             padding = (torch.arange(length) >= first) & (torch.arange(length) < last)
+            if draw.random() < 0.3:
+                padding &= torch.rand(3, length) < 0.7
         offset = draw.choice([int, torch.tensor])(q_offset)
         arguments = mask_arguments(q_length=Nq, kv_length=Nk, q_offset=offset, kv_offset=kv_offset)
         arguments |= dict(mask_function=function, attention_mask=padding)
         expected = masks.sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-        assert torch.equal(seen_by(make_mask(**arguments)), expected)
+        mask = make_mask(**arguments)
+        if mask.order is not None:  # its keys have another order
+            expected = expected.take_along_dim(mask.order[:, None, None], -1)
+        assert torch.equal(seen_by(mask), expected)
 
 
 def no_neighbour(b, h, q, k):
@@ -630,17 +709,22 @@ def test_compiled_generate(name, seed):
     assert set(huggingface.calls) == SERVED
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiled_call(padded, seed):
+@pytest.mark.parametrize(
+    "name, padded, use_cache",
+    [("llama", False, True), ("llama", True, True), ("mistral", True, False), ("llama4_text", False, False)],
+)
+def test_compiled_call(name, padded, use_cache, seed):
     torch._dynamo.reset()
-    model = decoder("llama", seed)
+    model = decoder(name, seed)
     ids, mask = ragged(3, 11)
+    mask[0, 3] = not padded  # a hole
     padding = mask if padded else None
-    expected, _ = by_each(model, lambda: model(ids, attention_mask=padding)[0])
+    options = dict(attention_mask=padding, use_cache=use_cache)
+    expected, _ = by_each(model, lambda: model(ids, **options)[0])
     huggingface.calls.clear()
     try:
         with torch.no_grad():
-            o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=padding)[0]
+            o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **options)[0]
     except torch._dynamo.exc.Unsupported as error:
         if "_PerLayerConfigView" not in str(error):
             raise

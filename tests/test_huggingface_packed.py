@@ -95,6 +95,20 @@ def test_packed_positions(seed):
         assert set(huggingface.calls) == SERVED
 
 
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "opt"])
+def test_packed_positions_with_a_cache(name, seed):
+    """Or in models whose mask ignores position_ids: documents are apart, as in transformers' flash route."""
+    register()
+    model = decoder(name, seed, **NO_DROPOUT)
+    documents, batch = collated()
+    expected, _ = alone(model, documents)
+    model.set_attn_implementation("minimal_attn")
+    huggingface.calls.clear()
+    o = model(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+    assert (o.double() - expected).norm() < 1e-5 * expected.norm()
+    assert set(huggingface.calls) == SERVED
+
+
 def test_cu_seq_lens_overrule_positions(seed):
     register()
     model = decoder("llama", seed)
@@ -193,6 +207,7 @@ def test_documents_of_padding(seed):
 @pytest.mark.parametrize("remapped", [False, True])
 def test_masks_of_documents(remapped, seed):
     """The tensor that transformers' functions get, by the contract's words."""
+    register()
     numbers = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
     i, j = torch.arange(7)[:, None], torch.arange(7)
     seen = (numbers[:, :, None] == numbers[:, None]) & (j <= i) & (j > i - 3)
