@@ -504,6 +504,8 @@ def make_mask(**arguments) -> Mask:
 def _name(function):
     """A mask function's name for `calls`: the function that made it, and its arguments."""
     name, arguments = _made_by(function)
+    if not name and torch.compiler.is_compiling():
+        return "a function"
     name = name or getattr(function, "__qualname__", type(function).__name__).split(".<locals>")[0]
     parts = [_name(each) for each in arguments if callable(each)]
     return f"{name}({', '.join(parts)})" if parts else name

@@ -5,16 +5,23 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="minimal_attn")
 
 A model asks transformers for its mask once a call. Here it gets a Mask: bounds (leftpad_k, seqlens_k, offset,
-a window) instead of an Nq x Nk tensor. Each layer passes them to the kernel. What the kernels can't compute
-goes to transformers' own functions: sdpa's, or the model's eager one where sdpa can't do it either. `calls`
-counts both kinds of calls, by reason, and a minimal_attn.FallbackWarning names each reason once.
-register(strict=True) makes it an error. An argument with an unknown meaning is an error, too.
+a window, key_ranges) instead of an Nq x Nk tensor. Each layer passes them to the kernel. Windows, chunks,
+documents and image blocks are known from transformers' mask functions. The tensor of another function is
+looked at once a call. What the kernels can't compute goes to transformers' own functions: sdpa's, or the
+model's eager one where sdpa can't do it either. `calls` counts both kinds of calls, by reason, and a
+minimal_attn.FallbackWarning names each reason once. register(strict=True) makes it an error. An argument with
+an unknown meaning is an error, too.
+
+Under torch.compile, and for padding with holes, the layers take the keys in another order, tokens before
+padding. That copies k and v. Values of attention_mask needn't be known then.
 
 Packed batches. cu_seq_lens_q and cu_seq_lens_k say which tokens are one document, in each layer that gets
 them. DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, for example. Without them a
-document begins where position_ids begin again, if transformers' mask functions look at these: without
-attention_mask and without a cache (in training, or with use_cache=False), and not in every model. Elsewhere
-documents see each other, as they do with transformers' "sdpa" and "eager".
+document begins where position_ids don't count on, if there is no attention_mask and transformers' mask
+functions or the layers get these, as in its flash route. Where neither does (GraniteMoeHybrid), and in
+compiled code with a cache, documents see each other, as they do with transformers' "sdpa" and "eager".
+
+model.generate_batch (continuous batching) keeps "minimal_attn", where transformers serves its "sdpa" or flash.
 
 Models that don't ask transformers' AttentionInterface (BLOOM, Falcon, GPT-Neo, SAM's vision encoder and
 others) get the attention that they have for "sdpa", else "eager", with that warning. Where it is "sdpa",

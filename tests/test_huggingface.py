@@ -734,6 +734,18 @@ def test_compiled_call(name, padded, use_cache, seed):
     assert set(huggingface.calls) == SERVED
 
 
+def test_compiled_masks_that_are_not_known(seed):
+    """Qwen2-MoE makes a mask of an empty window, and doesn't use it."""
+    torch._dynamo.reset()
+    config = transformers.AutoConfig.for_model("qwen2_moe", **SIZES, num_experts=2, num_experts_per_tok=1)
+    model = build(transformers.AutoModelForCausalLM.from_config, config, seed)
+    ids, _ = ragged(2, 11)
+    expected, _ = by_each(model, lambda: model(ids)[0])
+    with torch.no_grad():
+        o = torch.compile(model, fullgraph=True, backend="aot_eager")(ids)[0]
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_mask_says_what_it_is():
     assert "window=(-1, 0)" in repr(make_mask(**mask_arguments()))
     assert isinstance(make_mask(**mask_arguments(attention_mask=make_mask(**mask_arguments()))), Mask)
