@@ -21,7 +21,7 @@ document begins where position_ids don't count on, if there is no attention_mask
 functions or the layers get these, as in its flash route. Where neither does (GraniteMoeHybrid), and in
 compiled code with a cache, documents see each other, as they do with transformers' "sdpa" and "eager".
 
-model.generate_batch (continuous batching) keeps "minimal_attn", where transformers serves its "sdpa" or flash.
+model.generate_batch (continuous batching) keeps "minimal_attn", where transformers serves "sdpa" or flash.
 
 Models that don't ask transformers' AttentionInterface (BLOOM, Falcon, GPT-Neo, SAM's vision encoder and
 others) get the attention that they have for "sdpa", else "eager", with that warning. Where it is "sdpa",
