@@ -165,8 +165,9 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
         else
             end = middle;
     }
-    if (n == a.documents || a.cu_seqlens_q[n] > i) return {};
-    const Keys all = keys_of_documents(a);  // no row sees others, whatever the values are
+    const Keys all = keys_of_documents(a);                    // no row sees others, whatever the values are
+    if (n == a.documents) return {{all.end, all.end}, 0, 0};  // behind the last one: so ranges still grow
+    if (a.cu_seqlens_q[n] > i) return {};
     const int begin_k = clamp(a.cu_seqlens_k[n], all.begin, all.end),
               end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, all.end);
     const int64_t position = end_k - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key

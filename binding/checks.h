@@ -124,11 +124,11 @@ inline void check_key_ranges(const Arguments &a) {
                       ranges);
 }
 
-// One dimension of cu_seqlens_q's size, and what excludes it.
 inline void check_cu_seqlens(const Arguments &a) {
     if (!a.cu_seqlens_q && !a.cu_seqlens_k) return;
     for (const auto &[t, name] : {std::pair{&a.cu_seqlens_q, "cu_seqlens_q"}, {&a.cu_seqlens_k, "cu_seqlens_k"}}) {
-        TORCH_CHECK_VALUE(*t, name, " must be given with the other cu_seqlens, but was None");
+        TORCH_CHECK_VALUE(*t, name, " must be given with ", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k",
+                          ", but was None");
         check_ints(a.q, **t, name);
         const auto shape = (*t)->sym_sizes(), of_q = a.cu_seqlens_q->sym_sizes();
         TORCH_CHECK_VALUE(shape.size() == 1 && may_hold(shape[0].sym_ge(1)) && holds(shape[0].sym_eq(of_q[0])), name,

@@ -193,6 +193,11 @@ def draw_mask(call):
         )
     if call.chance(0.2):
         a["key_ranges"] = ranges(call, call.choice(1, a["q"].shape[0]), Nq, Nk)
+    if call.chance(0.3) and a["q"].shape[0] == 1 and not {"seqlens_k", "leftpad_k", "offset"} & a.keys():
+        n = call.choice(1, 2, 5)
+        for name, total in ("cu_seqlens_q", Nq), ("cu_seqlens_k", Nk):
+            cu = sorted(call.random.randint(0, total) for _ in range(n))
+            a[name] = torch.tensor(cu).to(call.device, call.choice(torch.int32, torch.int64))
 
 
 def draw_state(call):
@@ -247,7 +252,7 @@ def expected(call):
         name: plain(a[name]) if isinstance(a[name], torch.Tensor) else a[name]
         for name in (
             *("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks"),
-            "key_ranges",
+            *("key_ranges", "cu_seqlens_q", "cu_seqlens_k"),
         )
         if a.get(name) is not None
     }

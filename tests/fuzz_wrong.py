@@ -32,6 +32,8 @@ def replace(call):
         "out": bad_out,
         "block_table": bad_table,
         "key_ranges": bad_ranges,
+        "cu_seqlens_q": bad_cu_seqlens,
+        "cu_seqlens_k": bad_cu_seqlens,
         "backend": bad_backend,
         "unknown": bad_keyword,
     }
@@ -143,6 +145,16 @@ def bad_ints(call, name):
     if call.chance(0.3):
         t = call.zeros(B, dtype=torch.int32, device="meta")
     set_argument(call, name, t)
+
+
+def bad_cu_seqlens(call, name):
+    if not usual(call.arguments["q"]):
+        return
+    if call.chance(0.3):
+        return set_argument(call, name, no_tensor(call))
+    shape = call.choice((), (2, 1), (0,), (7,))
+    dtypes = torch.float32, torch.bool, torch.uint64, torch.complex64
+    set_argument(call, name, call.zeros(*shape, dtype=call.choice(*dtypes) if shape == (7,) else torch.int32))
 
 
 def bad_ranges(call, name):

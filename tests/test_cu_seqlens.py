@@ -172,8 +172,8 @@ def test_state_and_pages(backend):
 @pytest.mark.parametrize(
     "change, error",
     [
-        (lambda a: a.pop("cu_seqlens_q"), "^cu_seqlens_q must be given with the other"),
-        (lambda a: a.pop("cu_seqlens_k"), "^cu_seqlens_k must be given with the other"),
+        (lambda a: a.pop("cu_seqlens_q"), "^cu_seqlens_q must be given with cu_seqlens_k"),
+        (lambda a: a.pop("cu_seqlens_k"), "^cu_seqlens_k must be given with cu_seqlens_q"),
         (lambda a: a.update(cu_seqlens_k=a["cu_seqlens_k"][:-1]), r"^cu_seqlens_k must have shape \(doc"),
         (lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][:0]), r"^cu_seqlens_q must have shape \(doc"),
         (lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][None]), r"^cu_seqlens_q must have shape \(doc"),
