@@ -228,6 +228,22 @@ def test_any_values_on_a_gpu(cuda_backend):
                 assert x.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "cu_q, cu_k",
+    [
+        ([0, 0, 300], [0, 280, 280]),
+        ([0, 192, 300], [0, 200, 200]),
+        ([0, 0, 128, 300], [0, 200, 200, 280]),
+    ],
+)
+def test_blind_tiles_behind_the_first_keys(backend, dtype, cu_q, cu_k):
+    """Documents without keys fill whole tiles of queries: there a range is {b, b} with b above 0."""
+    q, k, v = backend.qkv(1, 4, 2, 300, 280, 64, dtype=dtype)
+    options = dict(cu_seqlens_q=backend.ints(*cu_q), cu_seqlens_k=backend.ints(*cu_k), causal=True)
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, slack=3, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replay_with_other_lengths(cuda_backend, dtype):
     """A graph reads cu_seqlens anew, in both passes. Nothing synchronises."""

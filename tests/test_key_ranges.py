@@ -69,11 +69,17 @@ def nothing(b, B, Nq, Nk):
     return torch.zeros(B, Nq, 2, dtype=torch.long)
 
 
+def nothing_behind(b, B, Nq, Nk):
+    """Empty ranges behind the last key."""
+    return torch.full((B, Nq, 2), Nk)
+
+
 def check_gradients(backend, do, q, k, v, **options):
     check(backend, do, q, k, v, slack=3, **options)
 
 
-RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, one_in_a_tile, with_gaps, nothing
+RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, one_in_a_tile, with_gaps
+RANGES += nothing, nothing_behind
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
     (2, 4, 2, 70, 90, 64),
     (1, 1, 1, 1, 1, 1),
