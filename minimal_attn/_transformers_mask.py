@@ -150,8 +150,9 @@ class Mask:
         mask, numbers = self, masking_utils.find_packed_sequence_indices(position_ids)
         if numbers is not None:
             function = self.arguments["mask_function"]
-            remapped = masking_utils.remap_positions_for_packed_sequence(function, position_ids)
-            function = masking_utils.and_masks(remapped, masking_utils.packed_sequence_mask_function(numbers))
+            if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # not in 5.17
+                function = remap(function, position_ids)
+            function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
             mask = make_mask(**self.arguments | dict(mask_function=function, allow_is_causal_skip=False))
         self.packings.append(((position_ids,), mask))
         return mask
