@@ -608,6 +608,16 @@ def test_deterministic(backend, packed):
     assert all(map(torch.equal, by_func, by_compile))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lengths_that_change_before_the_backward_pass_are_refused(backend, deterministic):
+    q, _, _, cu_seqlens = packed(backend, [4, 5])
+    q.requires_grad_()
+    out = flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 9, 9, deterministic=deterministic)
+    cu_seqlens[1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_gradients_of_packed_sequences_under_autocast(backend):
     q, k, v, cu_seqlens = packed(backend, [7, 0, 23])
     inputs = [t.requires_grad_() for t in (q, k, v)]
