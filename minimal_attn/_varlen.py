@@ -74,7 +74,7 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     b = b.clamp(max=B - 1)
     from_end = q_end[b] - 1 - token
     row = (first_block[b] + from_end // rows) * rows + rows - 1 - from_end % rows
-    row = torch.where(is_inside, row, n_blocks * rows - 1)
+    row = torch.where(is_inside, row, n_blocks * rows - 1).clamp(0, n_blocks * rows - 1)
     lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
     return out.flatten(0, 1).index_select(0, row), lse
 

@@ -365,6 +365,15 @@ def test_rows_of_no_sequence_are_zero(forced_backend):
         check(out[rows][None], lse[:, rows][None], q.dtype, expected_of(*(x[rows][None] for x in (q, k, v))))
 
 
+def test_wrong_lengths_read_nothing_out_of_bounds():
+    """On a GPU nobody checks them, and an index out of bounds would end all later work there."""
+    q, k = torch.randn(9, 2, 8), torch.randn(1, 30, 2, 8)
+    for cu_q, max_q in ([4, 20], 5), ([9, 3, 8], 4), ([2, 2, 7], 1), ([-9, 40], 40):
+        cu = torch.tensor(cu_q)
+        out, _ = _varlen.attend_packed(q, k, k, cu, cu[:-1] - 3, cu[1:] + 9, max_q, None, True)
+        assert out.isfinite().all()
+
+
 def test_nothing_packed(forced_backend):
     q, k, v, cu_seqlens = packed(forced_backend, [0, 0])
     some, _, _, cu_seqlens_of_some = packed(forced_backend, [3, 2])
