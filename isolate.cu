@@ -75,8 +75,9 @@ __device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int
     const auto is_good = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d); };
     // Mostly a row that sees a bad key sees the first or the last one.
     const Keys any = ranges.tiles[i / kRangeTile].any;
-    int first = any.begin, last = any.end - 1;
+    int first = any.begin;
     while (first < any.end && is_good(first)) ++first;
+    int last = max(first, any.end - 1);  // no row sees any.end: then all keys are good, and the bad ones behind them
     while (last > first && is_good(last)) --last;
     for (; i < end; ++i) {
         const Keys keys = keys_of_row(ranges, i);

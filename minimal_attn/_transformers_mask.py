@@ -149,10 +149,7 @@ class Mask:
                 return mask
         mask, numbers = self, masking_utils.find_packed_sequence_indices(position_ids)
         if numbers is not None:
-            function = self.arguments["mask_function"]
-            if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # not in 5.17
-                function = remap(function, position_ids)
-            function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
+            function = _in_documents(self.arguments["mask_function"], numbers, position_ids)
             mask = make_mask(**self.arguments | dict(mask_function=function, allow_is_causal_skip=False))
         self.packings.append(((position_ids,), mask))
         return mask
@@ -322,6 +319,18 @@ def without_documents(mask_function):
     return parts[0], numbers, None
 
 
+def _in_documents(function, numbers, position_ids):
+    """What transformers makes of a mask function for packed position_ids. Blocks count by tokens."""
+    name, parts = _made_by(function)
+    has_blocks = name == "or_masks" and len(parts) == 2 and _made_by(parts[1])[0] == "blockwise_overlay"
+    remapped = parts[0] if has_blocks else function
+    if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # not in 5.17
+        remapped = remap(remapped, position_ids)
+    if has_blocks:
+        remapped = masking_utils.or_masks(remapped, parts[1])
+    return masking_utils.and_masks(remapped, masking_utils.packed_sequence_mask_function(numbers))
+
+
 def keys_of(function, token, position=None):
     """(window_size, ranges) of one of transformers' mask functions, else None.
 
@@ -349,6 +358,9 @@ def keys_of(function, token, position=None):
         size, left = arguments
         begin = token - (token - left[:, None] if position is None else position) % size
         return (-1, -1), torch.stack((begin, begin + size), -1)
+    if name == "remap_positions_for_packed_sequence":
+        function, positions = arguments
+        return keys_of(function, token, positions[:, token[0]] if position is None else position)
     if name == "or_masks" and len(arguments) == 2 and _made_by(arguments[1])[0] == "blockwise_overlay":
         [ids] = _made_by(arguments[1])[1]
         known, blocks = keys_of(arguments[0], token, position), _blocks(ids, token)

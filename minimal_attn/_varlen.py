@@ -19,7 +19,9 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
         q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
         with torch.set_grad_enabled(False):
             results = attend(q, k, v, s_aux, True, **options)
-        return _Deterministic.apply(*_distinct(q, k, v, s_aux), *results, options)
+        cu_seqlens = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
+        tensors = _distinct(q, k, v, s_aux, *cu_seqlens)
+        return _Deterministic.apply(*tensors, *results, options)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
     out, lse = results if wants_lse else (results, None)
@@ -72,7 +74,7 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     b = b.clamp(max=B - 1)
     from_end = q_end[b] - 1 - token
     row = (first_block[b] + from_end // rows) * rows + rows - 1 - from_end % rows
-    row = torch.where(is_inside, row, n_blocks * rows - 1)
+    row = torch.where(is_inside, row, n_blocks * rows - 1).clamp(0, n_blocks * rows - 1)
     lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
     return out.flatten(0, 1).index_select(0, row), lse
 
@@ -144,7 +146,7 @@ class _Deterministic(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, s_aux, out, lse, options):
+    def forward(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, out, lse, options):
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
@@ -154,14 +156,13 @@ class _Deterministic(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, s_aux, out, lse = ctx.saved_tensors
+        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
         heads_first = (x.transpose(1, 2) for x in (do, q, k, v, out))
-        is_complete = s_aux is None
-        parts = backward(
-            *heads_first, lse, None, dlse=dlse, deterministic=True, complete=is_complete, **ctx.options
-        )
+        options = dict(deterministic=True, complete=s_aux is None, **ctx.options)
+        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        parts = backward(*heads_first, lse, None, dlse=dlse, **options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
-        return *(x.transpose(1, 2) for x in parts), dsinks, None, None, None
+        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 5
 
 
 class _WithoutGradients(torch.autograd.Function):

@@ -5,8 +5,8 @@ are no sinks. Other calls, and older opsets, get one operator for each step. Att
 with the first key, and runtimes differ in what a row without keys gets. So other alignments, windows and
 lengths become a bool mask, and rows that see no key become 0.
 
-Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
-exported yet, since torch.onnx has no torch.searchsorted.
+Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences and
+key_ranges can't be exported yet.
 """
 
 import math
@@ -27,7 +27,7 @@ def translation_table() -> dict[Callable, Callable]:
     `import minimal_attn` adds it to torch.onnx's own list, which is private. Where a later PyTorch refuses
     that, a warning says so: then pass it to the export as `custom_translation_table`.
 
-    The summary of the export's error names `state` or `block_table` where a call has them: ONNX has neither.
+    The summary of the export's error names an argument that isn't translated, such as `block_table`.
     """
     if find_spec("onnxscript") is None:
         raise ImportError(

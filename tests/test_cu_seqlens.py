@@ -147,6 +147,16 @@ def test_a_document_of_nan_stays_alone(backend, dtype):
         torch.testing.assert_close(o[:, :, others], expected[:, :, others], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_nan_behind_all_keys_of_a_tile_stays_alone(backend, dtype, causal):
+    """The last tile of V of the first 64 queries has it, but none of them sees a key of its document."""
+    (q, k, v), options = drawn(backend, lambda b: [[100, 100]] * 2, dtype, causal=causal)
+    expected = backend.forward(q, k, v, **options)[:, :, :100]
+    k[:, :, 100:] = v[:, :, 100:] = torch.nan
+    o = backend.forward(q, k, v, **options)[:, :, :100]
+    torch.testing.assert_close(o, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_same_bits_on_every_run(backend, dtype):
     """Documents without queries, and keys that a window hides, don't hold up the order of dq."""
     for make in lengths_of_self, lengths_of_cross, many:

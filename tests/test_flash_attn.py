@@ -365,6 +365,15 @@ def test_rows_of_no_sequence_are_zero(forced_backend):
         check(out[rows][None], lse[:, rows][None], q.dtype, expected_of(*(x[rows][None] for x in (q, k, v))))
 
 
+def test_wrong_lengths_read_nothing_out_of_bounds():
+    """On a GPU nobody checks them, and an index out of bounds would end all later work there."""
+    q, k = torch.randn(9, 2, 8), torch.randn(1, 30, 2, 8)
+    for cu_q, max_q in ([4, 20], 5), ([9, 3, 8], 4), ([2, 2, 7], 1), ([-9, 40], 40):
+        cu = torch.tensor(cu_q)
+        out, _ = _varlen.attend_packed(q, k, k, cu, cu[:-1] - 3, cu[1:] + 9, max_q, None, True)
+        assert out.isfinite().all()
+
+
 def test_nothing_packed(forced_backend):
     q, k, v, cu_seqlens = packed(forced_backend, [0, 0])
     some, _, _, cu_seqlens_of_some = packed(forced_backend, [3, 2])
@@ -606,6 +615,16 @@ def test_deterministic(backend, packed):
     assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
     assert all(map(torch.equal, by_func, torch.autograd.grad(loss(q, k, v), (q, k, v))))
     assert all(map(torch.equal, by_func, by_compile))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lengths_that_change_before_the_backward_pass_are_refused(backend, deterministic):
+    q, _, _, cu_seqlens = packed(backend, [4, 5])
+    q.requires_grad_()
+    out = flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 9, 9, deterministic=deterministic)
+    cu_seqlens[1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_gradients_of_packed_sequences_under_autocast(backend):

@@ -111,6 +111,19 @@ def test_packed_positions_with_a_cache(name, seed):
     assert set(huggingface.calls) == SERVED
 
 
+def test_blocks_in_packed_positions():
+    """An image's tokens are counted in the row, and not in their document."""
+    register()
+    ids = torch.tensor([[-1, -1, -1, -1, 0, 0, -1]])
+    function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids))
+    arguments = mask_arguments(mask_function=function, batch_size=1)
+    mask = make_mask(**arguments).by_positions(torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
+    seen = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool().tril()
+    seen[4, 5] = True
+    assert torch.equal(seen_by(mask)[0, 0], seen)
+    assert torch.equal(mask.full_tensor()[0, 0], seen)
+
+
 def test_cu_seq_lens_overrule_positions(seed):
     register()
     model = decoder("llama", seed)
