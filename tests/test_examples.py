@@ -37,11 +37,11 @@ def train(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     sys.modules.pop("train", None)
 
-    def main(on_gpu):
+    def main(on_gpu, *more):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
         import train
 
-        train.main("--steps 20 --layers 1 --width 32 --head-dim 16 --batch 2 --context 40".split())
+        train.main([*"--steps 20 --layers 1 --width 32 --head-dim 16 --batch 2 --context 40".split(), *more])
 
     return main
 
@@ -53,6 +53,13 @@ def test_train(train, on_gpu, capsys):
     assert lines[0].split() == ["steps", "manual", "sdpa", "minimal_attn"]
     first, last = (float(lines[i].split()[1]) for i in (1, -4))
     assert last < first - 0.1
+
+
+@pytest.mark.parametrize("on_gpu", [False, *[True] * bool(cuda_backends())])
+def test_train_packed(train, on_gpu, capsys):
+    """Documents in one row give the losses that they give with padding: train.main checks it."""
+    train(on_gpu, "--packed")
+    assert capsys.readouterr().out.splitlines()[0].split()[-1] == "packed"
 
 
 def test_train_sees_a_wrong_gradient(train, monkeypatch):
