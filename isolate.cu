@@ -1,5 +1,5 @@
 // isolate.cu: with ranges, a hidden Inf or NaN reaches no row of o. This kernel runs after the forward kernel, and
-// computes the rows that one has reached again, from the keys that each sees. docs/ranges.md says why so few rows are read.
+// computes the rows that one has reached again, from the keys that each sees. docs/ranges.md has more.
 //
 //     block      a tile of 64 queries
 //     warp       some of its heads, one row at a time
@@ -79,8 +79,7 @@ __device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int
     const int64_t h_kv = h / (a.Hq / a.Hkv);
     const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
     const auto is_key_finite = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d); };
-    // The first and the last key with an Inf or NaN. A row that sees neither mostly sees none; else its computation is in
-    // vain.
+    // The first and the last key with an Inf or NaN. A row that sees neither of them mostly sees none.
     const Keys any = ranges.tiles[i / kRangeTile].any;
     int first = any.begin;
     while (first < any.end && is_key_finite(first)) ++first;

@@ -1,5 +1,5 @@
-// ranges.h: a mask that gives each query a range of keys of its own, as key_ranges and cu_seqlens do. A band (flash.h) is
-// two numbers a batch. These are two numbers a query, in tables that make_ranges_cuda (ranges.cu) or make_ranges_cpu
+// ranges.h: a mask that gives each query a range of keys of its own, as key_ranges and cu_seqlens do. A band (flash.h)
+// is two numbers a batch. These are two numbers a query, in tables that make_ranges_cuda (ranges.cu) or make_ranges_cpu
 // (cpu/ranges.cpp) fills once a call, for all heads.
 //
 //     rows       of a query: the keys that it sees, after all parts of the mask. A blind query sees none
@@ -92,8 +92,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Ranges &ranges, int i0, i
     return all;
 }
 
-// Keys that the kMeetTile queries around query i meet. That is the largest tile of queries of a backward pass: all roles
-// and kernels must agree on what a query meets.
+// Keys that the kMeetTile queries around query i meet. That is the largest tile of queries of a backward pass: all
+// roles and kernels must agree on what a query meets.
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_met(const Ranges &ranges, int i) {
     const int i0 = i / kMeetTile * kMeetTile;
     return keys_of_any(ranges, i0, i0 + kMeetTile);

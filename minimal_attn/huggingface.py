@@ -62,10 +62,10 @@ try:
     from minimal_attn._transformers_mask import (
         Mask,
         _name,
-        explicit,
         keys_of,
         make_mask,
         remember_factories,
+        within_window,
         without_documents,
     )
 except ImportError as error:
@@ -432,7 +432,7 @@ def register(*, strict: bool = False) -> None:
         functions.append(masking_utils.chunked_causal_mask_function(n, no_padding))
     for function in functions:
         known = keys_of(function, token) or ((-1, -1), torch.zeros(1, 9, 2))  # no keys where it isn't known
-        begin, end = explicit(*known, token).transpose(0, 1).unbind(-1)
+        begin, end = within_window(*known, token).transpose(0, 1).unbind(-1)
         seen = (begin <= token) & (token < end)
         if not torch.equal(seen, function(0, 0, token.T, token).expand(9, 9)):
             raise ImportError(
