@@ -84,8 +84,8 @@ class Mask:
         bounds: seqlens_k, leftpad_k, offset and key_ranges of minimal_attn.forward, where they are needed.
         order: None, or (B, Nk): the order in which the bounds count the keys, tokens before padding. k and v
             are put in it first.
-        documents: None, or Documents, in each of which the window applies. If there are bounds, only they count,
-            for one row of all B Nq queries and B Nk keys.
+        documents: None, or Documents, in each of which the window applies. If there are bounds, only
+            they count, for one row of all B Nq queries and B Nk keys.
         why: why the kernels can't take this mask, or None.
         arguments: of transformers' mask functions, which make the tensor from them, if at all.
     """
