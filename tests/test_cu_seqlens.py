@@ -61,7 +61,7 @@ OPTIONS = {
     "full": {},
     "causal": dict(causal=True),
     "window": dict(window_size=(20, 3)),
-    "causal window": dict(window_size=(7, 0), softmax_scale=-0.3),
+    "causal window": dict(window_size=(7, 0), softmax_scale=-0.1),
 }
 
 
