@@ -2,7 +2,7 @@
 // computes the rows that one has reached again, from the keys that each sees. docs/ranges.md has more.
 //
 //     block      a tile of 64 queries
-//     warp       some of its heads, one row at a time
+//     warp       some of the heads, one row at a time
 //     lane       of a row, each 32nd column; in compute_alone also one of 32 keys
 //
 // Uses ranges.h: ranges_of, keys_of_row; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum, launch_all,

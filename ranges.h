@@ -4,7 +4,7 @@
 //
 //     rows       of a query: the keys that it sees, after all parts of the mask. A blind query sees none
 //     tiles      of 64 queries: `any`, from the first to the last key that one of them sees; `all`, those that all see;
-//                on a GPU `grows`: no range begins or ends before that of the query before it
+//                `grows`, on a GPU: no range begins or ends before that of the query before it
 //     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
 //     seeing     of a key, if the ranges grow: from the first to the last query that sees it; some between may be blind
