@@ -1,4 +1,14 @@
-"""Which keys a query of a transformers model sees, as arguments of forward: Mask and make_mask."""
+"""Which keys a query of a transformers model sees, as arguments of forward.
+
+What leads from a mask function to a layer's bounds:
+
+    make_mask           once a model call: transformers' mask function and attention_mask become a Mask
+    remember_factories  lets a mask function tell what made it
+    keys_of             so: its window and its ranges of keys
+    _from_tensor        the ranges of any other function, from its tensor
+    _tokens_first       attention_mask has holes, or isn't known while tracing: the keys get another order
+    Mask                the result; in a layer packed, by_positions and paged limit it to documents
+"""
 
 from __future__ import annotations
 
@@ -156,7 +166,7 @@ class Mask:
         return mask
 
     def paged(self, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) -> Mask:
-        """packed(...) of generate_batch, once a layer: nothing is read before the tensor is needed."""
+        """packed(...) for generate_batch, anew in each layer: it reads values only if a tensor is needed."""
         given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
 
         def inside(*indices):
@@ -169,7 +179,7 @@ class Mask:
         B, _, Nq, Nk = self.shape
         cu_q, cu_k = (cu.to(self.device) for cu in (cu_q, cu_k))
         is_known = not is_tracing(cu_q)
-        if is_known:  # the check ensures that all padding is outside of the documents
+        if is_known:  # then _check_documents ensures that no padding is in a document
             max_q, max_k = self._check_documents(cu_q, cu_k)
         longest = (B * N if n is None else n for n, N in ((max_q, Nq), (max_k, Nk)))
         documents = Documents(cu_q, cu_k, *longest)
@@ -177,7 +187,7 @@ class Mask:
         function, _, _ = without_documents(self.arguments["mask_function"])
         known = keys_of(function, token, position)
         if known is not None and known[1] is not None and known[1].shape[0] != 1:
-            known = None  # it depends on the row
+            known = None  # it depends on the batch, but packed documents have one
         window, why, bounds = None, None, {}
         if known is None:
             why = f"mask function {_name(function)}"
@@ -201,7 +211,9 @@ class Mask:
         return Mask(arguments, window, bounds, why, documents)
 
     def _check_documents(self, cu_q, cu_k):
-        """The longest lengths. Raises ValueError where the documents can't be, or contradict the mask."""
+        """The longest documents' lengths in q and k. Raises ValueError where cu_q, cu_k are impossible or
+        contradict attention_mask.
+        """
         B, _, Nq, Nk = self.shape
         if cu_q.shape != cu_k.shape or cu_q.ndim != 1 or len(cu_q) < 2:
             raise ValueError(
