@@ -93,15 +93,15 @@ struct Attention {
     int lse_rows;        // at least Nq; on a GPU those from Nq on become inf, as PyTorch's backward pass wants them
 
     // With key_ranges (else null) query i of batch b also sees only begin <= j < end: the two ints at key_ranges[b *
-    // key_ranges_stride + 2 * i], of any value. Kernels then read the mask from the tables, and of a band its `keys` alone.
-    // It stands last, so that other members keep their places in a kernel's parameters.
+    // key_ranges_stride + 2 * i], of any value. From here on members stand last, so that those above keep their places
+    // in a kernel's parameters.
     const int *key_ranges;
     int64_t key_ranges_stride;
-    RangeTables ranges;
+    RangeTables ranges;  // the whole mask then: of a band kernels read only `keys`
 
     // With cu_seqlens_q and cu_seqlens_k (else null) B is 1. Document n has the queries cu_seqlens_q[n] <= i <
-    // cu_seqlens_q[n + 1] and the keys likewise, clamped. The band holds within it, as in a batch of its own. Queries of no
-    // document see nothing. The tables of `ranges` have this mask, too.
+    // cu_seqlens_q[n + 1] and the keys likewise, clamped. The band holds within it, as in a batch of its own. Queries
+    // of no document see nothing.
     const int *cu_seqlens_q, *cu_seqlens_k;
     int documents;
 };

@@ -1,7 +1,12 @@
-// isolate.cu: an Inf or NaN of one document reaches no other. Forward kernels multiply whole tiles of V. A hidden key's Pij
-// is 0, but 0 times NaN is NaN. This kernel runs behind them. It looks at one row of those that have met the same tiles of
-// V: o isn't finite there if they have met a NaN, in all columns that it was in. Then it computes these rows again, each of
-// the keys that it sees, but for those that see an Inf or NaN themselves. docs/ranges.md has more.
+// isolate.cu: with ranges, a hidden Inf or NaN reaches no row of o. This kernel runs after the forward kernel, and
+// computes the rows that one has reached again, from the keys that each sees. docs/ranges.md has more.
+//
+//     block      a tile of 64 queries
+//     warp       some of the heads, one row at a time
+//     lane       of a row, each 32nd column; in compute_alone also one of 32 keys
+//
+// Uses ranges.h: ranges_of, keys_of_row; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum, launch_all,
+// launch_overlapping, wait_for_kernel_before, why_not.
 #include "device.h"
 #include "ranges.h"
 
@@ -20,7 +25,7 @@ __device__ const T *row_of(const void *tensor, const Strides &stride, int64_t b,
     return row_of<const T>(const_cast<void *>(tensor), stride, b, h, i);
 }
 
-// Of a row of d numbers, by a warp.
+// Whether a row of d numbers is finite. A warp looks at it.
 template <class T>
 __device__ bool is_finite(const T *row, int d) {
     bool all = true;
@@ -30,7 +35,7 @@ __device__ bool is_finite(const T *row, int d) {
     return __all_sync(~0u, all);
 }
 
-// Steps 8 to 13 for one row, by one warp. l and m stay: V has no part in them.
+// Steps 8 to 13 of Algorithm 1 for one row, by one warp. It writes o; l and m don't depend on V, and stay.
 template <class T, class O>
 __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t b, int64_t h, int i) {
     const int64_t h_kv = h / (a.Hq / a.Hkv), bhi = (b * a.Hq + h) * a.Nq + i;
@@ -39,23 +44,23 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
     const Keys keys = keys_of_row(ranges, i);
     const int lane = threadIdx.x % 32;
     float Oi[kMostColumns] = {}, mi = -INFINITY, li = 0.f;
-    for (int j0 = keys.begin; j0 < keys.end; j0 += 32) {  // lane n has key j0 + n
+    for (int j0 = keys.begin; j0 < keys.end; j0 += 32) {  // j is j0 + lane
         const int count = min(keys.end - j0, 32);
-        float S = 0.f;
+        float Sij = 0.f;
         if (lane < count)
-            for (int c = 0; c < a.d; ++c) S = fmaf((float)q[c], (float)K[j0 + lane][c], S);
-        S = lane < count ? a.softmax_scale * S : -INFINITY;
-        const float m = fmaxf(mi, row_max<32>(S)), origin = m == -INFINITY ? 0.f : m;
-        const float P = lane < count ? expf(S - origin) : 0.f, alpha = expf(mi - origin);
-        mi = m, li = alpha * li + row_sum<32>(P);
+            for (int c = 0; c < a.d; ++c) Sij = fmaf((float)q[c], (float)K[j0 + lane][c], Sij);
+        Sij = lane < count ? a.softmax_scale * Sij : -INFINITY;
+        const float mi_new = fmaxf(mi, row_max<32>(Sij)), origin = mi_new == -INFINITY ? 0.f : mi_new;
+        const float Pij = lane < count ? expf(Sij - origin) : 0.f, alpha = expf(mi - origin);
+        mi = mi_new, li = alpha * li + row_sum<32>(Pij);
 #pragma unroll
         for (int x = 0; x < kMostColumns; ++x) Oi[x] *= alpha;
         for (int n = 0; n < count; ++n) {
-            const float Pij = __shfl_sync(~0u, P, n);
+            const float P_n = __shfl_sync(~0u, Pij, n);
             const T *const v = V[j0 + n];
 #pragma unroll
             for (int x = 0; x < kMostColumns; ++x)
-                if (32 * x + lane < a.d) Oi[x] = fmaf(Pij, (float)v[32 * x + lane], Oi[x]);
+                if (32 * x + lane < a.d) Oi[x] = fmaf(P_n, (float)v[32 * x + lane], Oi[x]);
         }
     }
     const RowEnd end = end_of_row(true, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
@@ -67,18 +72,19 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
             o[c] = (O)(end.weight_Oi * Oi[x] + (o_in ? end.weight_o_in * o_in[c] : 0.f));
 }
 
-// Rows from i to end of one head, which have met the same tiles of V, where o isn't finite.
+// Of one head's rows from i to end, which have met the same tiles of V, computes again those that only a hidden Inf or
+// NaN has reached: o isn't finite, but q and the keys that the row sees are.
 template <class T, class O>
 __device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int64_t h, int i, int end) {
     const int64_t h_kv = h / (a.Hq / a.Hkv);
     const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
-    const auto is_good = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d); };
-    // Mostly a row that sees a bad key sees the first or the last one.
+    const auto is_key_finite = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d); };
+    // The first and the last key with an Inf or NaN. A row that sees neither of them mostly sees none.
     const Keys any = ranges.tiles[i / kRangeTile].any;
     int first = any.begin;
-    while (first < any.end && is_good(first)) ++first;
-    int last = max(first, any.end - 1);  // no row sees any.end: then all keys are good, and the bad ones behind them
-    while (last > first && is_good(last)) --last;
+    while (first < any.end && is_key_finite(first)) ++first;
+    int last = max(first, any.end - 1);  // if the NaN lies behind `any`, both are any.end, which no row sees
+    while (last > first && is_key_finite(last)) --last;
     for (; i < end; ++i) {
         const Keys keys = keys_of_row(ranges, i);
         const auto sees = [&](int j) { return keys.begin <= j && j < keys.end; };
@@ -89,7 +95,6 @@ __device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int
     }
 }
 
-// A block has a tile of 64 queries, a warp some of the heads.
 template <class T, class O>
 __global__ void __launch_bounds__(kThreads)
     isolate_rows(const __grid_constant__ Attention a, int rows_alike, int blocks_of_tile, int64_t first_block) {
@@ -101,9 +106,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t h = first_head; h < a.Hq; h += blocks_of_tile * kWarps)
         for (int i = i0; i < i1; ++i) {
             if (empty(keys_of_row(ranges, i))) continue;
-            const int end = min(i / rows_alike * rows_alike + rows_alike, i1);  // of the rows that this one speaks for
+            const int end = min(i / rows_alike * rows_alike + rows_alike, i1);  // of the rows that met the same tiles
             if (!is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d)) {
-                if (!is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d)) continue;  // it speaks for itself alone
+                if (!is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d)) continue;  // tells nothing of other rows
                 isolate<T, O>(a, ranges, b, h, i, end);
             }
             i = end - 1;

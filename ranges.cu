@@ -1,4 +1,10 @@
-// ranges.cu: the tables of ranges.h on a GPU, by two small kernels. The second is for backward passes alone.
+// ranges.cu: the tables of ranges.h on a GPU. cpu/ranges.cpp fills them on a CPU.
+//
+//     fill_query_tables   `rows`, `tiles`; a warp has a tile of queries, a lane two of its rows
+//     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
+//
+// Uses ranges.h: range_of_row, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h: band_of; device.h:
+// launch_all, why_not.
 #include "ranges.h"
 
 #include "device.h"
@@ -8,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-// The same in all lanes.
+// All lanes get the result.
 __device__ Interval hull_of_warp(Interval x) {
 #pragma unroll
     for (int other = 1; other < 32; other *= 2)
@@ -23,7 +29,6 @@ __device__ Interval intersection_of_warp(Interval x) {
     return x;
 }
 
-// `rows` and `tiles`: a warp has a tile, a lane two of its rows.
 __global__ void __launch_bounds__(kThreads)
     fill_query_tables(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, tiles = range_tiles(a);
@@ -58,7 +63,7 @@ __device__ int first_query(const Ranges &ranges, Interval queries, const IsBehin
     return queries.end;
 }
 
-// `meeting`, `batches` and `seeing`: a warp has a tile of keys, and looks at all queries.
+// A warp looks at all queries.
 __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constant__ Attention a, int64_t first_block) {
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, key_tiles = range_key_tiles(a);
     if (n >= a.B * key_tiles) return;

@@ -1,9 +1,10 @@
-// ranges.h: a mask that gives each query a range of keys of its own. A band (flash.h) is two numbers a batch; here are two
-// numbers a query, in tables that make_ranges_cuda or make_ranges_cpu fills once a call, for all heads.
+// ranges.h: a mask that gives each query a range of keys of its own, as key_ranges and cu_seqlens do. A band (flash.h)
+// is two numbers a batch. These are two numbers a query, in tables that make_ranges_cuda (ranges.cu) or make_ranges_cpu
+// (cpu/ranges.cpp) fills once a call, for all heads.
 //
 //     rows       of a query: the keys that it sees, after all parts of the mask. A blind query sees none
 //     tiles      of 64 queries: `any`, from the first to the last key that one of them sees; `all`, those that all see;
-//                on a GPU `grows`: no range begins or ends before that of the query before it
+//                `grows`, on a GPU: no range begins or ends before that of the query before it
 //     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
 //     seeing     of a key, if the ranges grow: from the first to the last query that sees it; some between may be blind
@@ -39,7 +40,7 @@ MINIMAL_ATTN_HOST_DEVICE inline int64_t range_key_tiles(const Attention &a) {
 
 // The mask of one batch.
 struct Ranges {
-    Keys keys;  // those of the band: outside of them memory may hold anything
+    Keys keys;  // of the batch, or of all documents: outside of them memory may hold anything
     const Keys *rows;
     const TileKeys *tiles;
     const Interval *meeting;
@@ -91,8 +92,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const Ranges &ranges, int i0, i
     return all;
 }
 
-// Keys that the kMeetTile queries around query i meet: so many, since the largest tile of queries of a backward pass has
-// them, and all roles and kernels must agree.
+// Keys that the kMeetTile queries around query i meet. That is the largest tile of queries of a backward pass: all
+// roles and kernels must agree on what a query meets.
 MINIMAL_ATTN_HOST_DEVICE inline Keys keys_met(const Ranges &ranges, int i) {
     const int i0 = i / kMeetTile * kMeetTile;
     return keys_of_any(ranges, i0, i0 + kMeetTile);
@@ -116,8 +117,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
 
-// For kernels that are compiled for both: Mask is Band or Ranges, Narrow<Mask> what narrow() makes of it. In hopper/ it is
-// the narrow one.
+// For kernels that are compiled for both: Mask is Band or Ranges, Narrow<Mask> what narrow() makes of it. In hopper/
+// Mask is the narrow one.
 template <class Mask>
 MINIMAL_ATTN_HOST_DEVICE Mask mask_of(const Attention &a, int64_t b) {
     if constexpr (std::is_same_v<Mask, Ranges>)
@@ -155,7 +156,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const AnyMask &mask, int i0, in
     return mask.ranges.rows ? keys_of_all(mask.ranges, i0, i1) : keys_of_all((const Band &)mask, i0, i1);
 }
 
-// The band of query i's document, in which i and j count from the first of all. cu_seqlens of any values are safe.
+// The band of query i's document. i and j count from the first token of all. cu_seqlens of any values are safe.
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i) {
     int n = 0;  // the first document that ends behind i
     for (int end = a.documents; n < end;) {
@@ -165,8 +166,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
         else
             end = middle;
     }
-    const Keys all = keys_of_documents(a);                    // no row sees others, whatever the values are
-    if (n == a.documents) return {{all.end, all.end}, 0, 0};  // behind the last one: so ranges still grow
+    const Keys all = keys_of_documents(a);                    // no query sees other keys, whatever the values are
+    if (n == a.documents) return {{all.end, all.end}, 0, 0};  // behind the last document: so ranges still grow
     if (a.cu_seqlens_q[n] > i) return {};
     const int begin_k = clamp(a.cu_seqlens_k[n], all.begin, all.end),
               end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, all.end);
@@ -174,7 +175,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
     return {{begin_k, end_k}, position + a.first, position + a.last};
 }
 
-// What query i sees. This and add_row are for make_ranges_* alone.
+// What query i sees. Only make_ranges_* call this and add_row.
 MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band &batch, int64_t b, int i) {
     if (i >= a.Nq) return {0, 0};
     const Keys seen = keys_of_row(a.cu_seqlens_q ? band_of_document(a, i) : batch, i);
@@ -184,7 +185,7 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band
     return {begin, clamp(range[1], begin, seen.end)};
 }
 
-// Makes row one of those of a tile.
+// Adds a row's range to its tile's entry.
 MINIMAL_ATTN_HOST_DEVICE inline void add_row(TileKeys &tile, Keys row) {
     tile.any = hull(tile.any, row), tile.all = intersection(tile.all, empty(row) ? Keys{0, 0} : row);
 }
@@ -209,9 +210,8 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
 void make_ranges_cpu(const Attention &a);
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
-// Behind a forward kernel: where o isn't finite, it computes rows again, each of its own keys alone. For 0 times a hidden
-// Inf or NaN, as one of another document, is NaN. `rows_alike`, a divisor of 64, says how many rows of o have
-// met the same tiles of V. isolate.cu has more; cpu/rows.h does the same on a CPU.
+// Runs after a forward kernel: computes the rows of o again that a hidden Inf or NaN has reached (isolate.cu). Each
+// `rows_alike` rows, a divisor of 64, have met the same tiles of V. On a CPU isolate_row (cpu/rows.h) does it.
 const char *isolate_rows_cuda(const Attention &a, int rows_alike, CUstream_st *stream);
 
 }  // namespace minimal_attn

@@ -91,7 +91,7 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    int (*rows_alike)(const Attention &);  // of neighbours, with ranges: isolate_rows_cuda
+    int (*rows_alike)(const Attention &);  // with ranges, for isolate_rows_cuda (ranges.h); null on a CPU
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -219,7 +219,7 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
-constexpr size_t kIntOptions = 6, kKeyRanges = 3;  // how many there are below, and which one has three dimensions
+constexpr size_t kIntOptions = 6, kKeyRanges = 3;  // how many there are below; which one has three dimensions
 // set(tensor, where Attention has it) for each option that is a tensor of ints.
 template <class Set>
 void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {

@@ -265,7 +265,7 @@ inline void check_overlap(const Arguments &a, const Tensor &out) {
     });
 }
 
-// The values, where looking at them costs no synchronisation. On a GPU they are clamped.
+// The values of cu_seqlens, on a CPU. On a GPU that would synchronise: there they are clamped (ranges.h).
 inline void check_values(const MaybeTensor &cu_seqlens, const SymInt &total, const char *name) {
     if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
     const Tensor ints = cu_seqlens->to(at::kLong).contiguous();

@@ -79,8 +79,8 @@ inline bool is_finite(const float *row, int d) {
     return std::all_of(row, row + d, [](float x) { return std::isfinite(x); });
 }
 
-// Oi of one row again, of the keys that it sees alone, as ranges.h says of isolate_rows_cuda. If it sees an Inf or NaN itself,
-// Oi stays. mi is known.
+// Computes one row of Oi again, from mi and the keys that it sees, so that it has no hidden Inf or NaN (isolate.cu). If
+// it sees an Inf or NaN itself, Oi stays.
 [[gnu::noinline]] inline void isolate_row(const Attention &a, const QueryTile &t, int lane, float mi, float *Oi) {
     const KeyRows<char> K(a, a.k, in_bytes(a.k_stride, a.dtype), t.b, t.h);
     const KeyRows<char> V(a, a.v, in_bytes(a.v_stride, a.dtype), t.b, t.h);

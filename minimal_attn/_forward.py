@@ -160,16 +160,18 @@ def forward(
             "decode..." (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
         key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
-            key_ranges[b, i], clamped to 0..Nk. So chunks, prefixes and images within text are ranges. Any
-            ranges are right. Those that only grow with i are fast: a tile of queries
-            computes all keys from the first to the last one that it sees. "hopper" takes portable's kernels
-            for float32, and for gradients with d above 128. There is no kernel for few queries yet.
-        cu_seqlens_q, cu_seqlens_k: (documents + 1,), of an integer dtype on q's device: packed documents,
-            one behind the other in one batch, q (1, Hq, total_q, d) and k, v (1, Hkv, total_k, d). Document n
-            has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1], and the keys likewise. causal and
-            window_size hold within it: its last query sees its last key. Tokens of no document see nothing,
-            and may hold anything. Not together with seqlens_k, leftpad_k or offset. On a GPU values are not
-            checked but clamped, on a CPU they must grow and fit. Kernels are those of key_ranges.
+            key_ranges[b, i], clamped to 0..Nk. Chunks, prefixes and images within text are such ranges. Any
+            ranges are right. Those that only grow with i are fast: a tile of queries computes all keys from
+            the first to the last one that it sees. "hopper" takes portable's kernels for float32, and for
+            gradients with d above 128. There is no kernel for few queries yet.
+        cu_seqlens_q, cu_seqlens_k: (documents + 1,), of an integer dtype on q's device, both or none: packed
+            documents, one behind the other in one batch, q (1, Hq, total_q, d), k and v (1, Hkv, total_k, d).
+            Document n has the queries cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1], and the keys likewise.
+            causal and window_size hold within it, with its last query at its last key; key_ranges count from
+            key 0 of all. Queries of no document see nothing. Keys of none are seen by no query. Both may hold
+            anything. Not together with seqlens_k, leftpad_k or offset. Values must never decrease, and lie
+            within 0..total: on a CPU this is checked, on a GPU they are clamped. Kernels are those of
+            key_ranges.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse

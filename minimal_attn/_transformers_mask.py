@@ -1,4 +1,14 @@
-"""Which keys a query of a transformers model sees, as arguments of forward: Mask and make_mask."""
+"""Which keys a query of a transformers model sees, as arguments of forward.
+
+What leads from a mask function to a layer's bounds:
+
+    make_mask           once a model call: transformers' mask function and attention_mask become a Mask
+    remember_factories  lets a mask function tell what made it
+    keys_of             so: its window and its ranges of keys
+    _from_tensor        the ranges of any other function, from its tensor
+    _tokens_first       attention_mask has holes, or isn't known while tracing: the keys get another order
+    Mask                the result; in a layer packed, by_positions and paged limit it to documents
+"""
 
 from __future__ import annotations
 
@@ -56,10 +66,9 @@ class Documents(NamedTuple):
     max_length_k: int
 
     def queries(self, n):
-        """(tokens, positions, ranges) of n queries: (1, n), (1, n) and (1, n, 2), all in keys.
+        """(token, position, ranges) of n queries: (1, n), (1, n) and (1, n, 2), as keys_of has them.
 
-        A document's last query is at its last key. position counts from the document's begin. A query of no
-        document has an empty range.
+        A document's last query is at its last key. ranges are the keys of a query's document, if it has one.
         """
         cu_q, cu_k = self.cu_seq_lens_q.long(), self.cu_seq_lens_k.long()
         query = torch.arange(n, device=cu_q.device)
@@ -83,9 +92,10 @@ class Mask:
         shape: (B, 1, Nq, Nk).
         window: window_size of minimal_attn.forward, None where `why` isn't None.
         bounds: seqlens_k, leftpad_k, offset and key_ranges of minimal_attn.forward, where they are needed.
-        order: None, or (B, Nk): the keys are taken in this order first, tokens before padding.
-        documents: None, or Documents, to each of which the window applies. If there are bounds, they are of
-            one row of B Nq queries and B Nk keys, and decide alone.
+        order: None, or (B, Nk): the order in which the bounds count the keys, tokens before padding. k and v
+            are put in it first.
+        documents: None, or Documents, in each of which the window applies. If there are bounds, only
+            they count, for one row of all B Nq queries and B Nk keys.
         why: why the kernels can't take this mask, or None.
         arguments: of transformers' mask functions, which make the tensor from them, if at all.
     """
@@ -97,7 +107,8 @@ class Mask:
         self.arguments, self.window, self.bounds, self.why = arguments, window, bounds or {}, why
         self.documents, self.order = documents, order
         self.shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        self.tensors, self.packings = {}, []
+        self.tensors = {}  # by dtype and options
+        self.packings = []  # (arguments of packed or by_positions, the Mask that they made)
 
     def tensor(self, dtype=torch.bool):
         """The mask as transformers has it, made once: bool for its sdpa function, else to add to scores.
@@ -118,9 +129,9 @@ class Mask:
         return self.tensors[key]
 
     def packed(self, cu_seq_lens_q, cu_seq_lens_k, max_length_q=None, max_length_k=None) -> Mask:
-        """This mask, limited to the documents that these arguments of a layer give. position_ids don't count.
+        """This mask within the documents that these arguments of a layer give. position_ids don't count.
 
-        Their numbers are read once a mask, which synchronises. So max_length is needed only while tracing.
+        cu_seq_lens are read once a mask, which synchronises. So max_length is needed only while tracing.
 
         Raises:
             ValueError: they contradict the mask.
@@ -134,28 +145,28 @@ class Mask:
         return mask
 
     def by_positions(self, position_ids) -> Mask:
-        """This mask in the documents of a layer's position_ids, as transformers' flash route has it.
+        """This mask within the documents of a layer's position_ids, as in transformers' flash route.
 
-        It is so for one row of queries that are all keys, without padding. Looked at once a mask.
+        That is so if B is 1, each key has a query, and there is no attention_mask. Else it is this mask.
         """
         B, _, Nq, Nk = self.shape
         is_row = isinstance(position_ids, Tensor) and position_ids.shape == (1, Nq) and B == 1
         if not is_row or Nq != Nk or Nq == 1 or self.arguments["attention_mask"] is not None:
             return self
-        if is_tracing(position_ids):
+        if is_tracing(position_ids):  # their values aren't known
             return self
         for known, mask in self.packings:
             if known[0] is position_ids:
                 return mask
         mask, numbers = self, masking_utils.find_packed_sequence_indices(position_ids)
         if numbers is not None:
-            function = _in_documents(self.arguments["mask_function"], numbers, position_ids)
+            function = _packed_function(self.arguments["mask_function"], numbers, position_ids)
             mask = make_mask(**self.arguments | dict(mask_function=function, allow_is_causal_skip=False))
         self.packings.append(((position_ids,), mask))
         return mask
 
     def paged(self, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) -> Mask:
-        """packed(...) of generate_batch, once a layer: nothing is read before the tensor is needed."""
+        """packed(...) for generate_batch, anew in each layer: it reads values only if a tensor is needed."""
         given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
 
         def inside(*indices):
@@ -168,7 +179,7 @@ class Mask:
         B, _, Nq, Nk = self.shape
         cu_q, cu_k = (cu.to(self.device) for cu in (cu_q, cu_k))
         is_known = not is_tracing(cu_q)
-        if is_known:  # the check ensures that all padding is outside of the documents
+        if is_known:  # then _check_documents ensures that no padding is in a document
             max_q, max_k = self._check_documents(cu_q, cu_k)
         longest = (B * N if n is None else n for n, N in ((max_q, Nq), (max_k, Nk)))
         documents = Documents(cu_q, cu_k, *longest)
@@ -176,13 +187,13 @@ class Mask:
         function, _, _ = without_documents(self.arguments["mask_function"])
         known = keys_of(function, token, position)
         if known is not None and known[1] is not None and known[1].shape[0] != 1:
-            known = None  # it depends on the row
+            known = None  # it depends on the batch, but packed documents have one
         window, why, bounds = None, None, {}
         if known is None:
             why = f"mask function {_name(function)}"
         else:
             window, ranges = known
-            limits = explicit(window, _common(ranges, limits), token)
+            limits = within_window(window, _intersection(ranges, limits), token)
             bounds = {} if ranges is None else _bounds_of(limits, 1)
         if not is_known and self.arguments["attention_mask"] is not None:
             why = "attention_mask's values aren't known while tracing"
@@ -200,7 +211,9 @@ class Mask:
         return Mask(arguments, window, bounds, why, documents)
 
     def _check_documents(self, cu_q, cu_k):
-        """The longest lengths. Raises ValueError where the documents can't be, or contradict the mask."""
+        """The longest documents' lengths in q and k. Raises ValueError where cu_q, cu_k are impossible or
+        contradict attention_mask.
+        """
         B, _, Nq, Nk = self.shape
         if cu_q.shape != cu_k.shape or cu_q.ndim != 1 or len(cu_q) < 2:
             raise ValueError(
@@ -303,46 +316,56 @@ for _stem in "eq ne lt le gt ge invert".split():
     setattr(Mask, f"__{_stem}__", _operator(f"__{_stem}__"))
 
 
-def without_documents(mask_function):
-    """(function, numbers, positions) of transformers' mask function for packed position_ids.
+def _split(function, combination, factory):
+    """(other, arguments) where function is combination(other, factory(*arguments)), else (function, None)."""
+    name, parts = _made_by(function)
+    if name != combination or len(parts) != 2 or _made_by(parts[1])[0] != factory:
+        return function, None
+    return parts[0], _made_by(parts[1])[1]
 
-    numbers (B, N) count up: each token's document. positions (B, N) are those in the documents, or None. Else
-    (mask_function, None, None).
+
+def without_documents(mask_function):
+    """Takes transformers' mask function for packed position_ids apart.
+
+    Returns:
+        (function, numbers, positions): function doesn't know documents; numbers (B, N) count up, one for each
+        token's document; positions (B, N) are those within documents, or None. Of another mask_function:
+        (mask_function, None, None).
     """
-    name, parts = _made_by(mask_function)
-    if name != "and_masks" or len(parts) != 2 or _made_by(parts[1])[0] != "packed_sequence_mask_function":
+    function, arguments = _split(mask_function, "and_masks", "packed_sequence_mask_function")
+    if arguments is None:
         return mask_function, None, None
-    [numbers] = _made_by(parts[1])[1]
-    name, remapped = _made_by(parts[0])
+    [numbers] = arguments
+    name, remapped = _made_by(function)
     if name == "remap_positions_for_packed_sequence":
         return remapped[0], numbers, remapped[1]
-    return parts[0], numbers, None
+    return function, numbers, None
 
 
-def _in_documents(function, numbers, position_ids):
+def _packed_function(function, numbers, position_ids):
     """What transformers makes of a mask function for packed position_ids. Blocks count by tokens."""
-    name, parts = _made_by(function)
-    has_blocks = name == "or_masks" and len(parts) == 2 and _made_by(parts[1])[0] == "blockwise_overlay"
-    remapped = parts[0] if has_blocks else function
+    remapped, blocks = _split(function, "or_masks", "blockwise_overlay")
     if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # not in 5.17
         remapped = remap(remapped, position_ids)
-    if has_blocks:
-        remapped = masking_utils.or_masks(remapped, parts[1])
+    if blocks is not None:
+        remapped = masking_utils.or_masks(remapped, masking_utils.blockwise_overlay(*blocks))
     return masking_utils.and_masks(remapped, masking_utils.packed_sequence_mask_function(numbers))
 
 
 def keys_of(function, token, position=None):
-    """(window_size, ranges) of one of transformers' mask functions, else None.
+    """(window_size, ranges) of a mask function that transformers made, None of another one.
 
     transformers' sliding_window counts keys: sliding_window - 1 before the query, and its own. All these
     functions let a token see itself.
 
     Args:
-        token: (B or 1, Nq): where the queries are among the keys.
-        position: likewise, in their documents, where chunks begin. None: chunks begin behind the padding.
+        token: (B or 1, Nq): the index of each query's own key.
+        position: likewise, counted from the begin of its document: chunks begin there. None: chunks begin
+            behind the padding.
 
     Returns:
-        ranges: None, or (B or 1, Nq, 2): of the window, the keys begin <= j < end are seen.
+        window_size as in forward, and ranges (B or 1, Nq, 2) or None: a query sees those keys of its window
+        with begin <= j < end.
     """
     if function is causal_mask_function:
         return (-1, 0), None
@@ -361,12 +384,12 @@ def keys_of(function, token, position=None):
     if name == "remap_positions_for_packed_sequence":
         function, positions = arguments
         return keys_of(function, token, positions[:, token[0]] if position is None else position)
-    if name == "or_masks" and len(arguments) == 2 and _made_by(arguments[1])[0] == "blockwise_overlay":
-        [ids] = _made_by(arguments[1])[1]
-        known, blocks = keys_of(arguments[0], token, position), _blocks(ids, token)
+    function, block_ids = _split(function, "or_masks", "blockwise_overlay")
+    if block_ids is not None:
+        known, blocks = keys_of(function, token, position), _blocks(*block_ids, token)
         if known is None or blocks is None:
             return None
-        begin, end = explicit(*known, token).unbind(-1)
+        begin, end = within_window(*known, token).unbind(-1)
         return (-1, -1), torch.stack((begin.minimum(blocks[..., 0]), end.maximum(blocks[..., 1])), -1)
     if name != "and_masks":
         return None
@@ -375,27 +398,27 @@ def keys_of(function, token, position=None):
         return None
     windows = zip(*(window for window, _ in parts), strict=True)
     window = tuple(min([n for n in side if n >= 0] or [-1]) for side in windows)
-    return window, functools.reduce(_common, (ranges for _, ranges in parts))
+    return window, functools.reduce(_intersection, (ranges for _, ranges in parts))
 
 
-def _common(ranges, others):
-    """What is in both, each (B or 1, Nq, 2), or None for all keys."""
+def _intersection(ranges, others):
+    """The keys that are in both. Each is (B or 1, Nq, 2), or None for all keys."""
     if ranges is None or others is None:
         return others if ranges is None else ranges
     begins, ends = zip(ranges.unbind(-1), others.unbind(-1), strict=True)
     return torch.stack((torch.maximum(*begins), torch.minimum(*ends)), -1)
 
 
-def explicit(window, ranges, token):
-    """The ranges (B or 1, Nq, 2) that also have the window's limits."""
+def within_window(window, ranges, token):
+    """The ranges (B or 1, Nq, 2), or None for all keys, cut to the window of each query: (B or 1, Nq, 2)."""
     left, right = window
     begin = torch.zeros_like(token) if left < 0 else token - left
     end = torch.full_like(token, 1 << 30) if right < 0 else token + right + 1
-    return _common(ranges, torch.stack((begin, end), -1))
+    return _intersection(ranges, torch.stack((begin, end), -1))
 
 
 def _runs(values):
-    """(B, N, 2): from where to where values (B, N) are those of a token, without another between them."""
+    """(B, N, 2): begin and end of the run of equal values (B, N) in which a token is."""
     at = torch.arange(values.shape[1], device=values.device)
     changes = pad(values.diff() != 0, (1, 1), value=True)
     begin = (at * changes[:, :-1]).cummax(1).values
@@ -404,9 +427,9 @@ def _runs(values):
 
 
 def _blocks(ids, token):
-    """(B, Nq, 2): each token's block, or itself where ids (B, N) are negative. None: a block has gaps.
+    """(B, Nq, 2): each query's block of equal ids (B, N), or only its own key where its id is negative.
 
-    This synchronises. While tracing it isn't known, which is None, too.
+    None: a block has gaps, or ids aren't known while tracing. This synchronises.
     """
     if is_tracing(ids):
         return None
@@ -420,15 +443,15 @@ def _blocks(ids, token):
 
 
 def _bounds_of(ranges, B):
-    """forward's arguments for ranges (B or 1, Nq, 2). The kernels for few queries know those of one query."""
-    if ranges.shape[1] != 1:
+    """forward's arguments for ranges (B or 1, Nq, 2)."""
+    if ranges.shape[1] != 1:  # the kernels for few queries don't take key_ranges
         return {"key_ranges": ranges.int()}
     first, end = ranges.int().expand(B, -1, -1).unbind(-1)
     return {"leftpad_k": first[:, 0].contiguous(), "seqlens_k": end[:, 0].contiguous()}
 
 
-def _looked_at(arguments):
-    """The Mask of a function that isn't known, from the tensor that sdpa_mask makes. This synchronises."""
+def _from_tensor(arguments):
+    """The Mask of an unknown function: ranges if its tensor has one in each row. This synchronises."""
     mask = Mask(arguments, why=f"mask function {_name(arguments['mask_function'])}")
     if torch.compiler.is_compiling() or 0 in mask.shape:
         return mask
@@ -441,13 +464,14 @@ def _looked_at(arguments):
     return Mask(arguments, (-1, -1), _bounds_of(ranges, len(seen)))
 
 
-def _compacted(arguments, ranges, padding):
-    """The Mask of ranges (B or 1, Nq, 2) whose keys get another order: tokens, then padding (B, Nk).
+def _tokens_first(arguments, ranges, padding):
+    """The Mask of ranges (B or 1, Nq, 2) in a new order of the keys: tokens first, then padding.
 
-    So holes in the padding don't split ranges, and its values needn't be known.
+    padding (B, Nk) is True where there is a token. Its holes split no range then, and its values needn't be
+    known.
     """
     B, Nk = padding.shape
-    n = pad(padding.cumsum(1), (1, 0))  # the tokens before a key
+    n = pad(padding.cumsum(1), (1, 0))  # how many tokens lie before a key
     ranges = ranges.expand(B, -1, -1).clamp(0, Nk)
     ranges = n.gather(1, ranges.flatten(1)).view(ranges.shape)
     order = (~padding).byte().argsort(stable=True)
@@ -476,40 +500,39 @@ def make_mask(**arguments) -> Mask:
     token = torch.arange(Nq, device=device)[None] + q_offset
     function, numbers, position = without_documents(arguments["mask_function"])
     known = keys_of(function, token, None if position is None else position[:, token[0]])
-    if known is None or (numbers is not None and arguments.get("use_vmap")):  # which may not count up then
-        return _looked_at(arguments)
+    if known is None or (numbers is not None and arguments.get("use_vmap")):  # then numbers may not count up
+        return _from_tensor(arguments)
     window, ranges = known
     if numbers is not None:
-        ranges = _common(ranges, _runs(numbers)[:, token[0]])
-    if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + Nk].bool()
-        padding = pad(padding, (0, Nk - padding.shape[1]))
-        if is_tracing(padding):
-            return _compacted(arguments, explicit(window, ranges, token) - kv_offset, padding)
-    offset = q_offset - kv_offset
-    is_grown = not isinstance(offset, Tensor) and offset == Nk - Nq  # a cache without free keys, or none
+        ranges = _intersection(ranges, _runs(numbers)[:, token[0]])
     has_left = has_right = False
     if padding is not None:
-        runs = (padding & ~pad(padding, (1, 0))[:, :-1]).sum(-1)
-        first = padding.int().argmax(-1) if Nk else runs
-        end = first + padding.sum(-1)
-        facts = torch.stack([(runs > 1).any(), first.any(), (end < Nk).any()])
-        has_holes, has_left, has_right = facts.tolist()
-        if has_holes:
-            return _compacted(arguments, explicit(window, ranges, token) - kv_offset, padding)
+        padding = padding[:, kv_offset : kv_offset + Nk].bool()
+        padding = pad(padding, (0, Nk - padding.shape[1]))  # True where there is a token
+        may_have_holes = is_tracing(padding)
+        if not may_have_holes:
+            runs = (padding & ~pad(padding, (1, 0))[:, :-1]).sum(-1)
+            first = padding.int().argmax(-1) if Nk else runs
+            end = first + padding.sum(-1)
+            facts = torch.stack([(runs > 1).any(), first.any(), (end < Nk).any()])
+            may_have_holes, has_left, has_right = facts.tolist()
+        if may_have_holes:
+            return _tokens_first(arguments, within_window(window, ranges, token) - kv_offset, padding)
     if ranges is not None:
         limits = None if padding is None else torch.stack((first, end), -1)[:, None]
-        ranges = _common(explicit(window, ranges, token) - kv_offset, limits)
+        ranges = _intersection(within_window(window, ranges, token) - kv_offset, limits)
         return Mask(arguments, (-1, -1), _bounds_of(ranges, B))
+    offset = q_offset - kv_offset
+    is_full = not isinstance(offset, Tensor) and offset == Nk - Nq  # no cache, or one without free keys
     if isinstance(offset, Tensor):
         offset = offset.to(device, torch.int32).expand(B).contiguous()
-    elif Nq == 1 and not is_grown:  # not an int, for which each step would be another CUDA graph
+    elif Nq == 1 and not is_full:  # not an int, for which each step would be another CUDA graph
         offset = torch.full((B,), offset, dtype=torch.int32, device=device)
     bounds = {} if window == (-1, -1) else {"offset": offset}
     # The same arguments for every step of a StaticCache: it is compiled once.
-    if has_left or (padding is not None and not is_grown):
+    if has_left or (padding is not None and not is_full):
         bounds["leftpad_k"] = first.int()
-    if has_right or (padding is not None and not is_grown):
+    if has_right or (padding is not None and not is_full):
         bounds["seqlens_k"] = end.int()
     return Mask(arguments, window, bounds)
 

@@ -1,5 +1,7 @@
-"""What minimal_attn.flash_attn calls: attention of (B, N, H, d) tensors, or of sequences that lie packed, one
-behind the other.
+"""What minimal_attn.flash_attn calls: attention of (B, N, H, d) tensors, and of packed sequences.
+
+Packed sequences lie one behind the other in q (total_q, Hq, d) and k, v (total_k, Hkv, d). They are forward's
+documents (attend_sequences), but over pages or long caches blocks of queries in batches (attend_packed).
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
 
 
 def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """Packed sequences: queries as cu_seqlens_q says, keys begin[b] <= j < end[b] of k, v (1, total_k, Hkv,
-    d), or of the pages in options' block_table (1, n).
+    """Packed sequences block by block, without gradients: queries as cu_seqlens_q says, keys begin[b] <= j <
+    end[b] of k, v (1, total_k, Hkv, d), or of the pages in options' block_table (1, n).
 
     forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
     The sum of the lengths bounds the number of blocks. The last block has no query and no key.
@@ -79,22 +81,6 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     return out.flatten(0, 1).index_select(0, row), lse
 
 
-# ---------------------------------------------------------------------------------------------- gradients
-
-
-def wants_grad(*tensors):
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _distinct(*tensors):
-    """The same tensors, but none twice, which Dynamo refuses in the arguments of an autograd.Function."""
-
-    def is_again(i):
-        return tensors[i] is not None and any(tensors[i] is x for x in tensors[:i])
-
-    return [x.view_as(x) if is_again(i) else x for i, x in enumerate(tensors)]
-
-
 def attend_pages(
     q, k, v, block_table, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, s_aux, wants_lse, **options
 ):
@@ -130,7 +116,7 @@ def attend_pages(
 
 
 def attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, wants_lse, **options):
-    """Packed sequences: those of forward's cu_seqlens. Few queries over long caches go block by block."""
+    """Packed sequences by forward's cu_seqlens. Long caches of keys without gradients go to attend_packed."""
     is_cache = known(k.shape[0] > 2 * q.shape[0]) and not wants_grad(q, k, v, s_aux)
     if is_cache:
         keys = k[None], v[None], cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:]
@@ -138,6 +124,22 @@ def attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, w
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
     return out[0], lse[0] if wants_lse else None
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+def wants_grad(*tensors):
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _distinct(*tensors):
+    """The same tensors, but none twice, which Dynamo refuses in the arguments of an autograd.Function."""
+
+    def is_again(i):
+        return tensors[i] is not None and any(tensors[i] is x for x in tensors[:i])
+
+    return [x.view_as(x) if is_again(i) else x for i, x in enumerate(tensors)]
 
 
 class _Deterministic(torch.autograd.Function):

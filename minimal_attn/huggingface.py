@@ -5,21 +5,22 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="minimal_attn")
 
 A model asks transformers for its mask once a call. Here it gets a Mask: bounds (leftpad_k, seqlens_k, offset,
-a window, key_ranges) instead of an Nq x Nk tensor. Each layer passes them to the kernel. Windows, chunks,
-documents and image blocks are known from transformers' mask functions. The tensor of another function is
-looked at once a call. What the kernels can't compute goes to transformers' own functions: sdpa's, or the
+a window, key_ranges) instead of an Nq x Nk tensor. Each layer passes them to the kernel. transformers' mask
+functions tell windows, chunks, documents and image blocks. Of any other function the tensor is made and
+looked at, once a call. What the kernels can't compute goes to transformers' own functions: sdpa's, or the
 model's eager one where sdpa can't do it either. `calls` counts both kinds of calls, by reason, and a
 minimal_attn.FallbackWarning names each reason once. register(strict=True) makes it an error. An argument with
 an unknown meaning is an error, too.
 
-Under torch.compile, and for padding with holes, the layers take the keys in another order, tokens before
-padding. That copies k and v. Values of attention_mask needn't be known then.
+Under torch.compile attention_mask's values aren't known. There, and for padding with holes, each layer copies
+k and v into another order: tokens before padding.
 
 Packed batches. cu_seq_lens_q and cu_seq_lens_k say which tokens are one document, in each layer that gets
 them. DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, for example. Without them a
-document begins where position_ids don't count on, if there is no attention_mask and transformers' mask
-functions or the layers get these, as in its flash route. Where neither does (GraniteMoeHybrid), and in
-compiled code with a cache, documents see each other, as they do with transformers' "sdpa" and "eager".
+document begins where position_ids don't count on, as in transformers' flash route. That needs a call without
+attention_mask, whose position_ids reach transformers' mask functions or the layers. Where they reach
+neither (GraniteMoeHybrid), and in compiled code with a cache, documents see each other, as they do with
+transformers' "sdpa" and "eager".
 
 model.generate_batch (continuous batching) keeps "minimal_attn", where transformers serves "sdpa" or flash.
 
@@ -62,10 +63,10 @@ try:
     from minimal_attn._transformers_mask import (
         Mask,
         _name,
-        explicit,
         keys_of,
         make_mask,
         remember_factories,
+        within_window,
         without_documents,
     )
 except ImportError as error:
@@ -93,10 +94,10 @@ _OTHERS = 'load the model with attn_implementation="sdpa" or "eager"'
 
 
 class _Running(threading.local):
-    """Of the models whose forward runs in this thread."""
+    """What is known of the models whose forward runs in this thread."""
 
     def __init__(self):
-        self.documents: list[Tensor | None] = []  # their cu_seq_lens_q, the innermost model's last
+        self.documents: list[Tensor | None] = []  # cu_seq_lens_q of each, the innermost model last
 
 
 _running = _Running()
@@ -341,7 +342,7 @@ def _without_interface(model_class):
 
 
 def _tables(model_class):
-    """The tables of attention classes in the module of a model: by the implementation's name."""
+    """The dicts in a model's module that name an attention class for each implementation."""
     names = vars(sys.modules.get(model_class.__module__, inspect))
     return [x for name, x in names.items() if name.endswith("ATTENTION_CLASSES") and "eager" in x]
 
@@ -432,7 +433,7 @@ def register(*, strict: bool = False) -> None:
         functions.append(masking_utils.chunked_causal_mask_function(n, no_padding))
     for function in functions:
         known = keys_of(function, token) or ((-1, -1), torch.zeros(1, 9, 2))  # no keys where it isn't known
-        begin, end = explicit(*known, token).transpose(0, 1).unbind(-1)
+        begin, end = within_window(*known, token).transpose(0, 1).unbind(-1)
         seen = (begin <= token) & (token < end)
         if not torch.equal(seen, function(0, 0, token.T, token).expand(9, 9)):
             raise ImportError(

@@ -51,7 +51,7 @@ def drawn(b, make, dtype, Hq=4, Hkv=2, d=64, front=0, behind=0, **options):
 
 
 def bounds_of(b, cu_seqlens):
-    """Of one of the documents that have tokens."""
+    """Begin and end of one of the documents that have tokens, drawn."""
     bounds = [(x, y) for x, y in pairwise(cu_seqlens.tolist()) if x < y]
     return b.random.choice(bounds or [(0, 0)])
 
@@ -61,7 +61,7 @@ OPTIONS = {
     "full": {},
     "causal": dict(causal=True),
     "window": dict(window_size=(20, 3)),
-    "causal window": dict(window_size=(7, 0), softmax_scale=-0.3),
+    "causal window": dict(window_size=(7, 0), softmax_scale=-0.1),
 }
 
 
@@ -108,7 +108,7 @@ def test_sinks_and_dlse(backend, dtype):
 
 
 def test_tokens_of_no_document_may_be_nan(backend, dtype):
-    """o and gradients are 0 there, and those of the documents have the same bits."""
+    """o is 0 there. o and gradients are those without NaN."""
     for make in lengths_of_cross, many, none:
         (q, k, v), options = drawn(backend, make, dtype, front=2, behind=150, causal=True)
         do, dirty = torch.randn_like(q), [x.clone() for x in (q, k, v)]
@@ -288,12 +288,10 @@ def test_replay_with_other_lengths(cuda_backend, dtype):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(backend, dynamic):
     (q, k, v), options = drawn(backend, lambda b: [[60, 0, 40, 9]] * 2, torch.float32, causal=True)
-
     q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def step(q, k, v, cu_seqlens_q, cu_seqlens_k, causal):
-        o = backend.forward(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=causal)
-        return o
+        return backend.forward(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=causal)
 
     def results(step):
         o = step(q, k, v, **options)
