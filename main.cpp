@@ -83,8 +83,7 @@ pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTens
     pybind11::dict others;
     for (const auto &[name, why] : found.others) others[name.c_str()] = why;
     const Plan &plan = found.plan;
-    const std::string kernel =
-        std::string(plan.kernel) + ((a.key_ranges || a.cu_seqlens_q) && plan.grid > 0 ? ", ranges" : "");
+    const std::string kernel = std::string(plan.kernel) + (found.has_ranges && plan.grid > 0 ? ", ranges" : "");
     return pybind11::dict("backend"_a = found.backend, "kernel"_a = kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace,

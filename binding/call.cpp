@@ -456,7 +456,8 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         return by.plan_backward(gradient, gpu_of(a.q));
     };
     found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
-    if (has_ranges(attention) && !is_empty) found.plan.workspace += place_ranges(attention, backward, nullptr);
+    found.has_ranges = has_ranges(attention) && !is_empty;
+    if (found.has_ranges) found.plan.workspace += place_ranges(attention, backward, nullptr);
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

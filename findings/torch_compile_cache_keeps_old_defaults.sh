@@ -16,9 +16,10 @@ cat >package.py <<'END'
 import sys
 
 import torch
+from torch import library
 
 default = sys.argv[1]
-operators = torch.library.Library("example", "DEF")
+operators = library.Library("example", "DEF")
 operators.define(f"scaled(Tensor x, float by={default}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 operators.impl("scaled", lambda x, by=float(default): 2 * x * by, "CPU")
 operators.impl("scaled", lambda x, by=1.0: torch.empty_like(x), "Meta")

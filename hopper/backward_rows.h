@@ -72,8 +72,8 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// The queries whose dQ the kernel has stored, as an interval that may reach beyond the unit's 64 queries.
-// With ranges the kernel stores dQ of all 64 of them, or of none.
+// Returns an interval of queries. Within it the kernel has stored dQ; outside of it nobody has. The interval may be larger
+// than the unit of 64 queries. With ranges it is the whole unit or empty.
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
     const Mask mask = mask_of_batch<Mask>(p, unit.b);

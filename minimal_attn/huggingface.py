@@ -17,10 +17,10 @@ k and v into another order: tokens before padding.
 
 Packed batches. cu_seq_lens_q and cu_seq_lens_k say which tokens are one document, in each layer that gets
 them. DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, for example. Without them a
-document begins where position_ids don't count on, as in transformers' flash route. That needs a call without
-attention_mask, whose position_ids reach transformers' mask functions or the layers. Where they reach
-neither (GraniteMoeHybrid), and in compiled code with a cache, documents see each other, as they do with
-transformers' "sdpa" and "eager".
+document begins where position_ids don't count on, as in transformers' flash route. The call must have
+no attention_mask, and the model must pass position_ids to transformers' mask functions or to its layers.
+GraniteMoeHybrid passes them to neither. There, and in compiled code with a cache, documents see each other,
+as they do with transformers' "sdpa" and "eager".
 
 model.generate_batch (continuous batching) keeps "minimal_attn", where transformers serves "sdpa" or flash.
 
@@ -88,7 +88,7 @@ _HARMLESS = set(
     "cache seq_idx max_length_q max_length_k".split()
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Of generate_batch, whose cache has already gathered the keys.
+# Arguments that generate_batch passes to a layer. The kernels don't need them: k and v are already gathered.
 _PAGED = {"read_index", "write_index", "logits_indices", "logits_processor_args", "cache"}
 _OTHERS = 'load the model with attn_implementation="sdpa" or "eager"'
 

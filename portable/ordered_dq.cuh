@@ -39,8 +39,8 @@ __device__ KeyBlock<Mask> key_block_of(const Attention &a, int64_t index, int Br
     return tile;
 }
 
-// The next step, `step` or a later one, whose tile of Br queries meets the block's keys; `steps` if none does.
-// tile_of(step) is the index of that tile. Under a band each tile meets the keys.
+// Returns the first step, from `step` on, whose tile of Br queries meets the block's keys, or `steps` if there is none.
+// tile_of(step) is the index of a step's tile. Under a band each tile meets the keys.
 template <int Br, class Mask, class TileOf>
 __device__ int step_from(const KeyBlock<Mask> &block, int step, int steps, const TileOf &tile_of) {
     while (std::is_same_v<Mask, Ranges> && step < steps) {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import Backend
 from test_backward import check, forms, grads
+from torch import library
 
 import minimal_attn
 
@@ -306,7 +307,7 @@ def test_opcheck(backend):
     (q, k, v), options = drawn(backend, lengths_of_self, torch.float32, causal=True)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(torch.ops.minimal_attn.forward.default, inputs, options, test_utils=tests)
+    library.opcheck(torch.ops.minimal_attn.forward.default, inputs, options, test_utils=tests)
 
 
 def test_vmap(backend):
