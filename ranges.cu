@@ -1,6 +1,7 @@
 // ranges.cu: the tables of ranges.h on a GPU. cpu/ranges.cpp fills them on a CPU.
 //
 //     fill_query_tables   `rows`, `tiles`; a warp has a tile of queries, a lane two of its rows
+//     sort_tiles          sort_tiles_cuda's; a warp finds the place of a tile, by counting those before it
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
 //
 // Uses ranges.h: range_of_row, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h: band_of; device.h:
@@ -105,9 +106,36 @@ __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constan
     for (int x = 0; x < 2; ++x) a.ranges.seeing[n * kRangeTile + lane + 32 * x] = seeing[x];
 }
 
-cudaError_t launch(void (*kernel)(Attention, int64_t), const Attention &a, int64_t warps, CUstream_st *stream) {
+__global__ void __launch_bounds__(kThreads)
+    sort_tiles(const __grid_constant__ Attention a, bool of_keys, int size, int tiles, int *order, int64_t first_block) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32;
+    if (n >= a.B * tiles) return;
+    const int64_t b = n / tiles;
+    const Ranges ranges = ranges_of(a, b);
+    const auto length_of = [&](int tile) {
+        const Interval met = {tile * size, (tile + 1) * size};
+        const Interval meeting = of_keys ? queries_of_any(ranges, a.Nq, met) : keys_of_any(ranges, met.begin, met.end);
+        return meeting.end - meeting.begin;
+    };
+    const int tile = n % tiles, length = length_of(tile);
+    int before = 0;
+#pragma unroll 4
+    for (int other = threadIdx.x % 32; other < tiles; other += 32) {
+        const int x = length_of(other);
+        before += x > length || (x == length && other > tile);
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) before += __shfl_xor_sync(~0u, before, other);
+    if (threadIdx.x % 32 == 0) order[b * tiles + before] = tile;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Attention, Parameters...), const Attention &a, int64_t warps, CUstream_st *stream,
+                   const Arguments &...arguments) {
     return launch_all((warps + kWarps - 1) / kWarps, kMostBlocks, [&](int64_t first, int grid) {
-        return launch_overlapping(kernel, grid, kThreads, 0, stream, a, first);
+        return launch_overlapping(kernel, grid, kThreads, 0, stream, a, arguments..., first);
     });
 }
 
@@ -117,6 +145,11 @@ const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *str
     cudaError_t error = launch(fill_query_tables, a, a.B * range_tiles(a), stream);
     if (error == cudaSuccess && backward) error = launch(fill_key_tables, a, a.B * range_key_tiles(a), stream);
     return why_not(error);
+}
+
+const char *sort_tiles_cuda(const Attention &a, bool of_keys, int size, int *order, CUstream_st *stream) {
+    const int tiles = ((of_keys ? a.Nk : a.Nq) + size - 1) / size;
+    return why_not(launch(sort_tiles, a, a.B * tiles, stream, of_keys, size, tiles, order));
 }
 
 }  // namespace minimal_attn

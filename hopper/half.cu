@@ -373,6 +373,12 @@ TileOf tile_of(const Attention &a) {
     return a.d <= 96 ? d96 : a.d <= 128 ? d128 : a.d <= 192 ? d192 : d256;
 }
 
+// Whether tiles of queries are sorted. Where their order is fixed, there are few.
+bool sorts_tiles(const Attention &a, const Plan &plan) {
+    return has_ranges(a) && plan.workspace && a.Nq <= kMostSorted * plan.Br;
+}
+constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
+
 }  // namespace
 
 Plan plan_half(const Attention &a, const Device &device) {
@@ -380,7 +386,9 @@ Plan plan_half(const Attention &a, const Device &device) {
     return with_tile(choice, Tiles(), [&](auto tile) {
         return with_mask(a, [&](auto mask) {
             using Tile = decltype(tile);
-            return make_plan<Tile, SharedStorage<Tile, Narrow<decltype(mask)>>>(a, device, "half", choice);
+            Plan plan = make_plan<Tile, SharedStorage<Tile, Narrow<decltype(mask)>>>(a, device, "half", choice);
+            if (sorts_tiles(a, plan)) plan.workspace = kOrderBegin + a.B * ((a.Nq + plan.Br - 1) / plan.Br) * sizeof(int);
+            return plan;
         });
     });
 }
@@ -391,11 +399,16 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
         Parameters p{a};
         p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && is_aligned(a.o, a.o_stride, 2, a.d) &&
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
+        if (sorts_tiles(a, plan)) {
+            p.order = (int *)((char *)workspace + kOrderBegin);
+            if (const char *why = sort_tiles_cuda(a, false, Tile::Br, (int *)p.order, stream)) return why;
+        }
         return with_mask(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
             const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
                                                           : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
-            return launch_kernels<Tile>({kernel}, p, plan, Zeros(workspace, plan.workspace, stream), stream);
+            const Zeros counter(workspace, std::min<int64_t>(plan.workspace, sizeof(int)), stream);
+            return launch_kernels<Tile>({kernel}, p, plan, counter, stream);
         });
     });
 }
