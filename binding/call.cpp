@@ -383,20 +383,22 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         const auto ints = set_int32s(part, attention);
         const c10::DataPtr tables = make_tables(attention, /*backward=*/false, q);
         if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
-        attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
+        attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l),
+        attention.m_in = floats_of(before.m);
 
         const bool is_converted = attention.o_dtype != dtype_of(results.o);
         const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
         attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
         const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
         attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
-        if (attention.lse) attention.lse_stride = strides_of(results.lse);
-        if (attention.lse) attention.lse_rows = (int)results.lse.size(2);
+        if (attention.lse)
+            attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
         plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-        const auto stream = [] { return at::cuda::getCurrentCUDAStream(); };
-        if (q.is_cuda() && has_ranges(attention))
-            check_launch(isolate_rows_cuda(attention, backend->rows_alike(attention), stream()), q);
+        if (q.is_cuda() && has_ranges(attention)) {
+            const int rows_alike = backend->rows_alike(attention);
+            check_launch(isolate_rows_cuda(attention, rows_alike, at::cuda::getCurrentCUDAStream()), q);
+        }
 #endif
         if (is_converted) results.o.copy_(o);
     };
@@ -493,31 +495,30 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
     for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}})
         if (t->numel() > 0 && (!taken->reads(*t) || (t != &a.q && gathers(*taken)))) found.copied.push_back(name);
     const bool has_prefix = has_two_parts(a) && !is_empty;
-    const auto plan_part = [&](const Backend &by, const Arguments &part) {
+    const auto plan_part = [&](const Backend &by, const Arguments &part, Returns returns) {
         Attention call = describe(part, returns, a.q, a.k, a.v, table);
         // Plans ask only whether these are there, so that any pointer does.
         float any;
-        if (returns == Returns::state || (has_prefix && !part.sees_prefix)) call.l = call.m = &any;
-        else if (returns == Returns::lse) call.lse = &any;
+        if (returns == Returns::state) call.l = call.m = &any;
+        if (returns == Returns::lse) call.lse = &any;
         if (a.o || a.sinks || part.sees_prefix) call.o_in = call.l_in = call.m_in = &any;
         if (a.o) call.o_in_stride = strides_of(*a.o);
         if (gathers(by)) call.block_table = nullptr;
-        if (!backward) return by.plan(call, gpu_of(a.q));
         Gradient gradient{call};
         gradient.out_dtype = has_prefix ? Dtype::float32 : call.dtype;
         gradient.deterministic = at::globalContext().deterministicAlgorithms();
-        return by.plan_backward(gradient, gpu_of(a.q));
+        Plan plan = backward ? by.plan_backward(gradient, gpu_of(a.q)) : by.plan(call, gpu_of(a.q));
+        if (has_ranges(call)) plan.workspace += place_ranges(call, backward, nullptr);
+        return plan;
     };
-    const auto plan_of = [&](const Backend &by) { return plan_part(by, a); };
+    const auto plan_of = [&](const Backend &by) { return plan_part(by, a, has_prefix ? Returns::state : returns); };
     found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
     if (has_prefix) {
-        const Plan prefix = plan_part(*taken, second_part_of(a));
+        const Plan prefix = plan_part(*taken, second_part_of(a), returns);
         found.prefix_kernel = prefix.kernel;
         found.plan.workspace = std::max(found.plan.workspace, prefix.workspace);
     }
-    Attention attention = describe(a, returns, a.q, a.k, a.v, table);
-    found.has_ranges = has_ranges(attention) && !is_empty;
-    if (found.has_ranges) found.plan.workspace += place_ranges(attention, backward, nullptr);
+    found.has_ranges = (a.key_ranges || a.cu_seqlens_q) && !is_empty;
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

@@ -291,9 +291,9 @@ inline void check_inputs(const Arguments &a) {
     check_values(a.cu_seqlens_q, a.q.sym_size(2), "cu_seqlens_q");
     check_values(a.cu_seqlens_k, a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2),
                  "cu_seqlens_k");
-    if (a.prefix_k && a.prefix_k->is_cpu())
-        TORCH_CHECK_VALUE(a.prefix_k->ge(0).all().item<bool>(), "prefix_k must be at least 0, but has ",
-                          a.prefix_k->min().item<int64_t>());
+    if (!a.prefix_k || !a.prefix_k->is_cpu() || a.prefix_k->numel() == 0) return;
+    const int64_t least = a.prefix_k->to(at::kLong).min().item<int64_t>();
+    TORCH_CHECK_VALUE(least >= 0, "prefix_k must be at least 0, but has ", least);
 }
 
 inline void check_data(const Arguments &a, const Tensor *out) {

@@ -201,7 +201,8 @@ def draw_mask(call):
     if call.chance(0.3):
         n = len(a["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in a else a["q"].shape[0]
         values = [call.choice(0, 1, 4, call.random.randint(0, Nk), 2**31 - 1) for _ in range(n)]
-        a["prefix_k"] = torch.tensor(values).to(call.device, call.choice(torch.int32, torch.int64))
+        dtype = call.choice(torch.int32, *INTEGERS)
+        a["prefix_k"] = torch.tensor(values).clamp(max=torch.iinfo(dtype).max).to(call.device, dtype)
 
 
 def draw_state(call):
