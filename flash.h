@@ -104,6 +104,9 @@ struct Attention {
     // of no document see nothing.
     const int *cu_seqlens_q, *cu_seqlens_k;
     int documents;
+
+    // If given (documents,), only the first prefix_k[n] keys of document n count. Positions don't change.
+    const int *prefix_k;
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }

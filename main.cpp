@@ -83,7 +83,9 @@ pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTens
     pybind11::dict others;
     for (const auto &[name, why] : found.others) others[name.c_str()] = why;
     const Plan &plan = found.plan;
-    const std::string kernel = std::string(plan.kernel) + (found.has_ranges && plan.grid > 0 ? ", ranges" : "");
+    std::string kernel = plan.kernel;
+    if (found.prefix_kernel) kernel += std::string(" and for prefix_k ") + found.prefix_kernel;
+    if (found.has_ranges && plan.grid > 0) kernel += ", ranges";
     return pybind11::dict("backend"_a = found.backend, "kernel"_a = kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace,

@@ -177,7 +177,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
     const int begin_k = clamp(a.cu_seqlens_k[n], all.begin, all.end),
               end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, all.end);
     const int64_t position = end_k - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key
-    return {{begin_k, end_k}, position + a.first, position + a.last};
+    const int prefix = a.prefix_k ? clamp(a.prefix_k[n], 0, end_k - begin_k) : end_k - begin_k;
+    return {{begin_k, begin_k + prefix}, position + a.first, position + a.last};
 }
 
 // What query i sees. Only make_ranges_* call this and add_row.

@@ -32,7 +32,8 @@ using MaybeTensor = std::optional<Tensor>;
     of(std::string_view, backend, "str backend=\"auto\"", "backend")                       \
     of(const MaybeTensor &, key_ranges, "Tensor? key_ranges=None", "key_ranges")           \
     of(const MaybeTensor &, cu_seqlens_q, "Tensor? cu_seqlens_q=None", "cu_seqlens_q")     \
-    of(const MaybeTensor &, cu_seqlens_k, "Tensor? cu_seqlens_k=None", "cu_seqlens_k")
+    of(const MaybeTensor &, cu_seqlens_k, "Tensor? cu_seqlens_k=None", "cu_seqlens_k")     \
+    of(const MaybeTensor &, prefix_k, "Tensor? prefix_k=None", "prefix_k")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                               \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \
@@ -62,6 +63,7 @@ struct Arguments {
     MINIMAL_ATTN_OPTIONS(FIELD)
     MINIMAL_ATTN_OF_FORWARD(FIELD)
     bool deterministic = false, complete = false;  // of backward alone
+    bool sees_prefix = false;                      // the second part of a call with prefix_k (call.cpp)
 };
 
 inline constexpr const char *kOptions = MINIMAL_ATTN_OPTIONS(SCHEMA);

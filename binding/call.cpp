@@ -6,6 +6,7 @@
 #include "binding/call.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -168,6 +169,11 @@ void set_mask(Attention &attention, const Arguments &a) {
     attention.offset_from_end = !a.offset && !a.offsets;
 }
 
+// With prefix_k and a window a call has two parts, which see different keys: those of the window, and of the first
+// prefix_k keys those before the window. Both are masks that the backends know.
+bool has_two_parts(const Arguments &a) { return a.prefix_k && a.window_size[0].expect_int() >= 0; }
+Arguments second_part_of(Arguments a) { return a.sees_prefix = true, a; }
+
 Device gpu_of(const Tensor &q) {
 #ifdef WITH_CUDA
     if (q.is_cuda()) {
@@ -219,13 +225,29 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
-constexpr size_t kIntOptions = 6, kKeyRanges = 3;  // how many there are below; which one has three dimensions
+constexpr size_t kIntOptions = 7, kKeyRanges = 3;  // how many there are below; which one has three dimensions
 // set(tensor, where Attention has it) for each option that is a tensor of ints.
 template <class Set>
 void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {
     set(a.seqlens_k, attention.seqlens_k), set(a.leftpad_k, attention.leftpad_k), set(a.offsets, attention.offset);
     set(a.key_ranges, attention.key_ranges);
     set(a.cu_seqlens_q, attention.cu_seqlens_q), set(a.cu_seqlens_k, attention.cu_seqlens_k);
+    set(a.sees_prefix ? a.prefix_k : kDefault<const MaybeTensor &>, attention.prefix_k);
+}
+
+// The second part's keys end where prefix_k does: in a batch as by seqlens_k. Positions stay.
+void end_at_prefix(Attention &attention, std::array<Tensor, kIntOptions> &ints) {
+    auto &[seqlens, leftpad, offset, ranges, cu_seqlens_q, cu_seqlens_k, prefix] = ints;
+    if (cu_seqlens_k.defined()) return;  // band_of_document (ranges.h) knows prefix_k
+    Tensor end = leftpad.defined() ? prefix.clamp(0, attention.Nk).add(leftpad.clamp(0, attention.Nk)) : prefix;
+    if (seqlens.defined()) {
+        seqlens = seqlens.clamp(0, attention.Nk), end = end.minimum(seqlens);
+        if (attention.offset_from_end) offset = seqlens.sub(attention.Nq);
+    } else if (attention.offset_from_end) {
+        attention.last += attention.Nk - attention.Nq;
+    }
+    seqlens = end, attention.seqlens_k = ints_of(seqlens), attention.offset = ints_of(offset);
+    attention.offset_from_end = false;
 }
 
 // Sets these options, as int32. The tensors that it returns have the memory.
@@ -238,6 +260,7 @@ std::array<Tensor, kIntOptions> set_int32s(const Arguments &a, Attention &attent
     });
     const Tensor &ranges = tensors[kKeyRanges];
     if (attention.key_ranges) attention.key_ranges_stride = ranges.size(0) > 1 ? ranges.stride(0) : 0;
+    if (a.sees_prefix) end_at_prefix(attention, tensors);
     return tensors;
 }
 
@@ -262,7 +285,8 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
                    const Tensor &block_table) {
     Attention attention{};
     attention.dtype = dtype_of(q);
-    attention.o_dtype = returns == Returns::state || a.o || a.sinks ? Dtype::float32 : attention.dtype;
+    const bool has_state = returns == Returns::state || a.o || a.sinks || has_two_parts(a);
+    attention.o_dtype = has_state ? Dtype::float32 : attention.dtype;
     attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
     attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
     attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
@@ -280,11 +304,16 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     for_each_int_option(a, attention, [](const MaybeTensor &t, const int *&to) {
         to = t ? (const int *)t->const_data_ptr() : nullptr;
     });
+    if (a.sees_prefix) {
+        attention.last = attention.first - 1, attention.first = -kNoBound;
+        if (!a.cu_seqlens_k) attention.seqlens_k = attention.prefix_k;  // end_at_prefix()
+    }
     return attention;
 }
 
-// Whether the backend reads k and v page by page. Else gather() copies them first.
+// Whether the backend reads k and v page by page, in each part. Else gather() copies them first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
+    if (has_two_parts(a) && !a.sees_prefix && !reads_pages(second_part_of(a), backend, block_table)) return false;
     return backend.reads(a.k) && backend.reads(a.v) &&
            backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
 }
@@ -349,25 +378,35 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     }
     const Tensor q = readable(a.q);
     k = readable(k), v = readable(v);
-    Attention attention = describe(a, returns, q, k, v, block_table);
-    const auto ints = set_int32s(a, attention);
-    const c10::DataPtr tables = make_tables(attention, /*backward=*/false, q);
-    const Results before = earlier_state(a);
-    if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
-    attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l), attention.m_in = floats_of(before.m);
+    const auto compute = [&](const Arguments &part, Returns returns, const Results &before, const Results &results) {
+        Attention attention = describe(part, returns, q, k, v, block_table);
+        const auto ints = set_int32s(part, attention);
+        const c10::DataPtr tables = make_tables(attention, /*backward=*/false, q);
+        if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
+        attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l),
+        attention.m_in = floats_of(before.m);
 
-    const bool is_converted = attention.o_dtype != dtype_of(results.o);
-    const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
-    attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
-    const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
-    attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
-    if (attention.lse) attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
-    plan_and_launch(attention, backend->plan, backend->launch, q);
+        const bool is_converted = attention.o_dtype != dtype_of(results.o);
+        const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
+        attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
+        const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
+        attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
+        if (attention.lse)
+            attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
+        plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-    if (q.is_cuda() && has_ranges(attention))
-        check_launch(isolate_rows_cuda(attention, backend->rows_alike(attention), at::cuda::getCurrentCUDAStream()), q);
+        if (q.is_cuda() && has_ranges(attention)) {
+            const int rows_alike = backend->rows_alike(attention);
+            check_launch(isolate_rows_cuda(attention, rows_alike, at::cuda::getCurrentCUDAStream()), q);
+        }
 #endif
-    if (is_converted) results.o.copy_(o);
+        if (is_converted) results.o.copy_(o);
+    };
+    if (!has_two_parts(a)) return compute(a, returns, earlier_state(a), results), results;
+    Results window;
+    allocate(a, Returns::state, window);
+    compute(a, Returns::state, earlier_state(a), window);
+    compute(second_part_of(a), returns, window, results);
     return results;
 }
 
@@ -378,14 +417,18 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);
     const Backend *backend = check_backend(a);
-    const auto dtype = out_dtype.value_or(q.scalar_type());
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(q.is_cuda() ? std::optional(q.device()) : std::nullopt);
 #endif
-    auto &[dq, dk, dv] = results;
-    for (const auto &[t, like] : {std::pair{&dq, &q}, {&dk, &k}, {&dv, &v}})
-        if (!t->defined()) *t = empty_like_q(*like, dtype);
+    const auto allocate = [&](at::ScalarType dtype, Gradients found = {}) {
+        auto &[dq, dk, dv] = found;
+        for (const auto &[t, like] : {std::pair{&dq, &q}, {&dk, &k}, {&dv, &v}})
+            if (!t->defined()) *t = empty_like_q(*like, dtype);
+        return found;
+    };
+    results = allocate(out_dtype.value_or(q.scalar_type()), std::move(results));
     if (!backend) return results;
+    auto &[dq, dk, dv] = results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
     check_inputs(a);
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
@@ -396,18 +439,29 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
     const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
     const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
-    Gradient g{describe(a, Returns::o, q_read, k_read, v_read, {})};
-    const auto ints = set_int32s(a, g.a);
-    const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, q);
-    g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
-    g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
-    g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read), g.is_complete = a.complete;
-    g.out_dtype = dtype_of(dq);
-    g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
-    g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
-    g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-    g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
-    plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
+    const auto compute = [&](const Arguments &part, const Gradients &found) {
+        const auto &[dq, dk, dv] = found;
+        Gradient g{describe(part, Returns::o, q_read, k_read, v_read, {})};
+        const auto ints = set_int32s(part, g.a);
+        const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, q);
+        g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
+        g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
+        g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read);
+        g.is_complete = a.complete && !has_two_parts(a);
+        g.out_dtype = dtype_of(dq);
+        g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
+        g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
+        g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+        g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
+        plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
+    };
+    if (!has_two_parts(a)) return compute(a, results), results;
+    const Gradients window = dq.scalar_type() == at::kFloat ? results : allocate(at::kFloat);
+    const Gradients prefix = allocate(at::kFloat);
+    compute(a, window), compute(second_part_of(a), prefix);
+    at::add_out(dq, std::get<0>(window), std::get<0>(prefix));
+    at::add_out(dk, std::get<1>(window), std::get<1>(prefix));
+    at::add_out(dv, std::get<2>(window), std::get<2>(prefix));
     return results;
 }
 
@@ -440,24 +494,31 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
     Explanation found{taken->name};
     for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}})
         if (t->numel() > 0 && (!taken->reads(*t) || (t != &a.q && gathers(*taken)))) found.copied.push_back(name);
-    Attention attention = describe(a, returns, a.q, a.k, a.v, table);
-    // Plans ask only whether these are there, so that any pointer does.
-    float any;
-    if (returns == Returns::state) attention.l = attention.m = &any;
-    if (returns == Returns::lse) attention.lse = &any;
-    if (a.o || a.sinks) attention.o_in = attention.l_in = attention.m_in = &any;
-    if (a.o) attention.o_in_stride = strides_of(*a.o);
-    const auto plan_of = [&](const Backend &by) {
-        Attention call = attention;
+    const bool has_prefix = has_two_parts(a) && !is_empty;
+    const auto plan_part = [&](const Backend &by, const Arguments &part, Returns returns) {
+        Attention call = describe(part, returns, a.q, a.k, a.v, table);
+        // Plans ask only whether these are there, so that any pointer does.
+        float any;
+        if (returns == Returns::state) call.l = call.m = &any;
+        if (returns == Returns::lse) call.lse = &any;
+        if (a.o || a.sinks || part.sees_prefix) call.o_in = call.l_in = call.m_in = &any;
+        if (a.o) call.o_in_stride = strides_of(*a.o);
         if (gathers(by)) call.block_table = nullptr;
-        if (!backward) return by.plan(call, gpu_of(a.q));
         Gradient gradient{call};
-        gradient.out_dtype = call.dtype, gradient.deterministic = at::globalContext().deterministicAlgorithms();
-        return by.plan_backward(gradient, gpu_of(a.q));
+        gradient.out_dtype = has_prefix ? Dtype::float32 : call.dtype;
+        gradient.deterministic = at::globalContext().deterministicAlgorithms();
+        Plan plan = backward ? by.plan_backward(gradient, gpu_of(a.q)) : by.plan(call, gpu_of(a.q));
+        if (has_ranges(call)) plan.workspace += place_ranges(call, backward, nullptr);
+        return plan;
     };
+    const auto plan_of = [&](const Backend &by) { return plan_part(by, a, has_prefix ? Returns::state : returns); };
     found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
-    found.has_ranges = has_ranges(attention) && !is_empty;
-    if (found.has_ranges) found.plan.workspace += place_ranges(attention, backward, nullptr);
+    if (has_prefix) {
+        const Plan prefix = plan_part(*taken, second_part_of(a), returns);
+        found.prefix_kernel = prefix.kernel;
+        found.plan.workspace = std::max(found.plan.workspace, prefix.workspace);
+    }
+    found.has_ranges = (a.key_ranges || a.cu_seqlens_q) && !is_empty;
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

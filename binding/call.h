@@ -36,6 +36,7 @@ bool has_fast_backward(const Tensor &q);
 struct Explanation {
     std::string backend;
     Plan plan;
+    const char *prefix_kernel;                                // of the second part, with prefix_k; else null
     bool has_ranges;                                          // whether the kernel reads the tables of ranges.h
     std::vector<std::string> copied;                          // of q, k and v
     std::vector<std::pair<std::string, std::string>> others;  // why each other backend isn't taken

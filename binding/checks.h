@@ -143,6 +143,15 @@ inline void check_cu_seqlens(const Arguments &a) {
         TORCH_CHECK_VALUE(!given, name, " must be None with cu_seqlens_q, but was given");
 }
 
+inline void check_prefix_k(const Arguments &a) {
+    if (!a.prefix_k || !a.cu_seqlens_q) return check_per_batch(a.q, a.prefix_k, "prefix_k");
+    check_ints(a.q, *a.prefix_k, "prefix_k");
+    const SymInt documents = a.cu_seqlens_q->sym_size(0) - 1;
+    TORCH_CHECK_VALUE(has_shape(*a.prefix_k, {&documents, 1}),
+                      "prefix_k must have shape (documents,) with cu_seqlens_q, (", documents, ",), but has shape ",
+                      a.prefix_k->sym_sizes());
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;
@@ -156,6 +165,7 @@ inline void check_options(const Arguments &a) {
     check_per_batch(a.q, a.offsets, "offset");
     check_key_ranges(a);
     check_cu_seqlens(a);
+    check_prefix_k(a);
 }
 
 inline void check_sinks(const Arguments &a) {
@@ -265,7 +275,7 @@ inline void check_overlap(const Arguments &a, const Tensor &out) {
     });
 }
 
-// The values of cu_seqlens, on a CPU. On a GPU that would synchronise: there they are clamped (ranges.h).
+// The values of cu_seqlens, on a CPU. On a GPU that would synchronise: there values are clamped (ranges.h).
 inline void check_values(const MaybeTensor &cu_seqlens, const SymInt &total, const char *name) {
     if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
     const Tensor ints = cu_seqlens->to(at::kLong).contiguous();
@@ -281,6 +291,9 @@ inline void check_inputs(const Arguments &a) {
     check_values(a.cu_seqlens_q, a.q.sym_size(2), "cu_seqlens_q");
     check_values(a.cu_seqlens_k, a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2),
                  "cu_seqlens_k");
+    if (!a.prefix_k || !a.prefix_k->is_cpu() || a.prefix_k->numel() == 0) return;
+    const int64_t least = a.prefix_k->to(at::kLong).min().item<int64_t>();
+    TORCH_CHECK_VALUE(least >= 0, "prefix_k must be at least 0, but has ", least);
 }
 
 inline void check_data(const Arguments &a, const Tensor *out) {

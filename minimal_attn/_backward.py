@@ -54,6 +54,7 @@ def backward(
     key_ranges: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    prefix_k: Tensor | None = None,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
@@ -70,7 +71,7 @@ def backward(
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
         dlse: the gradient in the log-sum-exp, float32 (B, Hq, Nq). None: 0.
         causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset, key_ranges, cu_seqlens_q,
-            cu_seqlens_k: those of the forward call with these keys. Sinks are in l and m.
+            cu_seqlens_k, prefix_k: those of the forward call with these keys. Sinks are in l and m.
         backend: "auto", or a name as in forward. Where that backend has no kernel for gradients of q's dtype
             and shape, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
@@ -78,7 +79,7 @@ def backward(
         complete: (o, l, m) cover these keys and nothing else: no other chunk, no sinks. Then gradients are
             about as exact at large scores as at small ones. Otherwise P has the relative error of a float32
             log-sum-exp: 1e-5 where scores are 400, 1e-3 at 4e4 (docs/numerics.md). The gradients of
-            minimal_attn.forward set it.
+            minimal_attn.forward set it. Nothing changes with prefix_k and a window, which are two chunks.
 
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
@@ -117,6 +118,7 @@ def backward(
         key_ranges,
         cu_seqlens_q,
         cu_seqlens_k,
+        prefix_k,
         out_dtype,
         deterministic,
         complete,

@@ -36,6 +36,7 @@ class _Options(TypedDict, total=False):
     key_ranges: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
+    prefix_k: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -115,6 +116,7 @@ def forward(
     key_ranges: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    prefix_k: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -172,6 +174,12 @@ def forward(
             anything. Not together with seqlens_k, leftpad_k or offset. Values must never decrease, and lie
             within 0..total: on a CPU this is checked, on a GPU they are clamped. Kernels are those of
             key_ranges.
+        prefix_k: (B,), or (documents,) with cu_seqlens_q, of an integer dtype on q's device: the first
+            prefix_k[b] keys of a batch or document, from leftpad_k on, stay visible when the window has
+            passed them (StreamingLLM's attention sinks, global tokens). It widens window_size's left alone;
+            all else still hides. No other library has a name for it; a prefix-LM is key_ranges. At least 0:
+            on a CPU this is checked, on a GPU clamped. The call then computes the window's keys, and joins
+            the first ones with their state: two float32 o cost memory besides.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -203,7 +211,7 @@ def forward(
     # _ARGUMENTS, in their order
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
-        *(cu_seqlens_q, cu_seqlens_k, o, l, m, sinks, block_table),
+        *(cu_seqlens_q, cu_seqlens_k, prefix_k, o, l, m, sinks, block_table),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))

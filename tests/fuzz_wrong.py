@@ -34,6 +34,7 @@ def replace(call):
         "key_ranges": bad_ranges,
         "cu_seqlens_q": bad_cu_seqlens,
         "cu_seqlens_k": bad_cu_seqlens,
+        "prefix_k": bad_prefix,
         "backend": bad_backend,
         "unknown": bad_keyword,
     }
@@ -155,6 +156,22 @@ def bad_cu_seqlens(call, name):
     shape = call.choice((), (2, 1), (0,), (7,))
     dtypes = torch.float32, torch.bool, torch.uint64, torch.complex64
     set_argument(call, name, call.zeros(*shape, dtype=call.choice(*dtypes) if shape == (7,) else torch.int32))
+
+
+def bad_prefix(call, name):
+    q = call.arguments["q"]
+    if not usual(q):
+        return
+    B = q.shape[0]
+    if call.chance(0.3):
+        return set_argument(call, name, no_tensor(call))
+    if call.chance(0.3) and call.device.type == "cpu" and q.numel() and "cu_seqlens_q" not in call.arguments:
+        call.is_final = True  # without elements of q it isn't looked at
+        return set_argument(call, name, torch.full((B,), call.choice(-1, -(2**31))))
+    shape = call.choice((), (B + 9,), (9, 1), (B,))
+    wrong_types = torch.float32, torch.bool, torch.uint64
+    dtype = call.choice(*wrong_types) if shape == (B,) else torch.int32
+    set_argument(call, name, call.zeros(*shape, dtype=dtype))
 
 
 def bad_ranges(call, name):

@@ -26,14 +26,16 @@ def visible_keys(
     key_ranges=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
+    prefix_k=None,
 ):
     """Which keys each query sees, (B, 1, Nq, Nk); rows are told in Python's ints, which can't overflow."""
     if cu_seqlens_q is not None:
         seen = torch.zeros(B, 1, Nq, Nk, dtype=torch.bool)
         bounds = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
-        for (q0, k0), (q1, k1) in pairwise(bounds):
+        for n, ((q0, k0), (q1, k1)) in enumerate(pairwise(bounds)):
             ranges = None if key_ranges is None else key_ranges[:, q0:q1] - k0
-            options = dict(causal=causal, window_size=window_size, key_ranges=ranges)
+            prefix = None if prefix_k is None else prefix_k[n : n + 1]
+            options = dict(causal=causal, window_size=window_size, key_ranges=ranges, prefix_k=prefix)
             seen[:, :, q0:q1, k0:k1] = visible_keys(B, q1 - q0, k1 - k0, **options)
         return seen
     left, right = window_size
@@ -50,11 +52,13 @@ def visible_keys(
         for i in range(Nq):
             first = begin if left == -1 else max(begin, i + position - left)
             last = n - 1 if right == -1 else min(n - 1, i + position + right)
+            low, high = 0, Nk
             if key_ranges is not None:
                 low, high = key_ranges[b if len(key_ranges) > 1 else 0, i].tolist()
-                first, last = max(first, low), min(last, high - 1)
-            if first <= last:
-                seen[b, 0, i, first : last + 1] = True
+            seen[b, 0, i, max(first, low) : max(min(last + 1, high), 0)] = True
+            if prefix_k is not None:
+                last = min(last, begin + int(prefix_k[b]) - 1)
+                seen[b, 0, i, max(begin, low) : max(min(last + 1, high), 0)] = True
     return seen
 
 

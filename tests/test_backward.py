@@ -70,6 +70,7 @@ OPTIONS = {
     "causal, empty rows": lambda b: dict(causal=True, offset=-40),
     "window": lambda b: dict(window_size=(20, 3)),
     "window to the right": lambda b: dict(window_size=(0, 30), offset=-10),
+    "prefix_k": lambda b: dict(window_size=(9, 3), prefix_k=b.ints(4, 40)),
     "scale": lambda b: dict(softmax_scale=-0.3),
     "scale 0": lambda b: dict(softmax_scale=0.0),
     "lengths": lambda b: dict(seqlens_k=b.ints(33, 0), causal=True),
