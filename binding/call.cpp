@@ -49,22 +49,17 @@ std::string refusal_of_hopper(const Tensor &q) {
     return "";
 }
 
-// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients, and
-// for ranges in float32.
-bool hopper_has_kernel(const Attention &a) { return !has_ranges(a) || a.dtype != Dtype::float32; }
-
+// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients.
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 
 Plan plan_hopper(const Attention &a, const Device &device) {
-    if (!hopper_has_kernel(a)) return plan_portable(a, device);
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    if (!hopper_has_kernel(a)) return launch_portable(a, plan, workspace, stream);
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);
@@ -101,8 +96,7 @@ const std::vector<Backend> &backends() {
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward,
-         [](const Attention &a) { return hopper_has_kernel(a) ? 64 : 16; }},  // rows of a warpgroup; of a warp
+         plan_hopper_backward, launch_hopper_backward, [](const Attention &) { return 64; }},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
          plan_portable_backward, launch_portable_backward, [](const Attention &) { return 16; }},
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
