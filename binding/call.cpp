@@ -86,7 +86,7 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    int (*rows_alike)(const Attention &);  // with ranges, for isolate_rows_cuda (ranges.h); null on a CPU
+    int rows_alike = 0;  // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -96,14 +96,14 @@ const std::vector<Backend> &backends() {
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward, [](const Attention &) { return 64; }},  // rows of a warpgroup
+         plan_hopper_backward, launch_hopper_backward, 64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, [](const Attention &) { return 16; }},
+         plan_portable_backward, launch_portable_backward, 16},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, [](const Attention &) { return 1; }},  // a row skips tiles of keys that it doesn't see
+         launch_paper_backward, 1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward, nullptr},
+         launch_cpu_backward},
     };
     return list;
 }
@@ -359,7 +359,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
     if (q.is_cuda() && has_ranges(attention))
-        check_launch(isolate_rows_cuda(attention, backend->rows_alike(attention), at::cuda::getCurrentCUDAStream()), q);
+        check_launch(isolate_rows_cuda(attention, backend->rows_alike, at::cuda::getCurrentCUDAStream()), q);
 #endif
     if (is_converted) results.o.copy_(o);
     return results;

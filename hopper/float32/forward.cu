@@ -17,7 +17,8 @@
 // below are for the other tiles.
 //
 // role                | warps            | registers | does
-// producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
+// producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj.
+//                     |                  |           | With ranges all its lanes wait, each for some tiles
 // splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
 // consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait;
 //                     |                  |           | last, the rows for the fallback: see below
@@ -31,6 +32,7 @@
 // named, kAllConsumers   | consumers                | consumers           | no more work tiles: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
+// tiles, with ranges     | a thread of the group    | producer warps      | likewise of one tile
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
 //
 // A consumer warp arrives once; at tile_queue's `empty`, each thread does. producer_acquire waits for `empty`,
@@ -41,7 +43,8 @@
 //     variable          | its unit: the true value is the variable times
 //     Qi, Kj, Vj        | inverse_scale_Q of the consumer's 64 rows; inverse_scale_K, inverse_scale_V of this tile
 //     Sij               | unit_of_S = inverse_scale_Q inverse_scale_K; not stored: it is S_to_m unit_of_m
-//     m, m_of_O         | unit_of_m = inverse_scale_Q work.inverse_scale_K, the largest unit_of_S of the head
+//     m, m_of_O         | unit_of_m = inverse_scale_Q work.inverse_scale_K, the largest unit_of_S of the head, or
+//                       | with ranges of the tiles that the work tile sees
 //     Pij, l, flushed_l | 1; relative to m, so a larger m rescales l by alpha. hi + lo of Pij: 1 / kPScale
 //     Tij = Pij Vj      | unit_of_T = inverse_scale_V / kPScale
 //     Oi                | unit_of_O = unit_of_T of the last Vj that wasn't zeros; 0 before the first, 1 after flush_O
@@ -60,7 +63,8 @@
 //
 //     found by               | when                              | if
 //     wait_for_split, by the | before Qi is loaded, for all rows | hi and lo can't represent a tile of K or V; two Vj
-//     producer               |                                   | have scales 2^60 apart; there is no key
+//     producer               |                                   | have scales 2^60 apart; there is no key. With
+//                            |                                   | ranges only tiles that the work tile sees count
 //     scores_fit             | after Qi is split                 | unit_of_m is too large, too small or NaN
 //     any_row_small          | after the last Vj; O is stored    | a row of O is small beside V
 //
@@ -95,22 +99,30 @@ constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
-// 7. for i. With a workspace a block's first work tile comes from the counter, too. So running blocks get the lowest
+// 7. for i. With ranges lane 0 does all but wait_for_split. With a workspace a block's first work tile comes from the counter, too. So running blocks get the lowest
 // numbers, and no block waits for splits of a block that has not started.
 template <class Tile, class Mask>
 __device__ void produce(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared) {
+    constexpr bool by_warp = std::is_same_v<Mask, Ranges>;  // else one thread runs this
     const Workspace &w = p.workspace;
     Pipeline<1> Q{};
     Pipeline<Tile::Stages> KV{shared.KV};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    for (int n = -1;; tile_queue.advance()) {
-        tile_queue.producer_acquire();
-        n = w.heads ? atomicAdd(w.tiles_taken, 1) : TileScheduler<Tile, Mask>{p}.next(n);
-        const WorkTileOf<Mask> work_tile = describe_work(p, shared, tile_queue, n);
+    for (int n = -1, b;; tile_queue.advance()) {
+        if (!by_warp || threadIdx.x == 0) {
+            tile_queue.producer_acquire();
+            n = w.heads ? atomicAdd(w.tiles_taken, 1) : TileScheduler<Tile, Mask>{p}.next(n);
+            b = describe_work(p, shared, tile_queue, n).b;
+        }
         Float32Work<Mask> &work = shared.work[tile_queue.stage()];  // read from there: registers are short
-        if (work_tile.b >= 0) wait_for_split<Tile>(p, work);
+        if constexpr (by_warp) __syncwarp(), b = work.b;
+        if (b >= 0) wait_for_split<Tile>(p, work);
+        if (by_warp && threadIdx.x != 0) {
+            if (b < 0) return;
+            continue;
+        }
         arrive(tile_queue.full());
-        if (work_tile.b < 0) return;
+        if (b < 0) return;
         load_Q<Tile, 32>(shared, p.Q, work.i0, work.h, work.b, Q);
         if (work.fallback) continue;
         fence_async_global();  // threads wrote the tiles, bulk copies read them
@@ -335,7 +347,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     };
     const auto produce_or_split = [&] {
         if constexpr (Tile::IsSingle) return produce_and_split(p, shared);
-        if (threadIdx.x == 0) produce(p, shared);
+        if (threadIdx.x < (std::is_same_v<Mask, Ranges> ? 32 : 1)) produce(p, shared);
         constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
         if (threadIdx.x >= first && p.workspace.heads)
             run_splitter(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
@@ -360,10 +372,10 @@ enum TileOf { single, d64_few, d64, d128_few, d128, d256 };  // its place in Til
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };
-    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64 && !has_ranges(a)) return single;
+    if (has_ranges(a)) return a.d <= 64 ? d64 : a.d <= 128 ? d128_few : d256;
+    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return single;
     if (a.d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? d64_few : d64;
     if (a.d > 128) return d256;
-    if (has_ranges(a)) return d128_few;
     const bool may_be_few = a.Nq <= 640 || work_tiles(192) <= 2 * multiprocessors;
     return may_be_few && 10 * rows_each(128) <= 9 * rows_each(192) ? d128_few : d128;
 }

@@ -23,8 +23,8 @@ struct Float32Tile {
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
     static constexpr bool AlignKeys = true;
-    // With ranges d128_few takes the calls of d128, whose shared memory is full, and d64_few those of the single tile.
-    static constexpr bool ServesRanges = !IsSingle && (D != 128 || Consumers == 2);
+    // One tile for each D, since each takes long to compile: d64, d128_few (d128 has no shared memory left), d256.
+    static constexpr bool ServesRanges = Br == (D == 64 ? 256 : 128);
     using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 31, 55 or 69 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
     static_assert(Splitters * SplitterWarps <= 3);  // the producer's first warp has other things to do
@@ -36,7 +36,7 @@ struct Float32Work : WorkTileOf<Mask> {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo can't represent K or V, or there is no key: the fallback computes all rows
-    // The largest inverse scales of the head's Kj and Vj; V's is 0 if all are zeros. forward.cu has a table of units.
+    // The largest inverse scales of the head's Kj and Vj, with ranges of those that it sees; V's is 0 if all are zeros. forward.cu has a table of units.
     // With the single tile they are inf if hi and lo can't represent the numbers; `fallback` is false there.
     float inverse_scale_K, inverse_scale_V;
     int ends[4];                       // of the keys that each consumer's rows see
@@ -92,7 +92,9 @@ struct SharedStorage {
 template <class Tile, class Mask>
 __device__ WorkTileOf<Mask> describe_work(const Parameters &p, SharedStorage<Tile, Mask> &shared,
                                           const Pipeline<kQueueStages> &tile_queue, int n) {
-    const WorkTileOf<Mask> tile = TileScheduler<Tile, Mask>{p}.tile(n);
+    WorkTileOf<Mask> tile = TileScheduler<Tile, Mask>{p}.tile(n);
+    if constexpr (std::is_same_v<Mask, Ranges>)  // not needed, and registers are short
+        tile.mask.meeting = nullptr, tile.mask.batch = nullptr, tile.mask.seeing = nullptr;
     Float32Work<Mask> &work = shared.work[tile_queue.stage()];
     static_cast<WorkTileOf<Mask> &>(work) = tile;
     work.n = n, work.position = tile_queue.position, work.fallback = false;
@@ -101,7 +103,7 @@ __device__ WorkTileOf<Mask> describe_work(const Parameters &p, SharedStorage<Til
         work.ends[warpgroup] = end_of_keys(tile, i0);
         work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
         if constexpr (std::is_same_v<Mask, Ranges>) {
-            const Keys any = i0 < tile.i1 ? keys_of_any(tile.mask, i0, i0 + 64) : Keys{};
+            const Keys any = keys_of_any(tile.mask, i0, i0 + 64);
             work.begins[warpgroup] = empty(any) ? tile.visible.begin : any.begin / Tile::Bc * Tile::Bc;
         }
     }

@@ -108,34 +108,25 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work<BandOf<in
     work.fallback = (fmaxf(K, V) == INFINITY) | (V * __int_as_float(head.scale_V) >= 0x1p60f);
 }
 
-// With ranges a work tile waits for the tiles that it sees, and the scales of these count. So a document that hi and lo
-// can't represent, or that isn't split yet, concerns no work tile that sees none of its tiles.
+// With ranges a work tile waits for the tiles that it sees, and their scales count. So a document that isn't split yet,
+// or that hi and lo can't represent, concerns no work tile that sees none of its tiles. By a warp: even lanes have Kj.
 template <class Tile>
 __device__ void wait_for_split(const Float32Parameters &p, Float32Work<Ranges> &work) {
-    constexpr int AtOnce = 4;  // loads under way together
-    work.fallback = empty(work.mask.keys);
-    if (work.fallback) return;
-    const Workspace &w = p.workspace;
-    const int2 *const tiles = (const int2 *)(w.tiles + tile_index(w, workspace_head(p, work), 0));  // of Kj and Vj
-    const int last = tiles_before<Tile>(work.visible.end) - 1;
-    int K = 0, V = 0, least_V = INT_MAX;  // the least that isn't of zeros
-    for (int j = work.visible.begin / Tile::Bc; j <= last; j += AtOnce) {
-        int2 split[AtOnce];
-        bool all;
-        do {
-            all = true;
-#pragma unroll
-            for (int n = 0; n < AtOnce; ++n) split[n] = __ldcv(&tiles[min(j + n, last)]);
-            for (const int2 &x : split) all &= x.x != 0 && x.y != 0;
-        } while (!all);
-        for (const int2 &x : split) {
-            K = max(K, x.x - 1), V = max(V, x.y - 1);
-            if (x.y > 1) least_V = min(least_V, x.y - 1);
+    const int lane = threadIdx.x, end = 2 * tiles_before<Tile>(work.visible.end);
+    int largest = 0, least = INT_MAX;  // of the lane's inverse scales that aren't 0, as their bits
+    for (int n = 2 * (work.visible.begin / Tile::Bc) + lane; n < end && !empty(work.mask.keys); n += 32) {
+        int x;
+        while ((x = load_acquire(p.workspace.tiles[tile_index(p.workspace, workspace_head(p, work), n)])) == 0) {
         }
+        if (x > 1) largest = max(largest, x - 1), least = min(least, x - 1);
     }
-    __threadfence();  // the tiles are read after their entries
+    const int K = __reduce_max_sync(~0u, lane % 2 == 0 ? largest : 0);
+    const int V = __reduce_max_sync(~0u, lane % 2 == 0 ? 0 : largest);
+    const int least_V = __reduce_min_sync(~0u, lane % 2 == 0 ? INT_MAX : least);
+    __syncwarp();  // what all lanes have waited for can be read
+    if (lane != 0) return;
     work.inverse_scale_K = nonzero_inverse_scale(__int_as_float(K)), work.inverse_scale_V = __int_as_float(V);
-    work.fallback = max(K, V) == __float_as_int(INFINITY) || V - least_V >= 60 << 23;  // a float's exponent is at bit 23
+    work.fallback = empty(work.mask.keys) || max(K, V) == __float_as_int(INFINITY) || V - least_V >= 60 << 23;
 }
 
 // Fills w with addresses in `memory`. Returns the bytes that it needs: 0 without keys and for the single tile, where
