@@ -80,7 +80,7 @@ def test_values_and_gradients(backend, dtype, make, options):
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_document_that_falls_back(cuda_backend, d):
-    """hopper's fallback has other bits: none of the documents beside it takes it. 256 is a multiple of all tiles."""
+    """hopper's fallback has other bits. No document beside it takes it: 256 is a multiple of all tiles."""
     b = cuda_backend
     if b.name != "hopper":
         pytest.skip("a fallback of hopper")

@@ -101,7 +101,8 @@ __device__ void flush_O(const Parameters &p, const WorkTileOf<Mask> &work, float
 // again. Means of n ordinary numbers are 32 times these bounds (docs/float32.md). A row with l = 0 isn't counted: it
 // sees no key, or only scores of -inf.
 template <class Tile, class Mask, int Count>
-__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work<Mask> &work, float unit_of_O) {
+__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work<Mask> &work,
+                              float unit_of_O) {
     // A number of V in hi + lo, times V_to_O, is in units of Oi.
     const float V_to_O = work.inverse_scale_V * inverse_of_power(unit_of_O);
     const float n = work.visible.end - work.visible.begin;

@@ -28,7 +28,8 @@ __device__ int &next_deferred(const Parameters &p, const WorkTileOf<Mask> &work,
 // Puts a consumer's rows of a work tile on its list. The link overwrites an element of O. Thread 0 does both stores, so
 // they stay in order.
 template <class Tile, class Mask>
-__device__ void defer(const Parameters &p, SharedStorage<Tile, Mask> &shared, const Float32Work<Mask> &work, int warpgroup) {
+__device__ void defer(const Parameters &p, SharedStorage<Tile, Mask> &shared, const Float32Work<Mask> &work,
+                      int warpgroup) {
     if (opaque(threadIdx.x) % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;
     next_deferred(p, work, warpgroup) = shared.deferred[warpgroup], shared.deferred[warpgroup] = work.n;
 }

@@ -425,7 +425,8 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
         const Zeros counters(workspace, has_workspace ? p.workspace.counter_bytes : plan.workspace, stream);
         if (has_workspace) move_counters(p.workspace, workspace, counters);
         return with_mask_of<Tile>(a, [&](auto mask) {
-            return launch_kernels<Tile>({float32_hopper_kernel<Tile, Narrow<decltype(mask)>>}, p, plan, counters, stream);
+            return launch_kernels<Tile>({float32_hopper_kernel<Tile, Narrow<decltype(mask)>>}, p, plan, counters,
+                                        stream);
         });
     });
 }
