@@ -113,16 +113,15 @@ __device__ void wait_for_split(const Float32Parameters &p, Float32Work<BandOf<in
 template <class Tile>
 __device__ void wait_for_split(const Float32Parameters &p, Float32Work<Ranges> &work) {
     const int lane = threadIdx.x, end = 2 * tiles_before<Tile>(work.visible.end);
-    int largest = 0, least = INT_MAX;  // of the lane's inverse scales that aren't 0, as their bits
+    int largest = 0, negated = -INT_MAX;  // of the bits of its inverse scales that are not 0; of these, negated
     for (int n = 2 * (work.visible.begin / Tile::Bc) + lane; n < end && !empty(work.mask.keys); n += 32) {
         int x;
         while ((x = load_acquire(p.workspace.tiles[tile_index(p.workspace, workspace_head(p, work), n)])) == 0) {
         }
-        if (x > 1) largest = max(largest, x - 1), least = min(least, x - 1);
+        if (x > 1) largest = max(largest, x - 1), negated = max(negated, 1 - x);
     }
-    const int K = __reduce_max_sync(~0u, lane % 2 == 0 ? largest : 0);
-    const int V = __reduce_max_sync(~0u, lane % 2 == 0 ? 0 : largest);
-    const int least_V = __reduce_min_sync(~0u, lane % 2 == 0 ? INT_MAX : least);
+    const int K = warp_max(lane % 2 == 0 ? largest : 0), V = warp_max(lane % 2 == 0 ? 0 : largest);
+    const int least_V = -warp_max(lane % 2 == 0 ? -INT_MAX : negated);
     __syncwarp();  // what all lanes have waited for can be read
     if (lane != 0) return;
     work.inverse_scale_K = nonzero_inverse_scale(__int_as_float(K)), work.inverse_scale_V = __int_as_float(V);
