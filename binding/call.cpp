@@ -50,22 +50,17 @@ std::string refusal_of_hopper(const Tensor &q) {
     return "";
 }
 
-// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients, and
-// for ranges in float32.
-bool hopper_has_kernel(const Attention &a) { return !has_ranges(a) || a.dtype != Dtype::float32; }
-
+// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients.
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 
 Plan plan_hopper(const Attention &a, const Device &device) {
-    if (!hopper_has_kernel(a)) return plan_portable(a, device);
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    if (!hopper_has_kernel(a)) return launch_portable(a, plan, workspace, stream);
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);
@@ -92,7 +87,7 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    int (*rows_alike)(const Attention &);  // with ranges, for isolate_rows_cuda (ranges.h); null on a CPU
+    int rows_alike = 0;  // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -102,15 +97,14 @@ const std::vector<Backend> &backends() {
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward,
-         [](const Attention &a) { return hopper_has_kernel(a) ? 64 : 16; }},  // rows of a warpgroup; of a warp
+         plan_hopper_backward, launch_hopper_backward, 64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, [](const Attention &) { return 16; }},
+         plan_portable_backward, launch_portable_backward, 16},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, [](const Attention &) { return 1; }},  // a row skips tiles of keys that it doesn't see
+         launch_paper_backward, 1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward, nullptr},
+         launch_cpu_backward},
     };
     return list;
 }
@@ -395,10 +389,8 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
             attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
         plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-        if (q.is_cuda() && has_ranges(attention)) {
-            const int rows_alike = backend->rows_alike(attention);
-            check_launch(isolate_rows_cuda(attention, rows_alike, at::cuda::getCurrentCUDAStream()), q);
-        }
+        if (q.is_cuda() && has_ranges(attention))
+            check_launch(isolate_rows_cuda(attention, backend->rows_alike, at::cuda::getCurrentCUDAStream()), q);
 #endif
         if (is_converted) results.o.copy_(o);
     };

@@ -44,7 +44,7 @@ __device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
 }
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
-// BandOf<int> (flash.h) or Ranges (ranges.h).
+// BandOf<int> (flash.h) or, in forward passes, Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
     int b, h, i0, i1;  // b < 0: no more work tiles

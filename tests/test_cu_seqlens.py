@@ -78,6 +78,27 @@ def test_values_and_gradients(backend, dtype, make, options):
         check(backend, torch.randn_like(qkv[0]), *qkv, slack=3, **options)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_document_that_falls_back(cuda_backend, d):
+    """hopper's fallback has other bits. No document beside it takes it: 256 is a multiple of all tiles."""
+    b = cuda_backend
+    if b.name != "hopper":
+        pytest.skip("a fallback of hopper")
+    q, k, v = b.qkv(1, 4, 2, 1024, 1024, d)
+    cu = torch.arange(0, 1025, 256, device=b.device)
+    bad, others = slice(256, 512), [*range(256), *range(512, 1024)]
+    for causal in False, True:
+        options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, causal=causal)
+        expected = b.forward(q, k, v, **options)
+        assert torch.equal(expected, b.forward(q, k, v, **options))
+        for of_v, x in (False, torch.inf), (False, 1e30), (True, torch.nan), (True, 1e30), (True, 1e-30):
+            dirty = [k.clone(), v.clone()]
+            dirty[of_v][:, :, bad, 5] *= x
+            o = b.forward(q, *dirty, **options)
+            assert torch.equal(o[:, :, others], expected[:, :, others])
+            assert not torch.equal(o[:, :, bad], expected[:, :, bad])
+
+
 def test_as_single_calls(backend, dtype):
     """Each document has what it has alone, sinks and the log-sum-exp too."""
     (q, k, v), options = drawn(backend, lengths_of_cross, dtype, causal=True)

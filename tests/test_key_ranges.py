@@ -139,6 +139,14 @@ def test_long(backend):
         check_gradients(backend, torch.randn_like(qkv[0]), *qkv, **options)
 
 
+def test_flushed_sums(backend):
+    """More keys than hopper sums at once (kKeysInSum); its consumers begin at other keys."""
+    for d, step in (64, 60), (256, 1):
+        q, k, v = backend.qkv(1, 1, 1, 130, 17500, d)
+        begin = 30 + step * torch.arange(130, device=backend.device)
+        backend.check(q, k, v, key_ranges=torch.stack([begin, begin + 8500], -1)[None])
+
+
 def test_large_scores(backend):
     """Rows are normalised again over the keys that they see."""
     (q, k, v), options = drawn(backend, documents, (1, 2, 1, 200, 300, 64), torch.float32)
@@ -321,14 +329,13 @@ def test_onnx_refuses_them():
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("Nq", [64, 200])
 def test_kernels_of_hopper(cuda_backend, dtype, d, Nq):
-    """Half types have kernels of their own, but for gradients with d above 128 or with at most 64 queries."""
+    """Its own, but for gradients of float32, with d above 128 or with at most 64 queries."""
     if cuda_backend.name != "hopper":
         pytest.skip("a kernel of hopper")
     (q, k, v), options = drawn(cuda_backend, documents, (1, 2, 2, Nq, 200, d), dtype)
-    is_half = dtype != torch.float32
     forward, backward = (cuda_backend.explain(q, k, v, backward=x, **options).kernel for x in (False, True))
-    assert forward == ("half, ranges" if is_half else "float32 on tensor cores, ranges")
-    if not is_half:
+    assert forward == ("float32, ranges" if dtype == torch.float32 else "half, ranges")
+    if dtype == torch.float32:
         assert backward == "float32 backward on tensor cores, ranges"
     elif d > 128 or Nq <= 64:
         assert backward == "half backward, two passes, ranges"

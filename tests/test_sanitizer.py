@@ -121,6 +121,17 @@ def test_several_work_tiles_beyond_float16(backend, d):
     check(backend, beyond_float16(backend.qkv(B=2, Hq=140, Hkv=2, Nq=70, Nk=60, d=d)), causal=True)
 
 
+@pytest.mark.parametrize("d", [40, 128, 256])
+def test_documents(backend, dtype, d):
+    """Also without queries, and without keys."""
+    tensors = backend.qkv(B=1, Hq=2, Hkv=1, Nq=280, Nk=200, d=d, dtype=dtype)
+    ends = backend.ints(5, 60, 60, 200, 270), backend.ints(3, 50, 120, 120, 190)
+    options = dict(causal=True, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+    check(backend, tensors, **options)
+    if dtype == torch.float32:
+        check(backend, beyond_float16(tensors), **options)
+
+
 @pytest.mark.parametrize("d, Hq, Nq", [(64, 132, 200), (128, 70, 150)])
 def test_many_heads_of_float32(backend, d, Hq, Nq):
     """hopper has larger tiles for these: 256 queries at d 64, 192 at d 128."""

@@ -70,8 +70,8 @@ __device__ bool scores_fit(const Attention &a, const Unit &unit_of_m) {
 
 // Adds Oi to the sum of earlier tiles, which is kept in O, relative to m_of_O. Then Oi begins again at 0. The last time
 // Oi becomes the whole sum instead, and O isn't written. forward.cu has a table of units.
-template <int Count>
-__device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[Count], float &unit_of_O,
+template <class Mask, int Count>
+__device__ void flush_O(const Parameters &p, const WorkTileOf<Mask> &work, float (&Oi)[Count], float &unit_of_O,
                         const SoftmaxState &softmax, float c_of_m, float *m_of_O, bool is_first, bool is_last) {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {  // one row after the other: registers are short
@@ -100,8 +100,9 @@ __device__ void flush_O(const Parameters &p, const WorkTile &work, float (&Oi)[C
 // Whether a row of O is so small that what hi and lo of Vj or Pij lose may count: the fallback then computes the rows
 // again. Means of n ordinary numbers are 32 times these bounds (docs/float32.md). A row with l = 0 isn't counted: it
 // sees no key, or only scores of -inf.
-template <class Tile, int Count>
-__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work &work, float unit_of_O) {
+template <class Tile, class Mask, int Count>
+__device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], const Float32Work<Mask> &work,
+                              float unit_of_O) {
     // A number of V in hi + lo, times V_to_O, is in units of Oi.
     const float V_to_O = work.inverse_scale_V * inverse_of_power(unit_of_O);
     const float n = work.visible.end - work.visible.begin;
@@ -118,8 +119,8 @@ __device__ bool any_row_small(const float (&Oi)[Count], const float (&l)[2], con
 
 // 12. - 13. O to HBM. store_state does what is rare. This code runs once a work tile, and warps wait while it is
 // fetched into the instruction cache, so it is short.
-template <class Tile, int Count>
-__device__ void store_O(const Parameters &p, const WorkTile &work, int i, const float (&Oi)[Count],
+template <class Tile, class Mask, int Count>
+__device__ void store_O(const Parameters &p, const WorkTileOf<Mask> &work, int i, const float (&Oi)[Count],
                         const SoftmaxState &softmax, const float (&l)[2], float c_of_m, float unit_of_m,
                         float unit_of_O) {
     constexpr float truncation = kTruncationT<Tile::D>;

@@ -20,34 +20,37 @@ struct ConsumerThreads {
 };
 
 // Where a consumer's list continues after `work`
-__device__ inline int &next_deferred(const Parameters &p, const WorkTile &work, int warpgroup) {
+template <class Mask>
+__device__ int &next_deferred(const Parameters &p, const WorkTileOf<Mask> &work, int warpgroup) {
     return ((int *)p.a.o)[row_offset(p.a.o_stride, work, work.i0 + 64 * warpgroup)];
 }
 
 // Puts a consumer's rows of a work tile on its list. The link overwrites an element of O. Thread 0 does both stores, so
 // they stay in order.
-template <class Tile>
-__device__ void defer(const Parameters &p, SharedStorage<Tile> &shared, const Float32Work &work, int warpgroup) {
+template <class Tile, class Mask>
+__device__ void defer(const Parameters &p, SharedStorage<Tile, Mask> &shared, const Float32Work<Mask> &work,
+                      int warpgroup) {
     if (opaque(threadIdx.x) % 128 != 0 || work.i0 + 64 * warpgroup >= work.i1) return;
     next_deferred(p, work, warpgroup) = shared.deferred[warpgroup], shared.deferred[warpgroup] = work.n;
 }
 
 // All deferred work tiles of a consumer, the last one first. Each consumer has a part of the memory of Qi, Kj and Vj.
-template <class Tile>
-__device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup) {
+template <class Tile, class Mask>
+__device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared, int warpgroup) {
     using Fallback = typename Tile::Fallback;
+    using WideMask = std::conditional_t<std::is_same_v<Mask, Ranges>, Ranges, Band>;
     static_assert(Fallback::Threads == 128);
     static_assert(Fallback::SharedBytes * Tile::Consumers <= sizeof(shared.Qi) + sizeof(shared.tiles));
     const ConsumerThreads<Tile> threads{warpgroup};
     float *const memory = (float *)shared.Qi + warpgroup * Fallback::Floats;
     for (int n = shared.deferred[warpgroup]; n >= 0;) {
-        const WorkTile work = TileScheduler<Tile>{p}.tile(n);
+        const WorkTileOf<Mask> work = TileScheduler<Tile, Mask>{p}.tile(n);
         n = next_deferred(p, work, warpgroup);
         const int i1 = min(work.i0 + 64 * (warpgroup + 1), work.i1);
         for (int i0 = work.i0 + 64 * warpgroup; i0 < i1; i0 += Fallback::Br) {
             threads.sync();  // every thread has read n, which O may overwrite, and has stored O of the block before
-            float_block<Fallback>(p.a, block_at<float>(p.a, work.b, work.h, i0, min(Fallback::Br, i1 - i0)), p.aligned,
-                                  memory, p.workspace.sums, threads);
+            const auto block = block_at<float, WideMask>(p.a, work.b, work.h, i0, min(Fallback::Br, i1 - i0));
+            float_block<Fallback>(p.a, block, p.aligned, memory, p.workspace.sums, threads);
         }
     }
 }

@@ -17,7 +17,8 @@
 // below are for the other tiles.
 //
 // role                | warps            | registers | does
-// producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj
+// producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj.
+//                     |                  |           | With ranges all its lanes wait, each for some tiles
 // splitter groups     | the last 2 or 3  | 32 to 56  | take split jobs: see splitters.h
 // consumer warpgroups | 4 each, 2 to 4   | 112 to 232| 64 rows of a work tile each; take split jobs while they wait;
 //                     |                  |           | last, the rows for the fallback: see below
@@ -31,6 +32,7 @@
 // named, kAllConsumers   | consumers                | consumers           | no more work tiles: memory for the fallback
 // in global memory:
 // tiles_split            | a thread of the group    | producer warps      | hi and lo of a head are in the workspace
+// tiles, with ranges     | a thread of the group    | producer warps      | likewise of one tile
 // tiles_taken            | producer warps           | splitter groups     | splitters don't run too far ahead
 //
 // A consumer warp arrives once; at tile_queue's `empty`, each thread does. producer_acquire waits for `empty`,
@@ -41,7 +43,8 @@
 //     variable          | its unit: the true value is the variable times
 //     Qi, Kj, Vj        | inverse_scale_Q of the consumer's 64 rows; inverse_scale_K, inverse_scale_V of this tile
 //     Sij               | unit_of_S = inverse_scale_Q inverse_scale_K; not stored: it is S_to_m unit_of_m
-//     m, m_of_O         | unit_of_m = inverse_scale_Q work.inverse_scale_K, the largest unit_of_S of the head
+//     m, m_of_O         | unit_of_m = inverse_scale_Q work.inverse_scale_K, the largest unit_of_S of the head, or
+//                       | with ranges of the tiles that the work tile sees
 //     Pij, l, flushed_l | 1; relative to m, so a larger m rescales l by alpha. hi + lo of Pij: 1 / kPScale
 //     Tij = Pij Vj      | unit_of_T = inverse_scale_V / kPScale
 //     Oi                | unit_of_O = unit_of_T of the last Vj that wasn't zeros; 0 before the first, 1 after flush_O
@@ -60,7 +63,8 @@
 //
 //     found by               | when                              | if
 //     wait_for_split, by the | before Qi is loaded, for all rows | hi and lo can't represent a tile of K or V; two Vj
-//     producer               |                                   | have scales 2^60 apart; there is no key
+//     producer               |                                   | have scales 2^60 apart; there is no key. With
+//                            |                                   | ranges only tiles that the work tile sees count
 //     scores_fit             | after Qi is split                 | unit_of_m is too large, too small or NaN
 //     any_row_small          | after the last Vj; O is stored    | a row of O is small beside V
 //
@@ -95,22 +99,30 @@ constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
-// 7. for i. With a workspace a block's first work tile comes from the counter, too. So running blocks get the lowest
+// 7. for i. With ranges lane 0 does all but wait_for_split. With a workspace a block's first work tile comes from the counter, too. So running blocks get the lowest
 // numbers, and no block waits for splits of a block that has not started.
-template <class Tile>
-__device__ void produce(const Float32Parameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void produce(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared) {
+    constexpr bool by_warp = std::is_same_v<Mask, Ranges>;  // else one thread runs this
     const Workspace &w = p.workspace;
     Pipeline<1> Q{};
     Pipeline<Tile::Stages> KV{shared.KV};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
-    for (int n = -1;; tile_queue.advance()) {
-        tile_queue.producer_acquire();
-        n = w.heads ? atomicAdd(w.tiles_taken, 1) : TileScheduler<Tile>{p}.next(n);
-        const WorkTile work_tile = describe_work<Tile>(p, shared, tile_queue, n);
-        Float32Work &work = shared.work[tile_queue.stage()];  // read from there: registers are short
-        if (work_tile.b >= 0) wait_for_split<Tile>(p, work);
+    for (int n = -1, b;; tile_queue.advance()) {
+        if (!by_warp || threadIdx.x == 0) {
+            tile_queue.producer_acquire();
+            n = w.heads ? atomicAdd(w.tiles_taken, 1) : TileScheduler<Tile, Mask>{p}.next(n);
+            b = describe_work(p, shared, tile_queue, n).b;
+        }
+        Float32Work<Mask> &work = shared.work[tile_queue.stage()];  // read from there: registers are short
+        if constexpr (by_warp) __syncwarp(), b = work.b;
+        if (b >= 0) wait_for_split<Tile>(p, work);
+        if (by_warp && threadIdx.x != 0) {
+            if (b < 0) return;
+            continue;
+        }
         arrive(tile_queue.full());
-        if (work_tile.b < 0) return;
+        if (b < 0) return;
         load_Q<Tile, 32>(shared, p.Q, work.i0, work.h, work.b, Q);
         if (work.fallback) continue;
         fence_async_global();  // threads wrote the tiles, bulk copies read them
@@ -147,7 +159,7 @@ __device__ inline void flush_row_sum(SoftmaxState &softmax, double *flushed_l, b
 template <class Tile, int Count, class FlushO>
 __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], float (&Sij)[Count],
                           SoftmaxState &softmax, float c_of_m, float c_of_S, float S_to_m, bool uses_stale_max,
-                          float dither, const WorkTile &work, int j0, double *flushed_l, const FlushO &flush_O_if_due) {
+                          float dither, const int &begin, int j0, double *flushed_l, const FlushO &flush_O_if_due) {
     float sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
     if (uses_stale_max) {
 #pragma unroll
@@ -172,7 +184,7 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
         if (!Tile::IsSingle) flush_O_if_due();
         update_row_max(Sij, softmax, c_of_m, S_to_m);
         exponentiate(Sij, softmax, c_of_S);
-        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, j0 == work.visible.begin, j0 % kKeysInSum == 0);
+        if (!Tile::IsSingle) flush_row_sum(softmax, flushed_l, j0 == begin, j0 % kKeysInSum == 0);
         const float dither = dither_at(j0);  // again: kept, it would take a register
 #pragma unroll
         for (int x = 0; x < Count / 2; ++x) split_P<Tile>(Sij[2 * x], Sij[2 * x + 1], dither, x, hi[x], lo[x]);
@@ -181,8 +193,8 @@ __device__ void compute_P(uint32_t (&hi)[Count / 2], uint32_t (&lo)[Count / 2], 
 
 // 12. - 13. O to HBM. Returns whether hi and lo couldn't represent the thread's rows: then the fallback must compute
 // them.
-template <class Tile, class Unit, int Count>
-__device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shared, const Float32Work &work,
+template <class Tile, class Mask, class Unit, int Count>
+__device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile, Mask> &shared, const Float32Work<Mask> &work,
                             float (&Oi)[Count], SoftmaxState &softmax, float c_of_m, const Unit &unit_of_m,
                             float unit_of_O) {
     for (int r = 0; !Tile::IsSingle && r < 2; ++r)
@@ -200,8 +212,8 @@ __device__ bool finish_rows(const Parameters &p, const SharedStorage<Tile> &shar
 }
 
 // A consumer warpgroup: splits jobs while it waits for work tiles, then computes its 64 rows of each.
-template <class Tile>
-__device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void consume(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
     constexpr int Columns = Tile::Consumers == 2 ? 128 : 64;  // of Tij = Pij Vj at a time: registers are short
     constexpr int Sums = D > 128 ? 4 : 1;                     // of Sij, for long rows: the tensor cores truncate less
@@ -212,12 +224,13 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
     for (;; tile_queue.consumer_release_by_each()) {
         if constexpr (!Tile::IsSingle) split_while_waiting<Tile>(p, shared, warpgroup, tile_queue);
         tile_queue.consumer_wait();
-        const Float32Work &work = shared.work[tile_queue.stage()];
+        const Float32Work<Mask> &work = shared.work[tile_queue.stage()];
         if (work.b < 0) break;
         // Q has one stage, in step with the tile queue, so that its position needs no register.
         const auto Q = [&] { return Pipeline<1>{shared.Q[warpgroup], work.position % 2}; };
-        const auto skip_tiles = [&](int j0) {  // from j0 on; other warpgroups need them
-            for (; j0 < work.visible.end; j0 += Bc) KV.skip_stage(), KV.skip_stage();
+        const int &begin = begin_of(work, warpgroup);
+        const auto skip_tiles = [&](int j0, const int &end) {  // other warpgroups need them
+            for (; j0 < end; j0 += Bc) KV.skip_stage(), KV.skip_stage();
         };
         const auto unit_of_m = [&] {
             return work.inverse_scale_K * nonzero_inverse_scale(shared.inverse_scale_Q[warpgroup]);
@@ -229,17 +242,18 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                            {{0, max(work.i1 - work.i0 - 64 * warpgroup, 0)}, false}, shared.inverse_scale_Q[warpgroup]);
             if constexpr (Tile::IsSingle) KV.consumer_wait();  // Kj's inverse scale is known
             fallback = !scores_fit(a, unit_of_m);
-            if (fallback) skip_tiles(work.visible.begin);
+            if (fallback) skip_tiles(work.visible.begin, work.visible.end);
         }
         if (fallback) {
             Q().consumer_release();
         } else {
+            if constexpr (std::is_same_v<Mask, Ranges>) skip_tiles(work.visible.begin, begin);
             const bool is_lane_0 = is_lane0_kept();
             const float c_of_m = scale_of(a, unit_of_m(), kLog2eS<D>);
             float Oi[D / 2] = {};
             float unit_of_O = 0.f;
             SoftmaxState softmax = SoftmaxState();
-            int j0 = work.visible.begin, end;
+            int j0 = begin, end;
             do {  // 5. for j
                 // Shared memory is read before the first or after the last wgmma of a group: a load between two would
                 // delay the second. The __syncwarps keep ptxas from moving loads there.
@@ -275,11 +289,11 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 if (needs_mask) mask_scores(Sij, a, work.mask, work.i0 + row_of_thread(), j0);
                 // 10. - 11.
                 uint32_t hi[Bc / 4], lo[Bc / 4];
-                compute_P<Tile>(hi, lo, Sij, softmax, c_of_m, c_of_S, S_to_m, uses_stale_max, dither, work, j0,
+                compute_P<Tile>(hi, lo, Sij, softmax, c_of_m, c_of_S, S_to_m, uses_stale_max, dither, begin, j0,
                                 shared.flushed_l, [&] {
-                                    if (j0 % kKeysInSum == 0 && j0 > work.visible.begin)
+                                    if (j0 % kKeysInSum == 0 && j0 > begin)
                                         flush_O(p, work, Oi, unit_of_O, softmax, c_of_m, shared.m_of_O,
-                                                j0 - work.visible.begin <= kKeysInSum, false);
+                                                j0 - begin <= kKeysInSum, false);
                                 });
                 // 12. Oi = diag(alpha) Oi + Pij Vj, in one FMA
                 KV.consumer_wait();
@@ -305,22 +319,22 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile> &shared)
                 KV.consumer_release(inverse_scale_V, is_lane_0);
                 j0 += Bc;
             } while (!Tile::IsSingle && j0 < end);  // the same as !is_last, with which ptxas releases Vj's stage later
-            if (!Tile::IsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > work.visible.begin)  // it was flushed before
+            if (!Tile::IsSingle && (j0 - 1) / kKeysInSum * kKeysInSum > begin)  // it was flushed before
                 flush_O(p, work, Oi, unit_of_O, softmax, c_of_m, shared.m_of_O, false, true);
             fallback = finish_rows<Tile>(p, shared, work, Oi, softmax, c_of_m, unit_of_m, unit_of_O);
-            if constexpr (!Tile::IsSingle) skip_tiles(j0);
+            if constexpr (!Tile::IsSingle) skip_tiles(j0, work.visible.end);
         }
-        if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer<Tile>(p, shared, work, warpgroup);
+        if (named_barrier_any(barrier_of_group(warpgroup), 128, fallback)) defer(p, shared, work, warpgroup);
         tile_queue.position = work.position;  // the same number, read again: so it took no register in the loop
     }
     named_barrier_sync(kAllConsumers, 128 * Tile::Consumers);  // all consumers have read Qi, Kj and Vj
-    run_deferred<Tile>(p, shared, warpgroup);
+    run_deferred(p, shared, warpgroup);
 }
 
-template <class Tile>
+template <class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     float32_hopper_kernel(const __grid_constant__ Float32Parameters p) {
-    auto &shared = shared_storage<SharedStorage<Tile>>();
+    auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, Tile::IsSingle ? 256 : 32 * warps);  // single.h: the producer's threads, too
@@ -332,13 +346,13 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (SplitJob &next : shared.next_job) next.head = 0;
     };
     const auto produce_or_split = [&] {
-        if constexpr (Tile::IsSingle) return produce_and_split<Tile>(p, shared);
-        if (threadIdx.x == 0) produce<Tile>(p, shared);
+        if constexpr (Tile::IsSingle) return produce_and_split(p, shared);
+        if (threadIdx.x < (std::is_same_v<Mask, Ranges> ? 32 : 1)) produce(p, shared);
         constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
         if (threadIdx.x >= first && p.workspace.heads)
-            run_splitter<Tile>(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
+            run_splitter(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);
     };
-    run_roles<Tile>(init_barriers, produce_or_split, [&] { consume<Tile>(p, shared); });
+    run_roles<Tile>(init_barriers, produce_or_split, [&] { consume(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -358,11 +372,20 @@ enum TileOf { single, d64_few, d64, d128_few, d128, d256 };  // its place in Til
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };
+    if (has_ranges(a)) return a.d <= 64 ? d64 : a.d <= 128 ? d128_few : d256;
     if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return single;
     if (a.d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? d64_few : d64;
     if (a.d > 128) return d256;
     const bool may_be_few = a.Nq <= 640 || work_tiles(192) <= 2 * multiprocessors;
     return may_be_few && 10 * rows_each(128) <= 9 * rows_each(192) ? d128_few : d128;
+}
+
+template <class Tile, class Use>
+auto with_mask_of(const Attention &a, const Use &use) {
+    if constexpr (Tile::ServesRanges)
+        return with_mask(a, use);
+    else
+        return use(Band());
 }
 
 // Heads of k and v that are one and the same (stride 0) are split once.
@@ -379,7 +402,9 @@ Plan plan_float32(const Attention &attention, const Device &device) {
     return with_tile(choice, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         const char *const name = Tile::IsSingle ? "float32, a single tile" : "float32";
-        Plan plan = make_plan<Tile, SharedStorage<Tile>>(a, device, name, choice);
+        Plan plan = with_mask_of<Tile>(a, [&](auto mask) {
+            return make_plan<Tile, SharedStorage<Tile, Narrow<decltype(mask)>>>(a, device, name, choice);
+        });
         Workspace w;
         const int64_t bytes = layout_workspace<Tile>(a, device.multiprocessors, nullptr, w);
         if (bytes > 0) {
@@ -399,7 +424,10 @@ const char *launch_float32(const Attention &attention, const Plan &plan, void *w
         const bool has_workspace = layout_workspace<Tile>(a, plan.multiprocessors, workspace, p.workspace) > 0;
         const Zeros counters(workspace, has_workspace ? p.workspace.counter_bytes : plan.workspace, stream);
         if (has_workspace) move_counters(p.workspace, workspace, counters);
-        return launch_kernels<Tile>({float32_hopper_kernel<Tile>}, p, plan, counters, stream);
+        return with_mask_of<Tile>(a, [&](auto mask) {
+            return launch_kernels<Tile>({float32_hopper_kernel<Tile, Narrow<decltype(mask)>>}, p, plan, counters,
+                                        stream);
+        });
     });
 }
 

@@ -21,8 +21,8 @@
 
 namespace minimal_attn::hopper {
 
-template <class Tile>
-__device__ void produce_and_split(const Parameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void produce_and_split(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline<1> Q{};
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     int parity = 0;  // of this work tile's phase of `tile_loaded` and KV
@@ -31,7 +31,7 @@ __device__ void produce_and_split(const Parameters &p, SharedStorage<Tile> &shar
         load_tile<Tile::Bc, Tile::Boxes, 32>(shared.tiles[is_V], is_V ? p.V : p.K, 0, key_head, b,
                                              shared.tile_loaded[is_V]);
     };
-    const auto split = [&](bool is_V, Float32Work &work) {
+    const auto split = [&](bool is_V, Float32Work<Mask> &work) {
         wait(shared.tile_loaded[is_V], parity);
         const float inverse_scale =
             split_in_place(SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[1], 1}, shared.tiles[is_V],
@@ -45,19 +45,19 @@ __device__ void produce_and_split(const Parameters &p, SharedStorage<Tile> &shar
     for (int n = -1;; parity ^= 1, tile_queue.consumer_release_by_each()) {
         if (threadIdx.x == 0) {
             tile_queue.producer_acquire();
-            n = TileScheduler<Tile>{p}.next(n);
+            n = TileScheduler<Tile, Mask>{p}.next(n);
             if (n < p.work_tiles) {  // work tile n is head n
                 const int b = n / p.Hq, h = n % p.Hq, key_head = h / p.group;
                 load(false, key_head, b);
                 load_Q<Tile, 32>(shared, p.Q, 0, h, b, Q);
                 load(true, key_head, b);
             }
-            describe_work<Tile>(p, shared, tile_queue, n);
+            describe_work(p, shared, tile_queue, n);
             arrive(tile_queue.full());
         }
         __syncwarp();
         tile_queue.consumer_wait();
-        Float32Work &work = shared.work[tile_queue.stage()];
+        Float32Work<Mask> &work = shared.work[tile_queue.stage()];
         if (work.b < 0) return;
         split(false, work);
         split(true, work);

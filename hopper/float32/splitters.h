@@ -7,14 +7,14 @@ namespace minimal_attn::hopper {
 
 // A consumer warpgroup takes split jobs until its next work tile has arrived. It reads their tiles from global
 // memory. The threads vote whether the work tile has arrived, so that all take the same branch.
-template <class Tile>
-__device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile> &shared, int warpgroup,
+template <class Tile, class Mask>
+__device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {
     if (!p.workspace.heads || p.a.d % 4 != 0) return;
     const int barrier = barrier_of_group(warpgroup);
     SplitJob &next = shared.next_job[warpgroup];
     while (!named_barrier_any(barrier, 128, tile_queue.is_full())) {
-        if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile>(p);
+        if (threadIdx.x % 128 == 0 && next.head >= 0) next = take_split_job<Tile, Mask>(p);
         named_barrier_sync(barrier, 128);
         SplitJob job = next;
         if (job.head < 0) return;
@@ -27,7 +27,7 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Ti
                 hi_lo_tile<Tile>(p.workspace, job.head, job.n),
                 [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
             named_barrier_sync(barrier, 128);  // all have written their part
-            if (threadIdx.x % 128 == 0) publish(p.workspace, job, inverse_scale);
+            if (threadIdx.x % 128 == 0) publish<Mask>(p.workspace, job, inverse_scale);
             __syncwarp();
         }
     }
@@ -36,8 +36,8 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Ti
 // A splitter group of the producer, with one float32 tile. Its first thread takes jobs, loads and publishes. The next
 // tile arrives while the last one is published. The thread publishes before it waits for `tiles_taken`: a producer warp
 // may need that tile before it can take its next work tile.
-template <class Tile>
-__device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile> &shared, int splitter) {
+template <class Tile, class Mask>
+__device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared, int splitter) {
     constexpr int Warps = Tile::SplitterWarps;
     const int group = Tile::Consumers + splitter;
     // Jobs are in shared memory, since registers are short.
@@ -51,15 +51,15 @@ __device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile> &sh
                                                  shared.tile_loaded[splitter]);
         return true;
     };
-    if (is_leader()) next = take_split_job<Tile>(p);
+    if (is_leader()) next = take_split_job<Tile, Mask>(p);
     float inverse_scale;  // of `job`
     for (int parity = 0;; parity ^= 1) {
         if (is_leader()) {  // all threads have met since they read `job`
             const bool is_loaded = load_next();
-            if (job.head >= 0) publish(p.workspace, job, inverse_scale);
+            if (job.head >= 0) publish<Mask>(p.workspace, job, inverse_scale);
             while (!is_loaded && !load_next()) __nanosleep(100);
             job = next;
-            if (job.head >= 0 && ++next.n >= next.end) next = take_split_job<Tile>(p);
+            if (job.head >= 0 && ++next.n >= next.end) next = take_split_job<Tile, Mask>(p);
         }
         __syncwarp();
         named_barrier_sync(barrier_of_group(group), 32 * Warps);

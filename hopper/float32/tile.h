@@ -23,22 +23,32 @@ struct Float32Tile {
     // One tile of keys and of queries: single.h
     static constexpr bool IsSingle = Consumers == 1;
     static constexpr bool AlignKeys = true;
+    // One tile for each D, since each takes long to compile: d64, d128_few (d128 has no shared memory left), d256.
+    static constexpr bool ServesRanges = Br == (D == 64 ? 256 : 128);
     using Fallback = FloatTile<D, 32, D <= 128 ? 32 : 16, 16, 8, 1>;  // fallback.h: 128 threads, 31, 55 or 69 KB
     static_assert(Bc % 16 == 0 && D % 64 == 0 && Consumers <= 4);
     static_assert(Splitters * SplitterWarps <= 3);  // the producer's first warp has other things to do
 };
 
 // A work tile, and what the producer has worked out about it for the consumers.
-struct Float32Work : WorkTile {
+template <class Mask>
+struct Float32Work : WorkTileOf<Mask> {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo can't represent K or V, or there is no key: the fallback computes all rows
-    // The largest inverse scales of the head's Kj and Vj; V's is 0 if all are zeros. forward.cu has a table of units.
+    // The largest inverse scales of the head's Kj and Vj, with ranges of those that it sees; V's is 0 if all are zeros. forward.cu has a table of units.
     // With the single tile they are inf if hi and lo can't represent the numbers; `fallback` is false there.
     float inverse_scale_K, inverse_scale_V;
     int ends[4];                       // of the keys that each consumer's rows see
     alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
+    int begins[std::is_same_v<Mask, Ranges> ? 4 : 1];  // of the tiles of keys that each consumer's rows see
 };
+
+// Where a consumer begins. Under a band all begin together.
+template <class Mask>
+__device__ const int &begin_of(const Float32Work<Mask> &work, int warpgroup) {
+    return std::is_same_v<Mask, Ranges> ? work.begins[warpgroup] : work.visible.begin;
+}
 
 // Tiles n to end of a key head: tile 2 j is Kj, 2 j + 1 is Vj.
 struct SplitJob {
@@ -56,13 +66,13 @@ struct SplitJob {
 };
 
 // All tiles begin at multiples of 1024 bytes, since TMA swizzles them by address.
-template <class Tile>
+template <class Tile, class Mask>
 struct SharedStorage {
     static_assert(Tile::QBytes % 1024 == 0 && Tile::KBytes % 1024 == 0);
     alignas(1024) unsigned char Qi[Tile::Consumers][1][Tile::QBytes];
     unsigned char tiles[Tile::Stages][Tile::KBytes];  // Kj and Vj in turn, as they are used
     unsigned char float32_tiles[Tile::Splitters][Tile::IsSingle ? 1 : Tile::KBytes];  // what each splitter splits
-    Float32Work work[kQueueStages];
+    Float32Work<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], KV[Tile::Stages];
     float4 inverse_scale[Tile::Stages];  // in x: a bulk copy has at least 16 bytes
     float inverse_scale_Q[Tile::Consumers];
@@ -79,17 +89,23 @@ struct SharedStorage {
 
 // For both producers, `produce` (forward.cu) and `produce_and_split` (single.h): writes the n-th work tile, or that
 // there is none, to the tile queue. The caller then arrives at its `full`.
-template <class Tile>
-__device__ WorkTile describe_work(const Parameters &p, SharedStorage<Tile> &shared,
-                                  const Pipeline<kQueueStages> &tile_queue, int n) {
-    const WorkTile tile = TileScheduler<Tile>{p}.tile(n);
-    Float32Work &work = shared.work[tile_queue.stage()];
-    static_cast<WorkTile &>(work) = tile;
+template <class Tile, class Mask>
+__device__ WorkTileOf<Mask> describe_work(const Parameters &p, SharedStorage<Tile, Mask> &shared,
+                                          const Pipeline<kQueueStages> &tile_queue, int n) {
+    WorkTileOf<Mask> tile = TileScheduler<Tile, Mask>{p}.tile(n);
+    if constexpr (std::is_same_v<Mask, Ranges>)  // not needed, and registers are short
+        tile.mask.meeting = nullptr, tile.mask.batch = nullptr, tile.mask.seeing = nullptr;
+    Float32Work<Mask> &work = shared.work[tile_queue.stage()];
+    static_cast<WorkTileOf<Mask> &>(work) = tile;
     work.n = n, work.position = tile_queue.position, work.fallback = false;
     if (tile.b < 0) return tile;
     for (int i0 = tile.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
         work.ends[warpgroup] = end_of_keys(tile, i0);
         work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
+        if constexpr (std::is_same_v<Mask, Ranges>) {
+            const Keys any = keys_of_any(tile.mask, i0, i0 + 64);
+            work.begins[warpgroup] = empty(any) ? tile.visible.begin : any.begin / Tile::Bc * Tile::Bc;
+        }
     }
     return tile;
 }
