@@ -92,9 +92,7 @@ struct SharedStorage {
 template <class Tile, class Mask>
 __device__ WorkTileOf<Mask> describe_work(const Parameters &p, SharedStorage<Tile, Mask> &shared,
                                           const Pipeline<kQueueStages> &tile_queue, int n) {
-    WorkTileOf<Mask> tile = TileScheduler<Tile, Mask>{p}.tile(n);
-    if constexpr (std::is_same_v<Mask, Ranges>)  // not needed, and registers are short
-        tile.mask.meeting = nullptr, tile.mask.batch = nullptr, tile.mask.seeing = nullptr;
+    const WorkTileOf<Mask> tile = TileScheduler<Tile, Mask>{p}.tile(n);
     Float32Work<Mask> &work = shared.work[tile_queue.stage()];
     static_cast<WorkTileOf<Mask> &>(work) = tile;
     work.n = n, work.position = tile_queue.position, work.fallback = false;
