@@ -264,15 +264,6 @@ struct FullTiles<Tile, Ranges> {
     }
 };
 
-// P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
-template <class Tile, class Mask, int Count>
-__device__ void hide(float (&P)[Count], const KeySlice<Tile, Mask> &keys, int i0, int j) {
-    if (!keys.is_ranges || keys.grows)
-        mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
-    else if constexpr (keys.is_ranges)
-        hide_keys(P, keys.mask(), i0, j);
-}
-
 template <class T, class Tile, class Mask, bool has_large_rows>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;

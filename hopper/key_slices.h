@@ -23,7 +23,7 @@ __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
 
 // A slice of a tile of keys, or all of it, and how it walks the queries. A step is one tile of queries of one head.
 // Each slice has the next steps_of_slice steps of its tile, the last slices fewer or none.
-template <class Tile, class Mask = BandOf<int>>
+template <class Tile, class Mask>
 struct KeySlice : KeyTile<Tile, Mask> {
     using Base = KeyTile<Tile, Mask>;
     using Base::any_blind, Base::band, Base::grows, Base::i0, Base::i1, Base::is_met, Base::is_ranges, Base::j0,
@@ -54,9 +54,10 @@ struct KeySlice : KeyTile<Tile, Mask> {
     // queries reads.
     __device__ KeySlice of_warp() const {
         KeySlice same = *this;
-        if (!is_ranges) return same;
-        for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
-        same.grows = broadcast_lane0(grows), same.any_blind = broadcast_lane0(any_blind);
+        if constexpr (is_ranges) {
+            for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
+            same.grows = broadcast_lane0(grows), same.any_blind = broadcast_lane0(any_blind);
+        }
         return same;
     }
     // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
@@ -81,6 +82,15 @@ struct KeySlice : KeyTile<Tile, Mask> {
         }
     }
 };
+
+// P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
+template <class Tile, class Mask, int Count>
+__device__ void hide(float (&P)[Count], const KeySlice<Tile, Mask> &keys, int i0, int j) {
+    if (!keys.is_ranges || keys.grows)
+        mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+    else if constexpr (keys.is_ranges)
+        hide_keys(P, keys.mask(), i0, j);
+}
 
 // Stores this warp's sums of a slice, and counts the steps. The warp that completes the count adds all slices in their
 // order: so the bits don't depend on which warp that is. Returns whether this warp did.

@@ -48,6 +48,9 @@ struct KeyTile {
             const Interval queries = queries_of_any(mask(), p.a.Nq, {first, end});
             i0 = queries.begin, i1 = queries.end;
             grows = mask().batch->grows, any_blind = mask().batch->any_blind;
+            // Without dQ to add, blocks needn't agree on what a query meets: the walk is as short as under a band.
+            if (!Tile::AddsDQ && grows && !empty(queries))
+                i0 = this->queries(first).begin / Tile::Br * Tile::Br, i1 = this->queries(end - 1).end;
         } else {
             i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
             i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
