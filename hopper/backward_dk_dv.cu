@@ -159,7 +159,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
             if (i0 >= keys.i1) i0 = keys.i0;
         };
         next();
-        if (keys.is_ranges && !keys.grows)  // as for_each_step; the last tile of a head meets the keys
+        if (keys.is_ranges && !keys.grows)  // as for_each_step does; the last step meets the keys
             for (; !keys.is_met(i0); ++n) next();
         issue_S();
         wgmma_wait<1>(sum);
@@ -179,7 +179,8 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum);
     else
         walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
-    if (keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
+    // Ranges have no slices; walk_queries relies on that, too.
+    if (!keys.is_ranges && keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
     store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d,
                       is_dV ? 1.f / kPScale<T> : p.a.softmax_scale, sum,
                       [&](int key) { return keys.is_seen(key, p.a.Nq); });
@@ -199,8 +200,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             load_keys_and_queries<Tile, Mask>(p, p.K, shared.Kj, shared.K_full, p.Q, {p.rows.m, p.rows.log2_l},
                                               shared.Q, shared.Qi, shared.m_l);
         if (threadIdx.x == 32)
-            load_keys_and_queries<Tile, Mask>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO,
-                                              shared.dOi, shared.Di);
+            load_keys_and_queries<Tile, Mask>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO, shared.dOi,
+                                              shared.Di);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask>(p, shared); });
 }
@@ -251,9 +252,10 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
             return "cuTensorMapEncodeTiled refused do";
         return with_mask(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
-            const auto kernel = a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask>
-                                                          : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;
-            return launch_kernels<Tile>({kernel}, p, plan, counters, stream);  // tile_counter, which it sets, isn't read
+            const auto kernel =
+                a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask> : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;
+            // It sets tile_counter, which isn't read.
+            return launch_kernels<Tile>({kernel}, p, plan, counters, stream);
         });
     });
 }

@@ -38,7 +38,7 @@
 // | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Kj are 0   |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
-// memory, counts the work tiles that thread 0 has taken.
+// memory, counts the work tiles that thread 0 has taken. With ranges it spills 20 bytes, once a work tile.
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {

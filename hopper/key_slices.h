@@ -83,15 +83,6 @@ struct KeySlice : KeyTile<Tile, Mask> {
     }
 };
 
-// P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
-template <class Tile, class Mask, int Count>
-__device__ void hide(float (&P)[Count], const KeySlice<Tile, Mask> &keys, int i0, int j) {
-    if (!keys.is_ranges || keys.grows)
-        mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
-    else if constexpr (keys.is_ranges)
-        hide_keys(P, keys.mask(), i0, j);
-}
-
 // Stores this warp's sums of a slice, and counts the steps. The warp that completes the count adds all slices in their
 // order: so the bits don't depend on which warp that is. Returns whether this warp did.
 template <class Tile, class Mask, int... Counts>

@@ -141,6 +141,15 @@ __device__ void hide_keys(float (&P)[Count], const Ranges &ranges, int i0, int j
     }
 }
 
+// P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
+template <class Tile, class Mask, int Count>
+__device__ void hide(float (&P)[Count], const KeyTile<Tile, Mask> &keys, int i0, int j) {
+    if (!keys.is_ranges || keys.grows)
+        mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+    else if constexpr (keys.is_ranges)
+        hide_keys(P, keys.mask(), i0, j);
+}
+
 // Large rows: S^T less m_i. A thread's columns are 8 n + 2 (lane % 4) and the next one; `first` is its first one.
 template <class T, int Count>
 __device__ void subtract_m(float (&S)[Count], const float (&m_l)[2][2 * Count], int first, float c) {

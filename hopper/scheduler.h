@@ -28,7 +28,7 @@ constexpr int64_t kL2Bytes = 32 << 20;
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
-// BandOf<int> (flash.h) or, in half.cu, Ranges (ranges.h).
+// BandOf<int> (flash.h) or, in half.cu and backward_dq.cu, Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
     int b, h, i0, i1;  // b < 0: no more work tiles
