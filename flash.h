@@ -38,7 +38,7 @@ struct Interval {
 using Keys = Interval;
 
 // The tables of ranges.h, which says what they hold, in memory of q's device.
-struct TileKeys {
+struct alignas(16) TileKeys {
     Keys any, all;
     bool grows;
 };

@@ -4,7 +4,7 @@
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
 //
 // Uses ranges.h: range_of_row, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h: band_of; device.h:
-// launch_all, why_not.
+// launch_all, launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
 #include "ranges.h"
 
 #include "device.h"
@@ -29,20 +29,30 @@ __device__ Interval intersection_of_warp(Interval x) {
     return x;
 }
 
+// x of the lane before; lane 0 gets lane 31's `last`.
+__device__ Interval lane_before(Interval x, Interval last) {
+    const Interval from = threadIdx.x % 32 == 31 ? last : x;
+    const int lane = (threadIdx.x + 31) % 32;
+    return {__shfl_sync(~0u, from.begin, lane), __shfl_sync(~0u, from.end, lane)};
+}
+
 __global__ void __launch_bounds__(kThreads)
     fill_query_tables(const __grid_constant__ Attention a, int64_t first_block) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, tiles = range_tiles(a);
     if (n >= a.B * tiles) return;
     const int64_t b = n / tiles;
     const Band band = band_of(a, b);
+    const int i0 = (int)(n % tiles) * kRangeTile, lane = threadIdx.x % 32;
     TileKeys tile = {{0, 0}, kAllKeys, true};
+    Keys last = lane == 31 && i0 > 0 ? range_of_row(a, band, b, i0 - 1) : Keys{0, 0};  // before this half
 #pragma unroll
-    for (int half = 0; half < kRangeTile; half += 32) {
-        const int i = (int)(n % tiles) * kRangeTile + half + threadIdx.x % 32;
-        const Keys row = range_of_row(a, band, b, i);
+    for (int i = i0 + lane; i < i0 + kRangeTile; i += 32) {
+        const Keys row = range_of_row(a, band, b, i), before = lane_before(row, last);
+        last = row;
         a.ranges.rows[b * range_rows(a) + i] = row;
         if (i >= a.Nq) continue;
-        const Keys before = i == 0 ? row : range_of_row(a, band, b, i - 1);
         add_row(tile, row);
         tile.grows &= before.begin <= row.begin && before.end <= row.end;
     }
@@ -50,21 +60,27 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = tile;
 }
 
-// The first of `queries` for which is_behind(its range), else their end. The ranges grow.
-template <class IsBehind>
-__device__ int first_query(const Ranges &ranges, Interval queries, const IsBehind &is_behind) {
-    while (!empty(queries)) {
-        const int middle = (queries.begin + queries.end) / 2;
-        if (is_behind(keys_of_row(ranges, middle)))
-            queries.end = middle;
-        else
-            queries.begin = middle + 1;
+// Which of `queries` see key j, for two keys. The ranges grow. The four binary searches run side by side, since each
+// step waits for memory.
+__device__ void find_seeing(Interval (&seeing)[2], const Ranges &ranges, Interval queries, const int (&j)[2]) {
+    for (Interval &x : seeing) x = {queries.begin, queries.begin};
+    for (int step = 1 << 30; step > 0; step /= 2) {
+        if (step > queries.end - queries.begin) continue;
+        const auto pass = [&](int &i, const auto &is_before) {
+            if (i + step <= queries.end && is_before(keys_of_row(ranges, i + step - 1))) i += step;
+        };
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+            pass(seeing[x].begin, [&](Keys row) { return row.end <= j[x]; });
+            pass(seeing[x].end, [&](Keys row) { return row.begin <= j[x]; });
+        }
     }
-    return queries.end;
 }
 
 // A warp looks at all queries.
 __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constant__ Attention a, int64_t first_block) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32, key_tiles = range_key_tiles(a);
     if (n >= a.B * key_tiles) return;
     const int64_t b = n / key_tiles;
@@ -72,6 +88,7 @@ __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constan
     const int j0 = (int)(n % key_tiles) * kRangeTile, lane = threadIdx.x % 32;
     Interval queries = {0, 0};
     bool grows = true, any_blind = false;
+#pragma unroll 4
     for (int i = lane * kMeetTile; i < a.Nq; i += 32 * kMeetTile) {
         if (meet(keys_met(ranges, i), {j0, j0 + kRangeTile})) queries = hull(queries, {i, i + kMeetTile});
         for (int i_tile = i; i_tile < i + kMeetTile; i_tile += kRangeTile) {
@@ -83,18 +100,14 @@ __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constan
     if (lane == 0) a.ranges.meeting[n] = queries;
     if (lane == 0 && j0 == 0) a.ranges.batches[b] = {grows, any_blind};
     if (!grows) return;
-    queries.end = min(queries.end, a.Nq);
-    for (int j = j0 + lane; j < j0 + kRangeTile; j += 32) {
-        const int begin = first_query(ranges, queries, [&](Keys row) { return row.end > j; });
-        const int end = first_query(ranges, queries, [&](Keys row) { return row.begin > j; });
-        a.ranges.seeing[n * kRangeTile + j - j0] = {begin, end};
-    }
+    Interval seeing[2];
+    find_seeing(seeing, ranges, {queries.begin, min(queries.end, a.Nq)}, {j0 + lane, j0 + lane + 32});
+    for (int x = 0; x < 2; ++x) a.ranges.seeing[n * kRangeTile + lane + 32 * x] = seeing[x];
 }
 
 cudaError_t launch(void (*kernel)(Attention, int64_t), const Attention &a, int64_t warps, CUstream_st *stream) {
     return launch_all((warps + kWarps - 1) / kWarps, kMostBlocks, [&](int64_t first, int grid) {
-        kernel<<<grid, kThreads, 0, stream>>>(a, first);
-        return cudaGetLastError();
+        return launch_overlapping(kernel, grid, kThreads, 0, stream, a, first);
     });
 }
 

@@ -117,12 +117,17 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
 
+// Of all batches, for a kernel that another one replaces where some don't grow.
+struct GrowingRanges : Ranges {};
+template <class Mask>
+constexpr bool kIsRanges = std::is_base_of_v<Ranges, Mask>;
+
 // For kernels that are compiled for both: Mask is Band or Ranges, Narrow<Mask> what narrow() makes of it. In hopper/
 // Mask is the narrow one.
 template <class Mask>
 MINIMAL_ATTN_HOST_DEVICE Mask mask_of(const Attention &a, int64_t b) {
-    if constexpr (std::is_same_v<Mask, Ranges>)
-        return ranges_of(a, b);
+    if constexpr (kIsRanges<Mask>)
+        return {ranges_of(a, b)};
     else
         return band_of(a, b);
 }

@@ -125,7 +125,10 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         const Keys all_see = keys_of_all(keys.mask(), i0, i0 + Br);
         const bool masked = keys.j0 < all_see.begin || keys.j0 + Tile::Bc > all_see.end;
         const auto mask = [&] {
-            if (masked) hide(S, keys, i0, j);
+            if (!masked) return;
+            if constexpr (keys.is_ranges)
+                if (!keys.grows()) return hide_keys(S, keys.mask(), i0, j);
+            mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
@@ -159,7 +162,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
             if (i0 >= keys.i1) i0 = keys.i0;
         };
         next();
-        if (keys.is_ranges && !keys.grows)  // as for_each_step does; the last step meets the keys
+        if (keys.is_ranges && !keys.grows())  // as for_each_step does; the last step meets the keys
             for (; !keys.is_met(i0); ++n) next();
         issue_S();
         wgmma_wait<1>(sum);

@@ -38,7 +38,7 @@
 // | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Kj are 0   |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
-// memory, counts the work tiles that thread 0 has taken. With ranges it spills 20 bytes, once a work tile.
+// memory, counts the work tiles that thread 0 has taken.
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {
@@ -60,6 +60,7 @@ struct SharedStorage {
     unsigned char Kj[Tile::KStages][Tile::TileBytes], Vj[Tile::VStages][Tile::TileBytes];
     WorkTileOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], K[Tile::KStages], V[Tile::VStages];
+    std::conditional_t<kIsRanges<Mask>, RangeEntries<Tile>[kQueueStages], char> ranges;
 };
 
 // ------------------------------------------------------------------------------ producer threads
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (auto &Q : shared.Q) init_pipeline(Q, 4, 2);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         // Empties L1, which may have tables of an earlier launch, since this one doesn't wait before it reads.
-        if (std::is_same_v<Mask, Ranges>) load_acquire(*p.rows.any_large);
+        if (kIsRanges<Mask>) load_acquire(*p.rows.any_large);
     };
     const auto produce = [&] {
         if (threadIdx.x == 0) schedule_and_load_K<Tile, Mask>(p, shared);

@@ -117,19 +117,21 @@ __device__ inline KeyWork take_work_tile(const FusedParameters &p) {
 }
 
 // Thread 0 takes a work tile after it has issued the last load of the one before.
-template <class Mask, class Tile>
-__device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
     Pipeline tile_queue{shared.tile_queue};
     Pipeline KV{shared.KV};
     Pipeline Q{shared.Q};
     Pipeline dO{shared.dO};
     for (;; tile_queue.advance()) {
-        const KeyWork work = take_work_tile(p);
+        const KeyWork taken = take_work_tile(p);
+        const KeyWorkOf<Mask> work = {taken,
+                                      taken.tile == kNoTile ? KeyEntry<Mask>() : key_entry<Tile, Mask>(p, taken.tile)};
         tile_queue.producer_acquire();
         shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
         if (work.tile == kNoTile) return;
-        const KeySlice<Tile, Mask> keys(p, work);
+        const KeySlice<Tile, Mask> keys(p, work, work);
         if (p.fills_rows) wait_for(p.filled[work.tile / p.Tc], p.units_of_group);
         keys.for_each_step([&](int h, int i0, bool is_first) {
             load_query_tile<Tile>(p, keys.b, h, i0, p.Q, {p.rows.m, p.rows.log2_l}, Q, shared.Qi, shared.m_l);
@@ -150,13 +152,13 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile> &
 // An adder stores or adds the parts of dQ that its consumer staged. In any order, the adder that sets a part's counter
 // from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on adders add. In order, the
 // counter is the number of tiles that have been stored or added, and an adder waits until it is tiles_before.
-template <class Mask, class Tile>
-__device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile> &shared, int consumer) {
+template <class Tile, class Mask>
+__device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
     // Adds n to the counter when all that this thread has sent is in global memory.
     const auto publish = [](int &counter, int n) { tma_store_wait(), fence_async_global(), add_release(counter, n); };
-    for_each_key_work(shared, [&](const KeyWork &work) {
-        const KeySlice<Tile, Mask> keys(p, work);
+    for_each_key_work(shared, [&](const KeyWorkOf<Mask> &work) {
+        const KeySlice<Tile, Mask> keys(p, work, work);
         keys.for_each_step([&](int h, int i0, bool) {
             dQ.consumer_wait();
             if (keys.unseen || !keys.is_met(i0)) return dQ.consumer_release();
@@ -226,9 +228,9 @@ __device__ inline void stage_dQ(unsigned char (&boxes)[2][64 * 128], const float
 
 // Describes the slice again, since the loop over queries has no registers for that.
 template <class T, class Tile, class Mask>
-__device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float (&dK)[Tile::D / 2],
-                            float (&dV)[Tile::D / 2]) {
-    const KeySlice<Tile, Mask> keys(p, work);
+__device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, const KeyEntry<Mask> &entry,
+                            float (&dK)[Tile::D / 2], float (&dV)[Tile::D / 2]) {
+    const KeySlice<Tile, Mask> keys(p, work, entry);
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, work.slice, dK, dV)) return;
     const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
     const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
@@ -236,36 +238,49 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, float
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
 }
 
-// Which tiles of queries see all of the 64 keys from j64 on: they need no mask.
+// A consumer's mask: P^T = 0 where a query doesn't see key j, or j + 8. Tiles of queries that see all of the 64 keys
+// from j64 on need none. There are three kinds: of a band, of ranges that grow, of any ranges.
 template <class Tile, class Mask>
-struct FullTiles {
-    int begin, end;  // of i0, the end included
-    __device__ FullTiles(const KeySlice<Tile, Mask> &keys, int j64) {
+struct Hide {
+    int begin, end;  // of i0 of the tiles that need none, the end included
+    __device__ Hide(const KeySlice<Tile, Mask> &keys, int j64, int) {
         const BandOf<int> &band = keys.band;
         const bool all_exist = band.keys.begin <= j64 && j64 + 64 <= band.keys.end;
         begin = broadcast_lane0(all_exist ? j64 + 63 - band.last : 1 << 30);
         end = broadcast_lane0(j64 - band.first - Tile::Br + 1);
     }
-    __device__ bool has(const KeySlice<Tile, Mask> &, int i0) const { return !(i0 < begin || i0 > end); }
+    template <int Count>
+    __device__ void operator()(float (&P)[Count], const KeySlice<Tile, Mask> &keys, int i0, int j) const {
+        if (i0 < begin || i0 > end) mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+    }
 };
 template <class Tile>
-struct FullTiles<Tile, Ranges> {
-    int begin, end;  // of i0, the end included, if the ranges grow
-    int j64;
-    __device__ FullTiles(const KeySlice<Tile, Ranges> &keys, int j64) : j64(j64) {
-        if (!keys.grows) return;
+struct Hide<Tile, GrowingRanges> {
+    int begin, end;
+    Interval queries[2];  // loaded once: a masked tile would wait for memory
+    __device__ Hide(const KeySlice<Tile, GrowingRanges> &keys, int j64, int j)
+        : queries{keys.queries(j), keys.queries(j + 8)} {
         begin = broadcast_lane0(keys.queries(j64 + 63).begin);
         end = broadcast_lane0(keys.queries(j64).end - Tile::Br);
     }
-    __device__ bool has(const KeySlice<Tile, Ranges> &keys, int i0) const {
-        if (keys.grows) return !(i0 < begin || i0 > end);
+    template <int Count>
+    __device__ void operator()(float (&P)[Count], const KeySlice<Tile, GrowingRanges> &, int i0, int) const {
+        if (i0 < begin || i0 > end) mask_columns(P, queries, i0, 0.f);
+    }
+};
+template <class Tile>
+struct Hide<Tile, Ranges> {
+    int j64;
+    __device__ Hide(const KeySlice<Tile, Ranges> &, int j64, int) : j64(j64) {}
+    template <int Count>
+    __device__ void operator()(float (&P)[Count], const KeySlice<Tile, Ranges> &keys, int i0, int j) const {
         const Keys all = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
-        return all.begin <= j64 && j64 + 64 <= all.end;
+        if (all.begin > j64 || all.end < j64 + 64) hide_keys(P, keys.mask(), i0, j);
     }
 };
 
 template <class T, class Tile, class Mask, bool has_large_rows>
-__device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
+__device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
     const int consumer = consumer_index(), thread = threadIdx.x % 128;
@@ -276,24 +291,25 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
     Pipeline<Tile::dOStages> dO{shared.dO};
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};  // of this tile; of the previous
 
-    for_each_key_work(shared, [&](const KeyWork &published) {
+    for_each_key_work(shared, [&](const KeyWorkOf<Mask> &published) {
         const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
-        const KeySlice<Tile, Mask> keys = KeySlice<Tile, Mask>(p, work).of_warp();
+        const KeySlice<Tile, Mask> keys = KeySlice<Tile, Mask>(p, work, published).of_warp();
         if (keys.steps < 1) return;
         float dK[D / 2], dV[D / 2];
         const auto zero_hidden = [&](unsigned char (&tiles)[Tile::Consumers][Tile::KBytes]) {
-            const auto &mask = keys.mask();
-            const int end = mask.keys.end == a.Nk ? keys.j0 + Bc : mask.keys.end;  // TMA has set rows from Nk on to 0
+            const Keys of_batch = keys.keys_of_batch();
+            const int end = of_batch.end == a.Nk ? keys.j0 + Bc : of_batch.end;  // TMA has set rows from Nk on to 0
             for (int x = 0; x < Tile::Consumers; ++x)
-                zero_rows_outside<64, Tile::Boxes>(tiles[x], mask.keys.begin - keys.j0 - 64 * x, end - keys.j0 - 64 * x,
+                zero_rows_outside<64, Tile::Boxes>(tiles[x], of_batch.begin - keys.j0 - 64 * x, end - keys.j0 - 64 * x,
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            if (keys.is_ranges && !keys.any_blind) return;
+            if constexpr (keys.is_ranges)
+                if (!keys.any_blind) return;
             zero_blind_rows<Tile>(tile, keys.mask(), i0, a.Nq, Tile::kZeroed + consumer);
         };
         const int j64 = keys.j0 + 64 * consumer, j = j64 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
-        const FullTiles<Tile, Mask> full(keys, j64);
+        const Hide<Tile, Mask> hide(keys, j64, j);
 
         const auto issue_dQ_of_previous_tile = [&](float (&dQ)[32], bool exists) {
             if (exists) dS_read.consumer_wait();
@@ -325,7 +341,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
             wgmma_wait<1>(S);
             if constexpr (has_large_rows) subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
-            if (!full.has(keys, i0)) hide(S, keys, i0, j);
+            hide(S, keys, i0, j);
             pack_operand<T>(P, S);
             wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
@@ -352,18 +368,28 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile> &shared) {
         wgmma_wait<0>(dQ);
         store_dQ(dQ);
         KV.consumer_release();
-        store_dK_dV<T, Tile, Mask>(p, work, dK, dV);
+        store_dK_dV<T, Tile, Mask>(p, work, published, dK, dV);
     });
 }
 
-// Each call launches two kernels. *any_large says which one runs, and the other returns at once. In one kernel a branch
-// behind S^T, or m for all rows, made d 128 6 to 9 % slower (docs/backward.md).
+// Whether the general kernel runs: a row is large (large_rows.cu sets any_large), or a batch has ranges that don't grow.
+// All threads of a block call it.
+template <class Mask>
+__device__ bool is_general(const FusedParameters &p) {
+    bool is_general = __ldcg(p.rows.any_large);
+    if constexpr (!kIsRanges<Mask>) return is_general;
+    for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) is_general |= !p.a.ranges.batches[b].grows;
+    return __syncthreads_or(is_general);
+}
+
+// Each call launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m for all rows,
+// made d 128 6 to 9 % slower (docs/backward.md).
 template <class T, class Tile, class Mask, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
-    wait_for_kernel_before();  // large_rows.cu sets any_large
-    if ((bool)__ldcg(p.rows.any_large) != has_large_rows) return;
-    auto &shared = shared_storage<FusedStorage<Tile>>();
+    wait_for_kernel_before();
+    if (is_general<Mask>(p) != has_large_rows) return;
+    auto &shared = shared_storage<FusedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + Tile::Consumers);
@@ -373,11 +399,11 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load<Mask>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load(p, shared);
         if (threadIdx.x / 32 == 3) fill_rows_and_convert_dQ<T, Tile, Mask>(p, shared);
 #pragma unroll  // else the adders spill
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
-            if (threadIdx.x == 32 + 32 * consumer) add_dQ<Mask>(p, shared, consumer);
+            if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask, has_large_rows>(p, shared); });
 }
@@ -407,7 +433,8 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
 template <class Tile, bool has_large_rows>
 auto kernel_for(const Attention &a) {
     return with_mask(a, [&](auto mask) {
-        using Mask = Narrow<decltype(mask)>;
+        using Any = Narrow<decltype(mask)>;
+        using Mask = std::conditional_t<kIsRanges<Any> && !has_large_rows, GrowingRanges, Any>;
         return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
                                          : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows>;
     });
@@ -440,7 +467,7 @@ Plan plan_fused(const Gradient &g, const Device &device) {
             {"half backward, fused", "half backward, fused, keys split"},
             {"half backward, fused, in order", "half backward, fused, in order, keys split"}};
         const char *const name = kNames[g.deterministic][workspace.split.split_tiles > 0];
-        Plan plan = make_plan<Tile, FusedStorage<Tile>>(g.a, device, name, tile_of(g.a));
+        Plan plan = make_plan<Tile, FusedStorage<Tile, Ranges>>(g.a, device, name, tile_of(g.a));
         // Blocks without a work tile fill rows and convert dQ.
         plan.grid = std::min<int64_t>(workspace.split.work_tiles() + workspace.parts, device.multiprocessors);
         plan.workspace = workspace.bytes;

@@ -29,7 +29,7 @@ constexpr int kBufferBytes = 2 * 64 * 128;  // of warp 3: 64 x 64 of O and of dO
 // dS, dQi        | 96   | 64
 // buffer         | 16   | 16
 // m_l, Di        | 3    | 2
-template <class Tile>
+template <class Tile, class Mask>
 struct FusedStorage {
     alignas(1024) unsigned char Kj[Tile::Consumers][Tile::KBytes], Vj[Tile::Consumers][Tile::KBytes];
     unsigned char Qi[Tile::QStages][Tile::QBytes], dOi[Tile::dOStages][Tile::QBytes];
@@ -38,7 +38,7 @@ struct FusedStorage {
     unsigned char buffer[kBufferBytes];                                  // of warp 3
     float m_l[Tile::QStages][2][Tile::Br];                               // m_i and log2_l_i
     float Di[Tile::dOStages][1][Tile::Br];
-    KeyWork work[kQueueStages];
+    KeyWorkOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];
 };
@@ -58,12 +58,12 @@ struct FusedParameters : KeyParameters {
 };
 
 // use(work) for each work tile of this block.
-template <class Tile, class Use>
-__device__ void for_each_key_work(FusedStorage<Tile> &shared, const Use &use) {
+template <class Tile, class Mask, class Use>
+__device__ void for_each_key_work(FusedStorage<Tile, Mask> &shared, const Use &use) {
     Pipeline<kQueueStages> tile_queue{shared.tile_queue};
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
-        const KeyWork &work = shared.work[tile_queue.stage()];
+        const KeyWorkOf<Mask> &work = shared.work[tile_queue.stage()];
         if (work.tile == kNoTile) return;
         use(work);
     }

@@ -27,8 +27,8 @@ __device__ void load_buffer(Pipeline<1> &buffer, const Load &load) {
 }
 
 // m, log2_l and D of unit n. Each lane has two rows. m and log2_l of large rows are large_rows.cu's.
-template <class T, class Tile>
-__device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
+template <class T, class Tile, class Mask>
+__device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile, Mask> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kBox = 64 * 128;
     const Unit unit(p, n);
     const int lane = threadIdx.x % 32;
@@ -77,7 +77,7 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile> &shared, 
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
     const Mask mask = mask_of_batch<Mask>(p, unit.b);
-    if constexpr (std::is_same_v<Mask, Ranges>) {
+    if constexpr (kIsRanges<Mask>) {
         return empty(keys_of_any(mask, unit.i0, unit.i0 + 64)) ? Interval{0, 0} : Interval{unit.i0, unit.i0 + 64};
     } else {
         const int begin = mask.keys.begin - mask.last;
@@ -88,7 +88,7 @@ __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit)
 // dq = softmax_scale dQ of unit n. Queries from `begin` to `end` see a key. For the others dQ may never have been
 // stored: their dq becomes 0.
 template <class T, class Tile, class Mask>
-__device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared, Pipeline<1> &buffer, int n) {
+__device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &shared, Pipeline<1> &buffer, int n) {
     constexpr int kLanes = Tile::D / 4, kRows = 32 / kLanes;  // lanes of a row; rows of the warp
     const Unit unit(p, n);
     const int lane = threadIdx.x % 32, column = lane % kLanes * 4;
@@ -136,10 +136,10 @@ __device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared,
 // log2_l and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
 // wait for one that another kernel keeps from starting.
 template <class T, class Tile, class Mask>
-__device__ void fill_rows_and_convert_dQ(const FusedParameters &p, FusedStorage<Tile> &shared) {
+__device__ void fill_rows_and_convert_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
     Pipeline buffer{shared.buffer_ready};
     const auto take = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(p.units_taken, 1) : 0; };
-    if constexpr (!std::is_same_v<Mask, Ranges>) {  // there gradient_rows.cu does it
+    if constexpr (!kIsRanges<Mask>) {  // there gradient_rows.cu does it
         for (int n = p.fills_rows ? take() : p.units, next;; n = next) {
             n = broadcast_lane0(n);
             if (n >= p.units) break;

@@ -95,6 +95,7 @@ struct SharedStorage {
     WorkTileOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
     Barrier O_staged[Tile::Consumers];  // only for StoreO::through_V
+    std::conditional_t<kIsRanges<Mask>, RangeEntries<Tile>[kQueueStages], char> ranges;
 };
 
 // Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V

@@ -33,6 +33,23 @@ __device__ void for_each_work_tile(SharedStorage &shared, const Use &use) {
     }
 }
 
+// What RangesOfTile points to.
+template <class Tile>
+struct RangeEntries {
+    TileKeys tiles[Tile::Br / kRangeTile];
+    Keys rows[Tile::Br];
+};
+
+// Moves them to shared memory, and arrives at `full`.
+template <class Tile>
+__device__ void load_ranges(RangesOfTile &mask, RangeEntries<Tile> &to, Barrier &full) {
+    const RangesOfTile from = mask;
+    mask.tiles = to.tiles, mask.rows = to.rows;
+    arrive_expect_tx(full, sizeof to);
+    bulk_load(to.tiles, from.tiles, sizeof to.tiles, full);
+    bulk_load(to.rows, from.rows, sizeof to.rows, full);
+}
+
 // Thread 0 is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
 // That is as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
 template <class Tile, class Mask, class SharedStorage>
@@ -44,8 +61,11 @@ __device__ void schedule_and_load_K(const Parameters &p, SharedStorage &shared) 
         tile_queue.producer_acquire();
         n = scheduler.next(n);
         const WorkTileOf<Mask> work = scheduler.tile(n);
-        shared.work[tile_queue.stage()] = work;
-        arrive(tile_queue.full());
+        auto &published = shared.work[tile_queue.stage()];
+        published = work;
+        if constexpr (kIsRanges<Mask>)
+            if (work.b >= 0) load_ranges(published.mask, shared.ranges[tile_queue.stage()], tile_queue.full());
+        if (!kIsRanges<Mask> || work.b < 0) arrive(tile_queue.full());
         if (work.b < 0) return;
         load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
     }

@@ -8,13 +8,6 @@
 
 namespace minimal_attn::hopper {
 
-// A work tile: a tile of keys, or a slice of it.
-struct KeyWork {
-    int tile;   // kNoTile: no more
-    int slice;  // its number among the slices of all split tiles, or kWhole
-};
-constexpr int kNoTile = -1, kWhole = -1;
-
 // The n-th work tile: whole tiles of keys come first, then the slices of the others.
 __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
     const int slice = n - p.whole_tiles;
@@ -26,15 +19,17 @@ __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
 template <class Tile, class Mask>
 struct KeySlice : KeyTile<Tile, Mask> {
     using Base = KeyTile<Tile, Mask>;
-    using Base::any_blind, Base::band, Base::grows, Base::i0, Base::i1, Base::is_met, Base::is_ranges, Base::j0,
-        Base::mask;
+    using Base::band, Base::grows, Base::i0, Base::i1, Base::is_met, Base::is_ranges, Base::j0, Base::mask;
     int start;      // the query where the walk of each head begins
     int all_steps;  // of the tile
     int index, steps_of_slice;
     int h, i;   // where this slice begins
     int steps;  // of this slice; below 1: none
 
-    __device__ KeySlice(const KeyParameters &p, const KeyWork &work) : Base(p, work.tile) {
+    __device__ KeySlice(const KeyParameters &p, const KeyWork &work)
+        : KeySlice(p, work, key_entry<Tile, Mask>(p, work.tile)) {}
+    __device__ KeySlice(const KeyParameters &p, const KeyWork &work, const KeyEntry<Mask> &entry)
+        : Base(p, work.tile, entry) {
         // Where all queries see the keys, each tile of keys begins at other queries: so blocks add to different dQi.
         start = !is_ranges && i0 == 0 && i1 == p.a.Nq ? (j0 & p.starts_apart) % i1 / Tile::Br * Tile::Br : i0;
         const int steps_of_head = (i1 - i0 + Tile::Br - 1) / Tile::Br;
@@ -50,13 +45,14 @@ struct KeySlice : KeyTile<Tile, Mask> {
         i = start + before * Tile::Br;
         if (i >= i1) i -= steps_of_head * Tile::Br;
     }
-    // Ranges come from memory. By this nvcc knows that all lanes of a warp have the same numbers, which the loop over
+    // Entries come from memory. By this nvcc knows that all lanes of a warp have the same numbers, which the loop over
     // queries reads.
     __device__ KeySlice of_warp() const {
         KeySlice same = *this;
         if constexpr (is_ranges) {
             for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
-            same.grows = broadcast_lane0(grows), same.any_blind = broadcast_lane0(any_blind);
+            same.any_blind = broadcast_lane0(same.any_blind);
+            same.batch_grows = broadcast_lane0(same.batch_grows);
         }
         return same;
     }
@@ -75,7 +71,7 @@ struct KeySlice : KeyTile<Tile, Mask> {
         int h = this->h, i = this->i;
         for (int n = 0; n < steps; ++n) {
             // The first step meets them: `meeting` begins there.
-            if (!is_ranges || grows || is_met(i)) use(h, i, n == 0);
+            if (!is_ranges || grows() || is_met(i)) use(h, i, n == 0);
             i += Tile::Br;
             if (i >= i1) i = i0;
             if (i == start) ++h;

@@ -26,32 +26,60 @@ __device__ void producer_commit(Pipeline<Stages> &pipeline) {
     pipeline.advance();
 }
 
+// A work tile: a tile of keys, or a slice of it.
+struct KeyWork {
+    int tile;   // kNoTile: no more
+    int slice;  // its number among the slices of all split tiles, or kWhole
+};
+constexpr int kNoTile = -1, kWhole = -1;
+
+// What the tables say of a tile of keys. A band needs none.
+template <class Mask, bool = kIsRanges<Mask>>
+struct KeyEntry {};
+template <class Mask>
+struct KeyEntry<Mask, true> {
+    Interval queries;             // from the first to the last 128 that meet one of the keys
+    Keys of_batch;                // Ranges::keys
+    bool any_blind, batch_grows;  // BatchFlags
+};
+template <class Mask>
+struct KeyWorkOf : KeyWork, KeyEntry<Mask> {};
+
+template <class Tile, class Mask>
+__device__ KeyEntry<Mask> key_entry(const KeyParameters &p, int n) {
+    if constexpr (kIsRanges<Mask>) {
+        const Ranges mask = ranges_of(p.a, n / p.Tc / p.Hkv);
+        const int j0 = n % p.Tc * Tile::Bc;
+        const Keys keys = intersection({j0, j0 + Tile::Bc}, mask.keys);
+        Interval queries = queries_of_any(mask, p.a.Nq, keys);
+        const BatchFlags batch = *mask.batch;
+        // Without dQ to add, blocks needn't agree on what a query meets: the walk is as short as under a band.
+        if (!Tile::AddsDQ && batch.grows && !empty(queries))
+            queries = {mask.seeing[keys.begin].begin / Tile::Br * Tile::Br, mask.seeing[keys.end - 1].end};
+        return {queries, mask.keys, batch.any_blind, batch.grows};
+    }
+    return {};
+}
+
 // Tile n of keys, from j0 on, and the queries i0 <= i < i1 of the heads from h0 on. Of a band they are those that see one
 // of its keys: an interval, since the bounds only grow with i. With ranges they are from the first to the last 128 that
 // meet one (ranges.h).
 template <class Tile, class Mask>
-struct KeyTile {
-    static constexpr bool is_ranges = std::is_same_v<Mask, Ranges>;
+struct KeyTile : KeyEntry<Mask> {
+    static constexpr bool is_ranges = kIsRanges<Mask>;
     const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
-    bool unseen;            // no query sees the keys: one tile is computed all the same, and masked
-    bool grows, any_blind;  // of ranges: BatchFlags. If they grow, consumers mask by `seeing` and skip no tile
-    BandOf<int> band;       // only of a band
+    bool unseen;       // no query sees the keys: one tile is computed all the same, and masked
+    BandOf<int> band;  // only of a band
 
-    __device__ KeyTile(const KeyParameters &p, int n) : p(p) {
+    __device__ KeyTile(const KeyParameters &p, int n, const KeyEntry<Mask> &entry) : KeyEntry<Mask>(entry), p(p) {
         const int head = n / p.Tc;
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
-        if constexpr (!is_ranges) band = band_of_batch(p, b);
-        const Keys of_batch = mask().keys;
-        const int first = max(j0, of_batch.begin), end = min(j0 + Tile::Bc, of_batch.end);
         if constexpr (is_ranges) {
-            const Interval queries = queries_of_any(mask(), p.a.Nq, {first, end});
-            i0 = queries.begin, i1 = queries.end;
-            grows = mask().batch->grows, any_blind = mask().batch->any_blind;
-            // Without dQ to add, blocks needn't agree on what a query meets: the walk is as short as under a band.
-            if (!Tile::AddsDQ && grows && !empty(queries))
-                i0 = this->queries(first).begin / Tile::Br * Tile::Br, i1 = this->queries(end - 1).end;
+            i0 = entry.queries.begin, i1 = entry.queries.end;
         } else {
+            band = band_of_batch(p, b);
+            const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
             i0 = max(first - band.last, 0) / Tile::Br * Tile::Br;
             i1 = first < end ? min(end - band.first, p.a.Nq) : 0;
         }
@@ -75,10 +103,22 @@ struct KeyTile {
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
         return {j - band.last, j - band.first + 1};
     }
+    // If ranges grow, consumers mask by `seeing` and skip no tile.
+    __device__ bool grows() const {
+        if constexpr (is_ranges) return std::is_same_v<Mask, GrowingRanges> || this->batch_grows;
+        return false;
+    }
+    // Keys of the batch: outside of them memory may hold anything.
+    __device__ Keys keys_of_batch() const {
+        if constexpr (is_ranges)
+            return this->of_batch;
+        else
+            return band.keys;
+    }
     // With ranges the sums of a key that no query sees are 0 anyway.
     __device__ bool is_seen(int j, int Nq) const {
         if constexpr (is_ranges)
-            return mask().keys.begin <= j && j < mask().keys.end;
+            return this->of_batch.begin <= j && j < this->of_batch.end;
         else
             return max(queries(j).begin, 0) < min(queries(j).end, Nq);
     }
@@ -139,15 +179,6 @@ __device__ void hide_keys(float (&P)[Count], const Ranges &ranges, int i0, int j
             if (key < begin || key >= end) P[x + y] = 0.f;
         }
     }
-}
-
-// P^T = 0 where a query from i0 on doesn't see key j, or j + 8.
-template <class Tile, class Mask, int Count>
-__device__ void hide(float (&P)[Count], const KeyTile<Tile, Mask> &keys, int i0, int j) {
-    if (!keys.is_ranges || keys.grows)
-        mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
-    else if constexpr (keys.is_ranges)
-        hide_keys(P, keys.mask(), i0, j);
 }
 
 // Large rows: S^T less m_i. A thread's columns are 8 n + 2 (lane % 4) and the next one; `first` is its first one.

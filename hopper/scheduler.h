@@ -27,14 +27,30 @@ constexpr int64_t kL2Bytes = 32 << 20;
 // each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; N 4096: 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
+// The entries of a work tile in the tables of ranges: in global memory, or in shared memory, where nobody waits for them.
+struct RangesOfTile {
+    Keys keys;  // Ranges::keys
+    const TileKeys *tiles;
+    const Keys *rows;
+    int i0;  // of the first row
+};
+__device__ inline Keys keys_of_row(const RangesOfTile &mask, int i) { return mask.rows[i - mask.i0]; }
+// Both of the 64 queries from i0 on.
+__device__ inline Keys keys_of_any(const RangesOfTile &mask, int i0, int) {
+    return hull({0, 0}, mask.tiles[(i0 - mask.i0) / kRangeTile].any);
+}
+__device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
+    return mask.tiles[(i0 - mask.i0) / kRangeTile].all;
+}
+
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
-// BandOf<int> (flash.h) or, in half.cu and backward_dq.cu, Ranges (ranges.h).
+// BandOf<int> (flash.h) or Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
-    int b, h, i0, i1;  // b < 0: no more work tiles
-    Keys visible;      // the keys that any of its rows sees
-    Mask mask;         // its batch's
-    int key_head;      // the head of K and V that head h reads
+    int b, h, i0, i1;                                              // b < 0: no more work tiles
+    Keys visible;                                                  // the keys that any of its rows sees
+    std::conditional_t<kIsRanges<Mask>, RangesOfTile, Mask> mask;  // a band is its batch's
+    int key_head;                                                  // the head of K and V that head h reads
 };
 using WorkTile = WorkTileOf<BandOf<int>>;
 
@@ -44,8 +60,8 @@ __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
 }
 template <class Mask>
 __device__ Mask mask_of_batch(const Parameters &p, int b) {
-    if constexpr (std::is_same_v<Mask, Ranges>)
-        return ranges_of(p.a, b);
+    if constexpr (kIsRanges<Mask>)
+        return {ranges_of(p.a, b)};
     else
         return band_of_batch(p, b);
 }
@@ -70,6 +86,11 @@ template <class Tile, class Mask = BandOf<int>>
 struct TileScheduler {
     const Parameters &p;
 
+    __device__ static BandOf<int> of_tile(const BandOf<int> &band, int) { return band; }
+    __device__ static RangesOfTile of_tile(const Ranges &ranges, int i0) {
+        return {ranges.keys, ranges.tiles + i0 / kRangeTile, ranges.rows + i0, i0};
+    }
+
     // The number of the block's work tile after n; n = -1 asks for the first one.
     __device__ int next(int n) const {
         if (n < 0) return blockIdx.x;
@@ -86,10 +107,10 @@ struct TileScheduler {
         const int b = head / p.Hq, h = head % p.Hq;
         const int tile_of_head = rest < 0 ? n % p.Tr : rest / p.interleaved_heads;
         int i1 = p.a.Nq - tile_of_head * Tile::Br, i0 = max(i1 - Tile::Br, 0);
-        if constexpr (std::is_same_v<Mask, Ranges>)
-            i0 = (p.Tr - 1 - tile_of_head) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
-        const Mask mask = mask_of_batch<Mask>(p, b);
-        Keys visible = keys_of_any(mask, i0, i1);
+        if constexpr (kIsRanges<Mask>) i0 = (p.Tr - 1 - tile_of_head) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
+        const Mask of_batch = mask_of_batch<Mask>(p, b);
+        const auto mask = of_tile(of_batch, i0);
+        Keys visible = keys_of_any(of_batch, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
         if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
