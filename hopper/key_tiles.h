@@ -38,9 +38,9 @@ template <class Mask, bool = kIsRanges<Mask>>
 struct KeyEntry {};
 template <class Mask>
 struct KeyEntry<Mask, true> {
-    Interval queries;             // from the first to the last 128 that meet one of the keys
-    Keys of_batch;                // Ranges::keys
-    bool any_blind, batch_grows;  // BatchFlags
+    Interval queries;  // from the first to the last 128 that meet one of the keys
+    Keys of_batch;     // Ranges::keys
+    bool any_blind;    // of BatchFlags
 };
 template <class Mask>
 struct KeyWorkOf : KeyWork, KeyEntry<Mask> {};
@@ -51,12 +51,7 @@ __device__ KeyEntry<Mask> key_entry(const KeyParameters &p, int n) {
         const Ranges mask = ranges_of(p.a, n / p.Tc / p.Hkv);
         const int j0 = n % p.Tc * Tile::Bc;
         const Keys keys = intersection({j0, j0 + Tile::Bc}, mask.keys);
-        Interval queries = queries_of_any(mask, p.a.Nq, keys);
-        const BatchFlags batch = *mask.batch;
-        // Without dQ to add, blocks needn't agree on what a query meets: the walk is as short as under a band.
-        if (!Tile::AddsDQ && batch.grows && !empty(queries))
-            queries = {mask.seeing[keys.begin].begin / Tile::Br * Tile::Br, mask.seeing[keys.end - 1].end};
-        return {queries, mask.keys, batch.any_blind, batch.grows};
+        return {queries_of_any(mask, p.a.Nq, keys), mask.keys, mask.batch->any_blind};
     }
     return {};
 }
@@ -70,6 +65,7 @@ struct KeyTile : KeyEntry<Mask> {
     const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
     bool unseen;       // no query sees the keys: one tile is computed all the same, and masked
+    bool batch_grows;  // of BatchFlags, if no block adds to dQ
     BandOf<int> band;  // only of a band
 
     __device__ KeyTile(const KeyParameters &p, int n, const KeyEntry<Mask> &entry) : KeyEntry<Mask>(entry), p(p) {
@@ -77,6 +73,12 @@ struct KeyTile : KeyEntry<Mask> {
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
         if constexpr (is_ranges) {
             i0 = entry.queries.begin, i1 = entry.queries.end;
+            if constexpr (!Tile::AddsDQ) {  // so blocks needn't agree on what a query meets
+                const Keys keys = intersection({j0, j0 + Tile::Bc}, this->of_batch);
+                batch_grows = mask().batch->grows;
+                if (batch_grows && i0 < i1)
+                    i0 = queries(keys.begin).begin / Tile::Br * Tile::Br, i1 = queries(keys.end - 1).end;
+            }
         } else {
             band = band_of_batch(p, b);
             const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
@@ -105,8 +107,8 @@ struct KeyTile : KeyEntry<Mask> {
     }
     // If ranges grow, consumers mask by `seeing` and skip no tile.
     __device__ bool grows() const {
-        if constexpr (is_ranges) return std::is_same_v<Mask, GrowingRanges> || this->batch_grows;
-        return false;
+        if constexpr (is_ranges && !Tile::AddsDQ) return batch_grows;
+        return std::is_same_v<Mask, GrowingRanges>;
     }
     // Keys of the batch: outside of them memory may hold anything.
     __device__ Keys keys_of_batch() const {

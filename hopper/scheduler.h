@@ -47,10 +47,10 @@ __device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
 // BandOf<int> (flash.h) or Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
-    int b, h, i0, i1;                                              // b < 0: no more work tiles
-    Keys visible;                                                  // the keys that any of its rows sees
+    int b, h, i0, i1;  // b < 0: no more work tiles
+    Keys visible;      // the keys that any of its rows sees
     std::conditional_t<kIsRanges<Mask>, RangesOfTile, Mask> mask;  // a band is its batch's
-    int key_head;                                                  // the head of K and V that head h reads
+    int key_head;      // the head of K and V that head h reads
 };
 using WorkTile = WorkTileOf<BandOf<int>>;
 
@@ -107,7 +107,8 @@ struct TileScheduler {
         const int b = head / p.Hq, h = head % p.Hq;
         const int tile_of_head = rest < 0 ? n % p.Tr : rest / p.interleaved_heads;
         int i1 = p.a.Nq - tile_of_head * Tile::Br, i0 = max(i1 - Tile::Br, 0);
-        if constexpr (kIsRanges<Mask>) i0 = (p.Tr - 1 - tile_of_head) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
+        if constexpr (kIsRanges<Mask>)
+            i0 = (p.Tr - 1 - tile_of_head) * Tile::Br, i1 = min(i0 + Tile::Br, p.a.Nq);
         const Mask of_batch = mask_of_batch<Mask>(p, b);
         const auto mask = of_tile(of_batch, i0);
         Keys visible = keys_of_any(of_batch, i0, i1);
