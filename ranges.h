@@ -7,7 +7,7 @@
 //                `grows`, on a GPU: no range begins or ends before that of the query before it
 //     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
-//     seeing     of a key, if the ranges grow: from the first to the last query that sees it; some between may be blind
+//     seeing     of a key, if the ranges grow: the queries that see it
 //
 // A tile of queries meets the keys from the first to the last one that any of its queries sees. So these have no gaps,
 // whatever the ranges are: this fixes which blocks add to dQ, and in which order. docs/ranges.md has a drawing.

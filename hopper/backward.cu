@@ -11,11 +11,9 @@
 
 namespace minimal_attn::hopper {
 
-// Not ranges with d above 128, which the kernels there don't know. Not heads of at most 64 queries: the fused kernel pads
-// dQ, float32, to kGradientRows rows a head, which would be ten times the memory of q, or more.
-bool serves_backward(const Gradient &g) {
-    return g.a.dtype != Dtype::float32 && (g.a.d > 128 ? !has_ranges(g.a) : g.a.Nq > 64);
-}
+// Not heads of at most 64 queries with d up to 128: the fused kernel pads dQ, float32, to kGradientRows rows a head,
+// which would be ten times the memory of q, or more.
+bool serves_backward(const Gradient &g) { return g.a.dtype != Dtype::float32 && (g.a.d > 128 || g.a.Nq > 64); }
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {
     Plan plan = g.a.d <= 128 ? plan_fused(g, device) : plan_dK_dV(g, device);

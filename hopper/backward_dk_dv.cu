@@ -56,6 +56,7 @@ struct DkDvTile {
     static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), ProducerRegisters = 32;
     static constexpr int Boxes = D / kBoxColumns, TileBytes = 64 * Boxes * 128;  // of 64 rows
     static constexpr SplitCosts Costs{6, 12, 0.7};
+    static constexpr bool AddsDQ = false;
     enum NamedBarrier { kZeroed = 1 };                  // + the consumer; 0 is __syncthreads
     static_assert(D % kBoxColumns == 0 && Stages > 1);  // a stage is released after the wait for the next one
 };
@@ -72,19 +73,19 @@ struct SharedStorage {
 };
 
 // This block's work tile.
-template <class Tile>
-__device__ KeySlice<Tile> keys_of_block(const KeyParameters &p) {
+template <class Tile, class Mask>
+__device__ KeySlice<Tile, Mask> keys_of_block(const KeyParameters &p) {
     return {p, key_work(p, blockIdx.x)};
 }
 
 // Loads Kj and all Qi, or Vj and all dOi.
-template <class Tile, int Count>
+template <class Tile, class Mask, int Count>
 __device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K_or_V, unsigned char *key_tile,
                                       Barrier &full, const TensorMap &Q_or_dO, const float *const (&of_rows)[Count],
                                       StageBarriers (&barriers)[Tile::Stages],
                                       unsigned char (&tiles)[Tile::Stages][Tile::TileBytes],
                                       float (&numbers)[Tile::Stages][Count][Tile::Br]) {
-    const KeySlice<Tile> keys = keys_of_block<Tile>(p);
+    const KeySlice<Tile, Mask> keys = keys_of_block<Tile, Mask>(p);
     if (keys.steps < 1) return;
     load_tile<Tile::Bc, Tile::Boxes>(key_tile, K_or_V, keys.j0, keys.key_head, keys.b, full);
     Pipeline queries{barriers};
@@ -96,9 +97,9 @@ __device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K
 enum class Sum { dV, dK };  // of a consumer warpgroup
 
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
-template <class T, class Tile, Sum which>
-__device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile> &keys, int j,
-                             float (&sum)[Tile::D / 2]) {
+template <class T, class Tile, class Mask, Sum which>
+__device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile, Mask> &keys,
+                             int j, float (&sum)[Tile::D / 2]) {
     constexpr bool is_dV = which == Sum::dV;
     constexpr int D = Tile::D, Br = Tile::Br;
     const int thread = threadIdx.x % 128;
@@ -121,10 +122,13 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
 #pragma unroll
     for (float &x : sum) x = 0.f;
     for (int n = 1, i0 = keys.i;; ++n) {
-        const Keys all_see = keys_of_all(keys.band, i0, i0 + Br);
+        const Keys all_see = keys_of_all(keys.mask(), i0, i0 + Br);
         const bool masked = keys.j0 < all_see.begin || keys.j0 + Tile::Bc > all_see.end;
         const auto mask = [&] {
-            if (masked) mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+            if (!masked) return;
+            if constexpr (keys.is_ranges)
+                if (!keys.grows()) return hide_keys(S, keys.mask(), i0, j);
+            mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
@@ -146,15 +150,20 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         pack_operand<T>(A, S);
         of_sum.consumer_wait();
         if (masked)
-            zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[of_sum.stage()], keys.band, i0, p.a.Nq,
+            zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[of_sum.stage()], keys.mask(), i0, p.a.Nq,
                                   Tile::kZeroed + !is_dV);
         issue_AB<T>(sum, A, Descriptor{opaque(all.low)} + kOfSum + of_sum.stage() * Tile::TileBytes);
         // Each lane has read m and log2_l, or D and P: the operand of the issued product depends on them.
         of_S.consumer_release();
         if constexpr (!is_dV) P_ready.consumer_release();
         if (n == keys.steps) break;
-        i0 += Br;
-        if (i0 >= keys.i1) i0 = keys.i0;
+        const auto next = [&] {
+            i0 += Br;
+            if (i0 >= keys.i1) i0 = keys.i0;
+        };
+        next();
+        if (keys.is_ranges && !keys.grows())  // as for_each_step does; the last step meets the keys
+            for (; !keys.is_met(i0); ++n) next();
         issue_S();
         wgmma_wait<1>(sum);
         of_sum.consumer_release();
@@ -162,24 +171,25 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
     wgmma_wait<0>(sum);
 }
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
-    const KeySlice<Tile> keys = keys_of_block<Tile>(p);
+    const KeySlice<Tile, Mask> keys = keys_of_block<Tile, Mask>(p).of_warp();
     if (keys.steps < 1) return;
     const bool is_dV = consumer_index() == 0;
     const int j = keys.j0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // a thread's keys: j and j + 8
     float sum[Tile::D / 2];                                                      // dVj or dKj
     if (is_dV)
-        walk_queries<T, Tile, Sum::dV>(p, shared, keys, j, sum);
+        walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum);
     else
-        walk_queries<T, Tile, Sum::dK>(p, shared, keys, j, sum);
-    if (keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
+        walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
+    // Ranges have no slices; walk_queries relies on that, too.
+    if (!keys.is_ranges && keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
     store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d,
                       is_dV ? 1.f / kPScale<T> : p.a.softmax_scale, sum,
                       [&](int key) { return keys.is_seen(key, p.a.Nq); });
 }
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dK_dV_kernel(const __grid_constant__ KeyParameters p) {
     auto &shared = shared_storage<SharedStorage<Tile>>();
@@ -190,13 +200,13 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     };
     const auto produce = [&] {
         if (threadIdx.x == 0)
-            load_keys_and_queries<Tile>(p, p.K, shared.Kj, shared.K_full, p.Q, {p.rows.m, p.rows.log2_l}, shared.Q,
-                                        shared.Qi, shared.m_l);
+            load_keys_and_queries<Tile, Mask>(p, p.K, shared.Kj, shared.K_full, p.Q, {p.rows.m, p.rows.log2_l},
+                                              shared.Q, shared.Qi, shared.m_l);
         if (threadIdx.x == 32)
-            load_keys_and_queries<Tile>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO, shared.dOi,
-                                        shared.Di);
+            load_keys_and_queries<Tile, Mask>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO, shared.dOi,
+                                              shared.Di);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -243,8 +253,13 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
         p.slices = (float4 *)((char *)memory + workspace.counter_bytes), p.steps_stored = (int *)counters.memory;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
-        const auto kernel = a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile> : dK_dV_kernel<__nv_bfloat16, Tile>;
-        return launch_kernels<Tile>({kernel}, p, plan, counters, stream);  // tile_counter, which it sets, isn't read
+        return with_mask(a, [&](auto mask) {
+            using Mask = Narrow<decltype(mask)>;
+            const auto kernel =
+                a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask> : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;
+            // It sets tile_counter, which isn't read.
+            return launch_kernels<Tile>({kernel}, p, plan, counters, stream);
+        });
     });
 }
 

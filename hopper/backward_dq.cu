@@ -54,20 +54,21 @@ struct DqTile {
     static_assert(D % kBoxColumns == 0 && KStages > 1);  // Kj is released after the wait for the next one
 };
 
-template <class Tile>
+template <class Tile, class Mask>
 struct SharedStorage {
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::TileBytes], dOi[Tile::Consumers][Tile::TileBytes];
     unsigned char Kj[Tile::KStages][Tile::TileBytes], Vj[Tile::VStages][Tile::TileBytes];
-    WorkTile work[kQueueStages];
+    WorkTileOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], K[Tile::KStages], V[Tile::VStages];
+    std::conditional_t<kIsRanges<Mask>, RangeEntries<Tile>[kQueueStages], char> ranges;
 };
 
 // ------------------------------------------------------------------------------ producer threads
 
-template <class Tile>
-__device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline<1> Q{};
-    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &) {
+    for_each_work_tile(shared, [&](const auto &work, const auto &) {
         for (int n = 0; work.b >= 0 && n < Tile::Consumers; ++n) {
             Q.barriers = shared.Q[n];
             Q.producer_acquire();
@@ -78,10 +79,10 @@ __device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile> &
     });
 }
 
-template <class Tile>
-__device__ void load_V(const GradientParameters &p, SharedStorage<Tile> &shared) {
+template <class Tile, class Mask>
+__device__ void load_V(const GradientParameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline V{shared.V};
-    for_each_work_tile(shared, [&](const WorkTile &work, const WorkTile &) {
+    for_each_work_tile(shared, [&](const auto &work, const auto &) {
         if (work.b >= 0) load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, [] {});
     });
 }
@@ -89,8 +90,8 @@ __device__ void load_V(const GradientParameters &p, SharedStorage<Tile> &shared)
 // ------------------------------------------------------------------------------ consumer warpgroups
 
 // dPij of the next tile is issued when the product dSij Kj has ended: then the registers of dSij are free.
-template <class T, class Tile>
-__device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared) {
+template <class T, class Tile, class Mask>
+__device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
     const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = 64 * warpgroup + 16 * warp + lane / 4;  // a thread's rows of the work tile: this one and row + 8
@@ -119,7 +120,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
     const bool may_be_large = __ldcg(p.rows.any_large);
     for (;; tile_queue.consumer_release()) {
         tile_queue.consumer_wait();
-        const WorkTile &work = shared.work[tile_queue.stage()];
+        const WorkTileOf<Mask> &work = shared.work[tile_queue.stage()];
         if (work.b < 0) return;
         float log2_l[2], D_of_rows[2];
         for (int r = 0; r < 2; ++r) {
@@ -197,18 +198,20 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile> &shared
     }
 }
 
-template <class T, class Tile>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dQ_kernel(const __grid_constant__ GradientParameters p) {
-    auto &shared = shared_storage<SharedStorage<Tile>>();
+    auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
         init_pipeline(shared.tile_queue, warps + 2);
         for (auto &Q : shared.Q) init_pipeline(Q, 4, 2);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
+        // Empties L1, which may have tables of an earlier launch, since this one doesn't wait before it reads.
+        if (kIsRanges<Mask>) load_acquire(*p.rows.any_large);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile, BandOf<int>>(p, shared);
+        if (threadIdx.x == 0) schedule_and_load_K<Tile, Mask>(p, shared);
         if (threadIdx.x == 32) load_Q_and_dO(p, shared);
         if (threadIdx.x == 64) load_V(p, shared);
         if (threadIdx.x == 96) cudaGridDependencySynchronize();
@@ -234,14 +237,18 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
     return with_tile(tile_of(g.a), Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         const Attention &a = g.a;
-        const Plan plan =
-            make_plan<Tile, SharedStorage<Tile>>(a, {multiprocessors, 0}, "half backward, dQ", tile_of(a));
         GradientParameters p = gradient_parameters(g, rows);
         p.tile_counter = rows.tile_counter;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
-        const auto kernel = a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile> : dQ_kernel<__nv_bfloat16, Tile>;
-        return launch_kernels<Tile>({kernel}, p, plan, Zeros(nullptr, 0, stream), stream);
+        return with_mask(a, [&](auto mask) {
+            using Mask = Narrow<decltype(mask)>;
+            const Plan plan =
+                make_plan<Tile, SharedStorage<Tile, Mask>>(a, {multiprocessors, 0}, "half backward, dQ", tile_of(a));
+            const auto kernel =
+                a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile, Mask> : dQ_kernel<__nv_bfloat16, Tile, Mask>;
+            return launch_kernels<Tile>({kernel}, p, plan, Zeros(nullptr, 0, stream), stream);
+        });
     });
 }
 

@@ -16,7 +16,7 @@ __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
 
 // A slice of a tile of keys, or all of it, and how it walks the queries. A step is one tile of queries of one head.
 // Each slice has the next steps_of_slice steps of its tile, the last slices fewer or none.
-template <class Tile, class Mask = BandOf<int>>
+template <class Tile, class Mask>
 struct KeySlice : KeyTile<Tile, Mask> {
     using Base = KeyTile<Tile, Mask>;
     using Base::band, Base::grows, Base::i0, Base::i1, Base::is_met, Base::is_ranges, Base::j0, Base::mask;
@@ -49,9 +49,11 @@ struct KeySlice : KeyTile<Tile, Mask> {
     // queries reads.
     __device__ KeySlice of_warp() const {
         KeySlice same = *this;
-        if (!is_ranges) return same;
-        for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
-        if constexpr (is_ranges) same.any_blind = broadcast_lane0(same.any_blind);
+        if constexpr (is_ranges) {
+            for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
+            same.any_blind = broadcast_lane0(same.any_blind);
+            if constexpr (!Tile::AddsDQ) same.batch_grows = broadcast_lane0(same.batch_grows);
+        }
         return same;
     }
     // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
@@ -69,7 +71,7 @@ struct KeySlice : KeyTile<Tile, Mask> {
         int h = this->h, i = this->i;
         for (int n = 0; n < steps; ++n) {
             // The first step meets them: `meeting` begins there.
-            if (!is_ranges || grows || is_met(i)) use(h, i, n == 0);
+            if (!is_ranges || grows() || is_met(i)) use(h, i, n == 0);
             i += Tile::Br;
             if (i >= i1) i = i0;
             if (i == start) ++h;

@@ -61,11 +61,11 @@ __device__ KeyEntry<Mask> key_entry(const KeyParameters &p, int n) {
 // meet one (ranges.h).
 template <class Tile, class Mask>
 struct KeyTile : KeyEntry<Mask> {
-    // If they grow, consumers mask by `seeing` and skip no tile.
-    static constexpr bool is_ranges = kIsRanges<Mask>, grows = std::is_same_v<Mask, GrowingRanges>;
+    static constexpr bool is_ranges = kIsRanges<Mask>;
     const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
     bool unseen;       // no query sees the keys: one tile is computed all the same, and masked
+    bool batch_grows;  // of BatchFlags, if no block adds to dQ
     BandOf<int> band;  // only of a band
 
     __device__ KeyTile(const KeyParameters &p, int n, const KeyEntry<Mask> &entry) : KeyEntry<Mask>(entry), p(p) {
@@ -73,6 +73,12 @@ struct KeyTile : KeyEntry<Mask> {
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
         if constexpr (is_ranges) {
             i0 = entry.queries.begin, i1 = entry.queries.end;
+            if constexpr (!Tile::AddsDQ) {  // so blocks needn't agree on what a query meets
+                const Keys keys = intersection({j0, j0 + Tile::Bc}, this->of_batch);
+                batch_grows = mask().batch->grows;
+                if (batch_grows && i0 < i1)
+                    i0 = queries(keys.begin).begin / Tile::Br * Tile::Br, i1 = queries(keys.end - 1).end;
+            }
         } else {
             band = band_of_batch(p, b);
             const int first = max(j0, band.keys.begin), end = min(j0 + Tile::Bc, band.keys.end);
@@ -98,6 +104,11 @@ struct KeyTile : KeyEntry<Mask> {
         }
         if (j < band.keys.begin || j >= band.keys.end) return {0, 0};
         return {j - band.last, j - band.first + 1};
+    }
+    // If ranges grow, consumers mask by `seeing` and skip no tile.
+    __device__ bool grows() const {
+        if constexpr (is_ranges && !Tile::AddsDQ) return batch_grows;
+        return std::is_same_v<Mask, GrowingRanges>;
     }
     // Keys of the batch: outside of them memory may hold anything.
     __device__ Keys keys_of_batch() const {

@@ -129,10 +129,11 @@ def test_sinks_and_dlse(backend, dtype):
     check(backend, torch.randn_like(qkv[0]), *qkv, slack=3, dlse=dlse, **options)
 
 
-def test_tokens_of_no_document_may_be_nan(backend, dtype):
+@pytest.mark.parametrize("d", [64, 256])
+def test_tokens_of_no_document_may_be_nan(backend, dtype, d):
     """o is 0 there. o and gradients are those without NaN."""
     for make in lengths_of_cross, many, none:
-        (q, k, v), options = drawn(backend, make, dtype, front=2, behind=150, causal=True)
+        (q, k, v), options = drawn(backend, make, dtype, d=d, front=2, behind=150, causal=True)
         do, dirty = torch.randn_like(q), [x.clone() for x in (q, k, v)]
         dirty_do = do.clone()
         for x, cu in zip((dirty_do, *dirty), ("q", "q", "k", "k"), strict=True):
@@ -179,10 +180,11 @@ def test_a_nan_behind_all_keys_of_a_tile_stays_alone(backend, dtype, causal):
     torch.testing.assert_close(o, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_same_bits_on_every_run(backend, dtype):
+@pytest.mark.parametrize("d", [64, 256])
+def test_same_bits_on_every_run(backend, dtype, d):
     """Documents without queries, and keys that a window hides, don't hold up the order of dq."""
     for make in lengths_of_self, lengths_of_cross, many:
-        qkv, options = drawn(backend, make, dtype, front=100, behind=300, window_size=(9, 0))
+        qkv, options = drawn(backend, make, dtype, d=d, front=100, behind=300, window_size=(9, 0))
         do = torch.randn_like(qkv[0])
         first, *others = (grads(backend, do, *qkv, **options) for _ in range(3))
         assert all(same_bits(first, other) for other in others)
@@ -247,11 +249,12 @@ def test_wrong_values_on_a_cpu(wrong):
             minimal_attn.backward(q, q, k, v, q, q[..., 0].contiguous(), None, **options)
 
 
-def test_any_values_on_a_gpu(cuda_backend):
+@pytest.mark.parametrize("d", [64, 256])
+def test_any_values_on_a_gpu(cuda_backend, d):
     """Nothing is read or written out of bounds, and no call hangs. Tokens of no document are 0."""
     b = cuda_backend
     for dtype in torch.float16, torch.float32:
-        q, k, v = b.qkv(1, 4, 2, 300, 280, 64, dtype=dtype)
+        q, k, v = b.qkv(1, 4, 2, 300, 280, d, dtype=dtype)
         for low, high in (0, 300), (-(2**31), 2**31 - 1), (-9, 400):
             cu = [b.integers(low, high, 40, dtype=torch.int32) for _ in "qk"]
             o = b.forward(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], causal=True)
@@ -268,9 +271,10 @@ def test_any_values_on_a_gpu(cuda_backend):
         ([0, 0, 128, 300], [0, 200, 200, 280]),
     ],
 )
-def test_blind_tiles_behind_the_first_keys(backend, dtype, cu_q, cu_k):
+@pytest.mark.parametrize("d", [64, 256])
+def test_blind_tiles_behind_the_first_keys(backend, dtype, d, cu_q, cu_k):
     """Documents without keys fill whole tiles of queries: there a range is {b, b} with b above 0."""
-    q, k, v = backend.qkv(1, 4, 2, 300, 280, 64, dtype=dtype)
+    q, k, v = backend.qkv(1, 4, 2, 300, 280, d, dtype=dtype)
     options = dict(cu_seqlens_q=backend.ints(*cu_q), cu_seqlens_k=backend.ints(*cu_k), causal=True)
     backend.check(q, k, v, **options)
     check(backend, torch.randn_like(q), q, k, v, slack=3, **options)

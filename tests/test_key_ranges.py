@@ -50,6 +50,12 @@ def far_apart(b, B, Nq, Nk):
     return torch.stack([begin, begin + 5], -1)[None]
 
 
+def every_second_tile(b, B, Nq, Nk):
+    """128 queries see the first keys, the next 128 the last ones: a walk of queries skips tiles."""
+    begin = torch.arange(Nq) // 128 % 2 * max(Nk - 5, 0)
+    return torch.stack([begin, begin + 5], -1)[None]
+
+
 def one_in_a_tile(b, B, Nq, Nk):
     """Most tiles of queries have a single query that sees anything."""
     seen = torch.arange(Nq) % 64 == b.random.randrange(64)
@@ -78,8 +84,8 @@ def check_gradients(backend, do, q, k, v, **options):
     check(backend, do, q, k, v, slack=3, **options)
 
 
-RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, one_in_a_tile, with_gaps
-RANGES += nothing, nothing_behind
+RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, every_second_tile, one_in_a_tile
+RANGES += with_gaps, nothing, nothing_behind
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
     (2, 4, 2, 70, 90, 64),
     (1, 1, 1, 1, 1, 1),
@@ -87,6 +93,7 @@ SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
     (1, 2, 2, 330, 330, 128),
     (2, 2, 1, 200, 65, 256),
     (1, 6, 1, 3, 400, 80),
+    (1, 4, 2, 420, 300, 180),
 ]
 OPTIONS = {
     "alone": lambda b, B: {},
@@ -189,9 +196,10 @@ def test_strides(backend):
         assert torch.equal(backend.forward(q, k, v, key_ranges=same), expected)
 
 
-def test_what_no_query_sees_may_be_nan(backend, dtype):
+@pytest.mark.parametrize("d", [64, 256])
+def test_what_no_query_sees_may_be_nan(backend, dtype, d):
     """Outside leftpad_k and seqlens_k, whatever the ranges say, in both passes."""
-    q, k, v = backend.qkv(dtype=dtype)
+    q, k, v = backend.qkv(d=d, dtype=dtype)
     lengths = dict(seqlens_k=backend.ints(50, 33), leftpad_k=backend.ints(3, 20))
     ranges = in_any_order(backend, 2, 70, 90).to(backend.device)
     dirty = [x.clone() for x in (k, v)]
@@ -206,9 +214,10 @@ def test_what_no_query_sees_may_be_nan(backend, dtype):
         assert torch.equal(x, y)
 
 
-def test_queries_without_keys_may_be_nan(backend, dtype):
+@pytest.mark.parametrize("d", [64, 256])
+def test_queries_without_keys_may_be_nan(backend, dtype, d):
     """Rows of q and do that see nothing are read as zeros by the backward pass; o there is 0."""
-    q, k, v = backend.qkv(Nq=200, Nk=200, dtype=dtype)
+    q, k, v = backend.qkv(Nq=200, Nk=200, d=d, dtype=dtype)
     ranges = documents(backend, 2, 200, 200)
     ranges[:, 130:] = 0
     ranges[:, 7] = 0
@@ -226,11 +235,12 @@ def test_queries_without_keys_may_be_nan(backend, dtype):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("make", RANGES)
-def test_same_bits_on_every_run(backend, make):
+def test_same_bits_on_every_run(backend, make, d):
     """Blocks add to dq in an order that doesn't depend on what the ranges leave out."""
     for dtype in DTYPES:
-        qkv, options = drawn(backend, make, (2, 4, 2, 400, 500, 64), dtype)
+        qkv, options = drawn(backend, make, (2, 4, 2, 400, 500, d), dtype)
         do = torch.randn_like(qkv[0])
         first, *others = (grads(backend, do, *qkv, **options) for _ in range(3))
         assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
@@ -329,7 +339,7 @@ def test_onnx_refuses_them():
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("Nq", [64, 200])
 def test_kernels_of_hopper(cuda_backend, dtype, d, Nq):
-    """Its own, but for gradients of float32, with d above 128 or with at most 64 queries."""
+    """Its own, but for gradients of float32, or of half types with at most 64 queries and d up to 128."""
     if cuda_backend.name != "hopper":
         pytest.skip("a kernel of hopper")
     (q, k, v), options = drawn(cuda_backend, documents, (1, 2, 2, Nq, 200, d), dtype)
@@ -337,7 +347,9 @@ def test_kernels_of_hopper(cuda_backend, dtype, d, Nq):
     assert forward == ("float32, ranges" if dtype == torch.float32 else "half, ranges")
     if dtype == torch.float32:
         assert backward == "float32 backward on tensor cores, ranges"
-    elif d > 128 or Nq <= 64:
+    elif d > 128:
+        assert backward == "half backward, two kernels, ranges"
+    elif Nq <= 64:
         assert backward == "half backward, two passes, ranges"
     else:
         assert backward == "half backward, fused, in order, ranges"
