@@ -28,8 +28,8 @@
 //
 // | barrier                 | arrives                   | waits                         | then                      |
 // |-------------------------|---------------------------|-------------------------------|---------------------------|
-// | tile_queue full         | thread 0                  | threads 32, 64; consumers     | work tile is published    |
-// | tile_queue empty        | threads 32, 64; consumers | thread 0                      | its slot is free          |
+// | tile_queue full         | thread 0; or 96, and TMA  | threads (0), 32, 64; consumers | work tile is published   |
+// | tile_queue empty        | the threads that wait     | thread 0 or 96                | its slot is free          |
 // | Q full (per consumer)   | thread 32, twice; TMA     | that consumer                 | Qi and dOi have arrived   |
 // | Q empty (per consumer)  | that consumer             | thread 32                     | Qi and dOi are read       |
 // | K full, V full          | thread 0 or 64; TMA       | consumers                     | Kj or Vj has arrived      |
@@ -204,16 +204,18 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + 2);
+        init_pipeline(shared.tile_queue, warps + (kIsRanges<Mask> ? 3 : 2));
         for (auto &Q : shared.Q) init_pipeline(Q, 4, 2);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         // Empties L1, which may have tables of an earlier launch, since this one doesn't wait before it reads.
         if (kIsRanges<Mask>) load_acquire(*p.rows.any_large);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile, Mask>(p, shared);
+        if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared);
         if (threadIdx.x == 32) load_Q_and_dO(p, shared);
         if (threadIdx.x == 64) load_V(p, shared);
+        if constexpr (kIsRanges<Mask>)
+            if (threadIdx.x == 96) schedule<Tile>(p, shared);
         if (threadIdx.x == 96) cudaGridDependencySynchronize();
     };
     // It is launched behind dK and dV. What it reads was written before these began.

@@ -163,7 +163,8 @@ __device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &share
         const KeySlice<Tile, Mask> keys(p, work, work);
         keys.for_each_step([&](int h, int i0, bool) {
             dQ.consumer_wait();
-            if (keys.unseen || !keys.is_met(i0)) return dQ.consumer_release();
+            // In any order, a walk of ranges that grow adds a few zeros: is_met would wait for memory.
+            if (keys.unseen || ((p.in_order || !keys.grows()) && !keys.is_met(i0))) return dQ.consumer_release();
             const auto send = [&](const auto &store_or_add) {
                 for (int box = 0; box < 2; ++box)
                     store_or_add(p.dQ.map, shared.dQi[consumer][box], 64 * Tile::column_box(consumer) + 32 * box,
@@ -379,9 +380,11 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
 template <class Mask>
 __device__ bool is_general(const FusedParameters &p) {
     bool is_general = __ldcg(p.rows.any_large);
-    if constexpr (!kIsRanges<Mask>) return is_general;
-    for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) is_general |= !p.a.ranges.batches[b].grows;
-    return __syncthreads_or(is_general);
+    if constexpr (kIsRanges<Mask>) {
+        for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) is_general |= !p.a.ranges.batches[b].grows;
+        is_general = __syncthreads_or(is_general);
+    }
+    return is_general;
 }
 
 // Each call launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m for all rows,

@@ -18,14 +18,14 @@
 // | scheduler, K        | 0 (thread 0)  | 32                   | takes work tiles, publishes them, loads Kj          |
 // | Q                   | 1 (thread 32) | 32                   | loads Qi; stores O that was staged in a stage of Q  |
 // | V                   | 2 (thread 64) | 32                   | loads Vj; stores O that was staged in a stage of V  |
-// | none                | 3             | 32                   | ends                                                |
+// | scheduler of ranges | 3 (thread 96) | 32                   | takes work tiles in thread 0's place; else it ends  |
 // | consumer warpgroups | 4 to 15       | 128, 232 or 160 for  | Sij, softmax, Oi of 64 rows each; writes O, or      |
 // |                     |               | 1, 2 or 3 consumers  | stages it for TMA                                   |
 //
 // | barrier                 | arrives                   | waits                             | then                    |
 // |-------------------------|---------------------------|-----------------------------------|-------------------------|
-// | tile_queue full         | thread 0                  | threads 32, 64; consumers         | work tile is published  |
-// | tile_queue empty        | threads 32, 64; consumers | thread 0                          | its slot is free        |
+// | tile_queue full         | thread 0; or 96, and TMA  | threads (0), 32, 64; consumers    | work tile is published  |
+// | tile_queue empty        | the threads that wait     | thread 0 or 96                    | its slot is free        |
 // | Q full, K full, V full  | threads 32, 0, 64; TMA    | consumers                         | the tile has arrived    |
 // | Q empty (per consumer)  | that consumer             | thread 32                         | Qi is read, O staged    |
 // | K empty                 | consumers                 | thread 0                          | Kj is read              |
@@ -39,7 +39,7 @@
 //
 // | file        | what this file uses of it                                                                           |
 // |-------------|-----------------------------------------------------------------------------------------------------|
-// | half.h      | schedule_and_load_K: thread 0. for_each_work_tile: how threads 32 and 64 follow the tile queue.     |
+// | half.h      | load_K: thread 0. schedule: thread 96. for_each_work_tile: how a thread follows the tile queue.     |
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
 // |             | pack_operand: Pij to the half type                                                                  |
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows  |
@@ -336,16 +336,18 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
-        init_pipeline(shared.tile_queue, warps + 2);
+        init_pipeline(shared.tile_queue, warps + (kIsRanges<Mask> ? 3 : 2));
         for (auto &Q : shared.Q) init_pipeline(Q, 4);
         init_pipeline(shared.K, warps), init_pipeline(shared.V, warps);
         if constexpr (Tile::O == StoreO::through_V)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) schedule_and_load_K<Tile, Mask>(p, shared);
+        if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared);
         if (threadIdx.x == 32) load_Q_and_store_O(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O(p, shared);
+        if constexpr (kIsRanges<Mask>)
+            if (threadIdx.x == 96) schedule<Tile>(p, shared);
     };
     run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
 }

@@ -40,32 +40,44 @@ struct RangeEntries {
     Keys rows[Tile::Br];
 };
 
-// Moves them to shared memory, and arrives at `full`.
-template <class Tile>
-__device__ void load_ranges(RangesOfTile &mask, RangeEntries<Tile> &to, Barrier &full) {
-    const RangesOfTile from = mask;
-    mask.tiles = to.tiles, mask.rows = to.rows;
-    arrive_expect_tx(full, sizeof to);
-    bulk_load(to.tiles, from.tiles, sizeof to.tiles, full);
-    bulk_load(to.rows, from.rows, sizeof to.rows, full);
+// With ranges thread 96 is the scheduler. It takes a work tile as soon as the queue has a place, since it waits for
+// tables: that would delay Kj. The entries of the work tile go to shared memory.
+template <class Tile, class SharedStorage>
+__device__ void schedule(const Parameters &p, SharedStorage &shared) {
+    Pipeline tile_queue{shared.tile_queue};
+    const TileScheduler<Tile, Ranges> scheduler{p};
+    for (int n = -1;; tile_queue.advance()) {
+        tile_queue.producer_acquire();
+        n = scheduler.next(n);
+        const auto work = scheduler.tile(n);
+        auto &published = shared.work[tile_queue.stage()];
+        published = work;
+        if (work.b < 0) return arrive(tile_queue.full());
+        RangeEntries<Tile> &to = shared.ranges[tile_queue.stage()];
+        published.mask.tiles = to.tiles, published.mask.rows = to.rows;
+        arrive_expect_tx(tile_queue.full(), sizeof to);
+        bulk_load(to.tiles, work.mask.tiles, sizeof to.tiles, tile_queue.full());
+        bulk_load(to.rows, work.mask.rows, sizeof to.rows, tile_queue.full());
+    }
 }
 
-// Thread 0 is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
+// With a band thread 0 is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
 // That is as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
 template <class Tile, class Mask, class SharedStorage>
-__device__ void schedule_and_load_K(const Parameters &p, SharedStorage &shared) {
+__device__ void load_K(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};
     Pipeline K{shared.K};
+    if constexpr (kIsRanges<Mask>)
+        return for_each_work_tile(shared, [&](const auto &work, const auto &) {
+            if (work.b >= 0) load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
+        });
     const TileScheduler<Tile, Mask> scheduler{p};
     for (int n = -1;; tile_queue.advance()) {
         tile_queue.producer_acquire();
         n = scheduler.next(n);
         const WorkTileOf<Mask> work = scheduler.tile(n);
-        auto &published = shared.work[tile_queue.stage()];
-        published = work;
-        if constexpr (kIsRanges<Mask>)
-            if (work.b >= 0) load_ranges(published.mask, shared.ranges[tile_queue.stage()], tile_queue.full());
-        if (!kIsRanges<Mask> || work.b < 0) arrive(tile_queue.full());
+        shared.work[tile_queue.stage()] = work;
+        arrive(tile_queue.full());
         if (work.b < 0) return;
         load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
     }
