@@ -81,7 +81,8 @@ def nothing_behind(b, B, Nq, Nk):
 
 
 def check_gradients(backend, do, q, k, v, **options):
-    check(backend, do, q, k, v, slack=3, **options)
+    # slack: where all rows see one key, dq is 0 but for rounding
+    check(backend, do, q, k, v, slack=5, **options)
 
 
 RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, every_second_tile, one_in_a_tile
