@@ -250,7 +250,8 @@ __device__ void set_row_states(const Gradient &g, const AnyMask &mask, int64_t b
         const float lse = g.lse[at + row];
         const bool large = is_large(a, lse);
         any_large |= large;
-        states[i0 + row] = large ? RowState{(double)lse / a.softmax_scale} : RowState{0., lse};
+        // All members are named: else nvcc leaves some unset (findings/nvcc_conditional_aggregate.sh)
+        states[i0 + row] = large ? RowState{(double)lse / a.softmax_scale, 0.f, 0.f, 0.f} : RowState{0., lse, 0.f, 0.f};
     }
     if (__syncthreads_or(any_large) && g.is_complete)
         normalize_rows<T>(g, mask,

@@ -107,28 +107,27 @@ __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constan
 }
 
 __global__ void __launch_bounds__(kThreads)
-    sort_tiles(const __grid_constant__ Attention a, bool of_keys, int size, int tiles, int *order, int64_t first_block) {
+    sort_tiles(const __grid_constant__ Attention a, int Br, int Tr, int *order, int64_t first_block) {
     let_next_kernel_start();
     wait_for_kernel_before();
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32;
-    if (n >= a.B * tiles) return;
-    const int64_t b = n / tiles;
+    if (n >= a.B * Tr) return;
+    const int64_t b = n / Tr;
     const Ranges ranges = ranges_of(a, b);
-    const auto length_of = [&](int tile) {
-        const Interval met = {tile * size, (tile + 1) * size};
-        const Interval meeting = of_keys ? queries_of_any(ranges, a.Nq, met) : keys_of_any(ranges, met.begin, met.end);
-        return meeting.end - meeting.begin;
+    const auto keys_of = [&](int tile) {
+        const Keys any = keys_of_any(ranges, tile * Br, (tile + 1) * Br);
+        return any.end - any.begin;
     };
-    const int tile = n % tiles, length = length_of(tile);
+    const int tile = n % Tr, keys = keys_of(tile);
     int before = 0;
 #pragma unroll 4
-    for (int other = threadIdx.x % 32; other < tiles; other += 32) {
-        const int x = length_of(other);
-        before += x > length || (x == length && other > tile);
+    for (int other = threadIdx.x % 32; other < Tr; other += 32) {
+        const int x = keys_of(other);
+        before += x > keys || (x == keys && other > tile);
     }
 #pragma unroll
     for (int other = 1; other < 32; other *= 2) before += __shfl_xor_sync(~0u, before, other);
-    if (threadIdx.x % 32 == 0) order[b * tiles + before] = tile;
+    if (threadIdx.x % 32 == 0) order[b * Tr + before] = tile;
 }
 
 template <class... Parameters, class... Arguments>
@@ -147,9 +146,9 @@ const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *str
     return why_not(error);
 }
 
-const char *sort_tiles_cuda(const Attention &a, bool of_keys, int size, int *order, CUstream_st *stream) {
-    const int tiles = ((of_keys ? a.Nk : a.Nq) + size - 1) / size;
-    return why_not(launch(sort_tiles, a, a.B * tiles, stream, of_keys, size, tiles, order));
+const char *sort_tiles_cuda(const Attention &a, int Br, int *order, CUstream_st *stream) {
+    const int Tr = (a.Nq + Br - 1) / Br;
+    return why_not(launch(sort_tiles, a, a.B * Tr, stream, Br, Tr, order));
 }
 
 }  // namespace minimal_attn

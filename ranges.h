@@ -216,10 +216,10 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
 void make_ranges_cpu(const Attention &a);
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
-// Sorts the tiles of `size` queries of each batch by the keys that they meet, or tiles of keys by `meeting`, those with
-// the most first: order[b * tiles + n] is batch b's n-th one. Up to kMostSorted: counting takes the square of the number.
+// Sorts each batch's tiles of Br queries by the keys that they meet, those with the most first: order[b * Tr + n] is
+// batch b's n-th one. Up to kMostSorted: counting takes the square of the number.
 constexpr int kMostSorted = 1 << 13;
-const char *sort_tiles_cuda(const Attention &a, bool of_keys, int size, int *order, CUstream_st *stream);
+const char *sort_tiles_cuda(const Attention &a, int Br, int *order, CUstream_st *stream);
 
 // Runs after a forward kernel: computes the rows of o again that a hidden Inf or NaN has reached (isolate.cu). Each
 // `rows_alike` rows, a divisor of 64, have met the same tiles of V. On a CPU isolate_row (cpu/rows.h) does it.

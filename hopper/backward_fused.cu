@@ -108,14 +108,11 @@ __device__ inline int tile_in_order(const FusedParameters &p, int n) {
     return (first_head + rest % heads) * p.Tc + p.Tc - 1 - rest / heads;
 }
 
-template <class Mask>
-__device__ KeyWork take_work_tile(const FusedParameters &p) {
+__device__ inline KeyWork take_work_tile(const FusedParameters &p) {
     const int n = atomicAdd(p.tile_counter, 1);
     if (n >= p.work_tiles) return {kNoTile, kWhole};
     KeyWork work = key_work(p, n);
     if (p.in_order) work.tile = tile_in_order(p, work.tile);
-    if (kIsRanges<Mask> && p.order)
-        work.tile += p.order[n / (p.Tc * p.Hkv) * p.Tc + n % p.Tc] - n % p.Tc;  // there tiles are whole
     return work;
 }
 
@@ -127,7 +124,7 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile, M
     Pipeline Q{shared.Q};
     Pipeline dO{shared.dO};
     for (;; tile_queue.advance()) {
-        const KeyWork taken = take_work_tile<Mask>(p);
+        const KeyWork taken = take_work_tile(p);
         const KeyWorkOf<Mask> work = {taken, taken.tile == kNoTile ? KeyEntry<Mask>() : key_entry<Tile, Mask>(p, taken.tile)};
         tile_queue.producer_acquire();
         shared.work[tile_queue.stage()] = work;
@@ -445,19 +442,13 @@ auto kernel_for(const Attention &a) {
     });
 }
 
-// Whether tiles of keys are sorted by the queries that meet them. In order, each waits for the one behind it.
-template <class Tile>
-bool sorts_tiles(const Gradient &g) {
-    return has_ranges(g.a) && !g.deterministic && g.a.Nk <= kMostSorted * Tile::Bc;
-}
-
-// The workspace behind GradientRows: counters, dQ, dK and dV of slices, the order of tiles. The counters are tile_counter, any_large,
+// The workspace behind GradientRows: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large,
 // units_taken, `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a
 // split tile. Zeros may place them in memory of its own instead.
 template <class Tile>
 struct Workspace {
     Split split;
-    int64_t key_heads, units, parts, counter_bytes, slices_begin, order_begin, bytes;
+    int64_t key_heads, units, parts, counter_bytes, slices_begin, bytes;
     Workspace(const Gradient &g, int multiprocessors)
         : split(best_split<Tile>(g.a, multiprocessors, g.deterministic)),
           key_heads(g.a.B * g.a.Hkv),
@@ -465,8 +456,7 @@ struct Workspace {
           parts(units * Tile::D / 64),
           counter_bytes((3 + 2 * key_heads + parts + split.warps<Tile>() + 63) / 64 * 256),
           slices_begin(counter_bytes + parts * (64 * 64 * 4)),
-          order_begin(slices_begin + split.bytes<Tile>()),
-          bytes(order_begin + (sorts_tiles<Tile>(g) ? split.whole_tiles / g.a.Hkv * sizeof(int) : 0)) {}
+          bytes(slices_begin + split.bytes<Tile>()) {}
 };
 
 }  // namespace
@@ -509,10 +499,6 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.filled = p.added + workspace.key_heads, p.stored = p.filled + workspace.key_heads;
         p.steps_stored = p.stored + workspace.parts;
         p.slices = (float4 *)((char *)memory + workspace.slices_begin);
-        if (sorts_tiles<Tile>(g)) {
-            p.order = (int *)((char *)memory + workspace.order_begin);
-            if (const char *why = sort_tiles_cuda(a, true, Tile::Bc, (int *)p.order, stream)) return why;
-        }
         p.units = workspace.units, p.units_of_head = rows.head_stride / 64;
         p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
         p.dQ_data = (float *)((char *)memory + workspace.counter_bytes);

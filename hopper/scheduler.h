@@ -1,7 +1,7 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
 // A block computes one work tile after another. Where a mask makes tiles differ, blocks take them from a counter in
-// memory, head after head. The tiles of the last heads are interleaved, longest first. With ranges a kernel sorts them.
+// memory, head after head. The tiles of the last heads are interleaved, longest first. With ranges a kernel sorts these.
 //
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
@@ -108,7 +108,7 @@ struct TileScheduler {
         const int tile_of_head = rest < 0 ? n % p.Tr : rest / p.interleaved_heads;
         int i1 = p.a.Nq - tile_of_head * Tile::Br, i0 = max(i1 - Tile::Br, 0);
         if constexpr (kIsRanges<Mask>) {
-            i0 = (p.order ? p.order[b * p.Tr + tile_of_head] : p.Tr - 1 - tile_of_head) * Tile::Br;
+            i0 = (p.order && rest >= 0 ? p.order[b * p.Tr + tile_of_head] : p.Tr - 1 - tile_of_head) * Tile::Br;
             i1 = min(i0 + Tile::Br, p.a.Nq);
         }
         const Mask of_batch = mask_of_batch<Mask>(p, b);

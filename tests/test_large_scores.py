@@ -130,6 +130,8 @@ def test_chunks_have_what_a_float32_gives(backend, dtype):
     expected = gradients(do, q, k, v)[2]
     parts = []
     for part in slice(0, 40), slice(40, 90):
+        for n in range(8, 20):  # the workspace holds what is freed here, and no member of it may stay unset
+            torch.full((1 << n,), -1e3, device=q.device)
         chunk = k[:, :, part], v[:, :, part]
         parts.append(minimal_attn.backward(do, q, *chunk, o, lse, None, backend=backend.name)[2])
     assert relative_error(torch.cat(parts, 2).double(), expected) <= bound
