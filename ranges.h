@@ -210,6 +210,9 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
 void make_ranges_cpu(const Attention &a);
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
+// The keys that each of B x N rows of n bytes sees, those that aren't 0, for key_ranges. False if they aren't an interval.
+bool find_ranges_cpu(const bool *seen, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N, int n, int *ranges);
+
 // Runs after a forward kernel: computes the rows of o again that a hidden Inf or NaN has reached (isolate.cu). Each
 // `rows_alike` rows, a divisor of 64, have met the same tiles of V. On a CPU isolate_row (cpu/rows.h) does it.
 const char *isolate_rows_cuda(const Attention &a, int rows_alike, CUstream_st *stream);
