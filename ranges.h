@@ -210,8 +210,11 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
 void make_ranges_cpu(const Attention &a);
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream);
 
-// The keys that each of B x N rows of n bytes sees, those that aren't 0, for key_ranges. False if they aren't an interval.
-bool find_ranges_cpu(const bool *seen, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N, int n, int *ranges);
+// key_ranges of B x N rows of a mask of n keys: those that are `visible`. False if a row's are no interval, or if others
+// aren't `hidden`. T is an unsigned integer of the size of the mask's type.
+template <class T>
+bool find_ranges_cpu(const T *mask, T hidden, T visible, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N,
+                     int n, int *ranges);
 
 // Runs after a forward kernel: computes the rows of o again that a hidden Inf or NaN has reached (isolate.cu). Each
 // `rows_alike` rows, a divisor of 64, have met the same tiles of V. On a CPU isolate_row (cpu/rows.h) does it.

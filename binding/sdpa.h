@@ -11,6 +11,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
@@ -25,7 +26,6 @@
 
 #ifdef WITH_CUDA
 #include <ATen/SDPBackend.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/_fused_sdp_choice_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
@@ -55,7 +55,7 @@
 namespace minimal_attn::sdpa {
 
 // Whether our kernels serve the call; counts it.
-inline bool serves(const Call &call, bool return_debug_mask = false) {
+inline bool serves(Call &call, bool return_debug_mask = false) {
     const Outcome outcome = return_debug_mask ? debug_mask : outcome_of(call);
     count(outcome);
     return outcome == served;
@@ -96,7 +96,7 @@ inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor
 }
 
 // Whether the backward pass of a call is ours, too.
-inline bool serves_backward(const Call &c) { return outcome_of(c) == served && has_fast_backward(c.q); }
+inline bool serves_backward(Call &c) { return outcome_of(c) == served && has_fast_backward(c.q); }
 
 inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
     return at::empty(size, c.q.options().dtype(at::kFloat));
@@ -104,17 +104,19 @@ inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
 
 inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p,
                                             bool is_causal, const MaybeTensor &attn_mask, std::optional<double> scale) {
-    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
     if (!serves(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(2), q.size(1)}).transpose(1, 2);  // PyTorch's strides
-    return {compute(call, lse), lse};
+    const Tensor o = compute(call, lse);
+    if (call.key_ranges) lse.masked_fill_(lse == -INFINITY, 0);  // as PyTorch's backward pass wants it of hidden rows
+    return {o, lse};
 }
 
 inline Gradients flash_cpu_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
                                     const Tensor &o, const Tensor &lse, double dropout_p, bool is_causal,
                                     const MaybeTensor &attn_mask, std::optional<double> scale) {
-    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
     if (!serves_backward(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(do_, q, k, v, o, lse, dropout_p, is_causal,
                                                                              attn_mask, scale);
@@ -137,7 +139,7 @@ inline ForwardResults forward_results(const Call &c, const Tensor &o, const Tens
 
 inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
                                  bool return_debug_mask, std::optional<double> scale) {
-    const Call call{q, k, v, {}, dropout_p, is_causal, scale};
+    Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), q.size(2)});
@@ -147,7 +149,7 @@ inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor 
 inline ForwardResults cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
                             bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
                             std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
@@ -159,7 +161,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
                                                                  const MaybeTensor &attn_bias, bool compute_log_sumexp,
                                                                  double dropout_p, bool is_causal,
                                                                  std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
@@ -180,7 +182,7 @@ inline Gradients flash_cuda_backward(const Tensor &do_, const Tensor &q, const T
                                      const Tensor &cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p,
                                      bool is_causal, const Tensor &seed, const Tensor &seed_offset,
                                      std::optional<double> scale) {
-    const Call call{q, k, v, {}, dropout_p, is_causal, scale};
+    Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (serves_backward(call)) return compute_backward(call, do_, o, lse, Layout::of_q, Aligned::last);
     return at::cuda::_scaled_dot_product_flash_attention_backward(
         do_, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, seed_offset, scale);
@@ -191,7 +193,7 @@ inline Gradients cudnn_backward(const Tensor &do_, const Tensor &q, const Tensor
                                 const Tensor &attn_bias, const Tensor &cum_seq_q, const Tensor &cum_seq_k,
                                 int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
                                 std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (serves_backward(call)) return compute_backward(call, do_, o, lse);
     return at::cuda::_scaled_dot_product_cudnn_attention_backward(do_, q, k, v, o, lse, seed, seed_offset, attn_bias,
                                                                   cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
@@ -202,7 +204,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
     const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_bias, const Tensor &o,
     const Tensor &lse, const Tensor &seed, const Tensor &seed_offset, double dropout_p,
     std::array<bool, 4> grad_input_mask, bool is_causal, std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (grad_input_mask[3] || !serves_backward(call))  // a bias is differentiated or missing
         return at::cuda::_scaled_dot_product_efficient_attention_backward(
             do_, q, k, v, attn_bias, o, lse, seed, seed_offset, dropout_p, grad_input_mask, is_causal, scale);
@@ -281,15 +283,15 @@ inline Outcome attend(const Call &c, Tensor &o) {
     });
 }
 
-// F.scaled_dot_product_attention while our kernels are active. A mask is a bias for PyTorch's operators; so one that
-// gives ranges leaves here.
+// F.scaled_dot_product_attention while our kernels are active. PyTorch would make a bias of a bool mask for its
+// operators, which look at it, too; here looking takes less time and memory.
 inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
     if (attn_mask && takes_cudnn(q, k, v, *attn_mask, dropout_p, is_causal, scale, enable_gqa))
         return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
 #endif
-    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
+    Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
     if (Tensor o; has_mask(call) && attend(call, o) == served) {
         count(served);
         return o;

@@ -96,7 +96,8 @@ struct Call {
     double dropout_p;
     bool is_causal;
     std::optional<double> scale;
-    bool enable_gqa = true;  // operators don't ask
+    bool enable_gqa = true;    // operators don't ask
+    MaybeTensor key_ranges{};  // of attn_mask: outcome_of looks
 };
 
 // Autograd passes an undefined mask.
@@ -106,8 +107,39 @@ inline bool has_mask(const Call &c) { return c.attn_mask && c.attn_mask->defined
 inline bool is(const SymInt &x, int64_t y) { return TORCH_GUARD_OR_FALSE(x.sym_eq(y)); }
 inline bool differ(const SymInt &x, const SymInt &y) { return TORCH_GUARD_OR_FALSE(x.sym_ne(y)); }
 
-// Of (B, H, N, d), where the mask is no obstacle.
-inline Outcome outcome_without_mask(const Call &c) {
+// key_ranges of a mask that is the same for all heads and gives each query an interval of keys; else nothing. Bool, or a
+// bias in q's dtype that is 0 or -inf: PyTorch makes one of a bool mask.
+inline MaybeTensor ranges_of_mask(const Call &c) {
+    const std::array<int64_t, 4> shape = {c.q.size(0), c.q.size(1), c.q.size(2), c.k.size(2)};
+    Tensor seen = *c.attn_mask;
+    if (seen.dim() > 4 || seen.numel() == 0) return {};
+    while (seen.dim() < 4) seen = seen.unsqueeze(0);
+    for (int i = 0; i < 4; ++i) {
+        if (seen.size(i) != 1 && seen.size(i) != shape[i]) return {};
+        if (seen.stride(i) == 0) seen = seen.narrow(i, 0, 1);
+    }
+    if (seen.size(1) > 1) return {};
+    if (seen.stride(3) != 1) seen = seen.contiguous();
+    const Tensor ranges = at::empty({seen.size(0), seen.size(2), 2}, at::kInt);
+    const auto find = [&](auto hidden, auto visible) {
+        return find_ranges_cpu((const decltype(hidden) *)seen.const_data_ptr(), hidden, visible, seen.stride(0),
+                               seen.stride(2), seen.size(0), seen.size(2), (int)seen.size(3),
+                               ranges.mutable_data_ptr<int>());
+    };
+    const auto type = seen.scalar_type();
+    const bool found = type == at::kBool                ? find(uint8_t(0), uint8_t(1))
+                       : type != c.q.scalar_type()      ? false
+                       : type == at::kFloat             ? find(uint32_t(0xff800000), uint32_t(0))
+                       : type == at::kHalf              ? find(uint16_t(0xfc00), uint16_t(0))
+                                                        : find(uint16_t(0xff80), uint16_t(0));
+    if (!found) return {};
+    if (seen.size(3) == 1) ranges.mul_(shape[3]);  // one number for all keys
+    return ranges.expand({seen.size(0), shape[2], 2});
+}
+
+// Of (B, H, N, d). A mask's contents decide only on a CPU, where looking needs no synchronisation.
+inline Outcome outcome_of(Call &c) {
+    if (has_mask(c) && (c.is_causal || !c.q.is_cpu() || !c.attn_mask->is_cpu())) return mask;
     if (c.dropout_p != 0) return dropout;
     const auto type = c.q.scalar_type();
     if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
@@ -118,17 +150,17 @@ inline Outcome outcome_without_mask(const Call &c) {
     bool fit = may_hold(q[2].sym_lt(kMaxTokens)) && may_hold(k[2].sym_lt(kMaxTokens)) && !differ(k[0], q[0]);
     for (int i = 0; i < 4; ++i) fit = fit && !is(q[i], 0) && !is(k[i], 0) && !differ(k[i], v[i]);
     if (!fit || differ(q[1] % k[1], 0)) return shapes;
-    return c.scale && !std::isfinite((float)*c.scale) ? scale_value : served;
+    if (c.scale && !std::isfinite((float)*c.scale)) return scale_value;
+    if (has_mask(c)) c.key_ranges = ranges_of_mask(c);
+    return has_mask(c) && !c.key_ranges ? mask : served;
 }
-
-inline Outcome outcome_of(const Call &c) { return has_mask(c) ? mask : outcome_without_mask(c); }
 
 // Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
 enum class Aligned { first, last };
 
 // function(arguments): the call as run() and differentiate() take it.
 template <class Function>
-auto with_arguments(const Call &c, Aligned aligned, const Function &function, const MaybeTensor &key_ranges = {}) {
+auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
     const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
     return function(Arguments{.q = c.q,
                               .k = c.k,
@@ -136,7 +168,7 @@ auto with_arguments(const Call &c, Aligned aligned, const Function &function, co
                               .causal = c.is_causal,
                               .softmax_scale = c.scale,
                               .offset = offset,
-                              .key_ranges = key_ranges});
+                              .key_ranges = c.key_ranges});
 }
 
 // Whether torch.nn.attention.sdpa_kernel leaves PyTorch one of the fused kernels that q's device has.
@@ -197,37 +229,16 @@ inline std::optional<Views> views_of(const Call &c) {
     return views;
 }
 
-// Whether a mask's contents may decide what computes the call: it is bool and on a CPU, where looking needs no
-// synchronisation, and nothing traces the call, transforms it or watches it.
+// Whether a mask is bool, and nothing traces the call, transforms it or watches it: then its contents may decide now.
 inline bool may_look_at_mask(const Call &c) {
     using Key = c10::DispatchKey;
-    constexpr c10::DispatchKeySet ordinary{Key::CPU,        Key::AutogradCPU,    Key::AutocastCPU,
-                                           Key::BackendSelect, Key::ADInplaceOrView};
-    const auto &[q, k, v] = std::tie(c.q, c.k, c.v);
+    constexpr c10::DispatchKeySet ordinary{Key::CPU, Key::AutogradCPU, Key::AutocastCPU, Key::BackendSelect,
+                                           Key::ADInplaceOrView};
     const auto tls = c10::impl::tls_local_dispatch_key_set();
-    const auto keys = q.key_set() | k.key_set() | v.key_set() | c.attn_mask->key_set() | tls.included_;
-    const bool is_ordinary = !((keys - tls.excluded_ - ordinary).raw_repr() & ~c10::full_backend_mask);
-    return is_ordinary && !c.is_causal && c.attn_mask->is_cpu() && c.attn_mask->scalar_type() == at::kBool;
-}
-
-// key_ranges of a bool mask that is the same for all heads and gives each query an interval of keys; else nothing.
-inline MaybeTensor ranges_of_mask(const Call &c) {
-    const std::array<int64_t, 4> shape = {c.q.size(0), c.q.size(1), c.q.size(2), c.k.size(2)};
-    Tensor seen = *c.attn_mask;
-    if (seen.dim() > 4 || seen.numel() == 0) return {};
-    while (seen.dim() < 4) seen = seen.unsqueeze(0);
-    for (int i = 0; i < 4; ++i) {
-        if (seen.size(i) != 1 && seen.size(i) != shape[i]) return {};
-        if (seen.stride(i) == 0) seen = seen.narrow(i, 0, 1);
-    }
-    if (seen.size(1) > 1) return {};
-    if (seen.stride(3) != 1) seen = seen.contiguous();
-    const Tensor ranges = at::empty({seen.size(0), seen.size(2), 2}, at::kInt);
-    if (!find_ranges_cpu(seen.const_data_ptr<bool>(), seen.stride(0), seen.stride(2), seen.size(0), seen.size(2),
-                         (int)seen.size(3), ranges.mutable_data_ptr<int>()))
-        return {};
-    if (seen.size(3) == 1) ranges.mul_(shape[3]);  // one number for all keys
-    return ranges.expand({seen.size(0), shape[2], 2});
+    const auto keys =
+        c.q.key_set() | c.k.key_set() | c.v.key_set() | c.attn_mask->key_set() | tls.included_;
+    return c.attn_mask->scalar_type() == at::kBool &&
+           !((keys - tls.excluded_ - ordinary).raw_repr() & ~c10::full_backend_mask);
 }
 
 // use(arguments, the result's shape) where minimal_attn::forward serves a call of PyTorch's function; or why not.
@@ -245,12 +256,11 @@ Outcome serve(const Call &c, const Use &use) {
     if (!allows_fused_kernels(c.q)) return unfused_wanted;
     const auto views = views_of(c);
     if (!views) return shapes;
-    const Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale};
-    if (const Outcome outcome = outcome_without_mask(call)) return outcome;
+    if (has_mask(c) && !views->shape.empty()) return mask;
+    Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale};
+    if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(call.q)) return slow_gradients;
-    const MaybeTensor ranges = has_mask(c) && views->shape.empty() ? ranges_of_mask(call) : std::nullopt;
-    if (has_mask(c) && !ranges) return mask;
-    with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); }, ranges);
+    with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });
     return served;
 }
 

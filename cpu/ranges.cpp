@@ -10,34 +10,37 @@
 namespace minimal_attn {
 namespace {
 
-// The first byte from `at` on that isn't 0, else n.
-int first_seen(const char *row, int at, int n) {
-    for (uint64_t eight; at + 8 <= n; at += 8) {
-        std::memcpy(&eight, row + at, 8);
-        if (eight) break;
-    }
-    while (at < n && !row[at]) ++at;
+// The first number from `at` on that isn't x, else n. It compares 8 bytes at a time.
+template <class T>
+int first_other(const T *row, int at, int n, T x) {
+    constexpr int numbers = 8 / sizeof(T);
+    T all_x[numbers];
+    std::fill(all_x, all_x + numbers, x);
+    while (at + numbers <= n && !std::memcmp(row + at, all_x, 8)) at += numbers;
+    while (at < n && row[at] == x) ++at;
     return at;
 }
 
 }  // namespace
 
-bool find_ranges_cpu(const bool *seen, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N, int n,
-                     int *ranges) {
-    constexpr int64_t bytes_of_thread = 1 << 16;  // at least
+template <class T>
+bool find_ranges_cpu(const T *mask, T hidden, T visible, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N,
+                     int n, int *ranges) {
+    constexpr int64_t numbers_of_thread = 1 << 16;  // at least
     std::atomic<bool> are_ranges{true};
-    at::parallel_for(0, B * N, std::max<int64_t>(1, bytes_of_thread / n), [&](int64_t first, int64_t end) {
+    at::parallel_for(0, B * N, std::max<int64_t>(1, numbers_of_thread / n), [&](int64_t first, int64_t end) {
         for (int64_t i = first; i < end && are_ranges.load(std::memory_order_relaxed); ++i) {
-            const char *const row = (const char *)seen + i / N * batch_stride + i % N * row_stride;
-            const int begin = first_seen(row, 0, n);
-            const void *const hidden = std::memchr(row + begin, 0, n - begin);
-            const int behind = hidden ? (int)((const char *)hidden - row) : n;
-            if (first_seen(row, behind, n) < n) are_ranges = false;
-            ranges[2 * i] = begin, ranges[2 * i + 1] = behind;
+            const T *const row = mask + i / N * batch_stride + i % N * row_stride;
+            ranges[2 * i] = first_other(row, 0, n, hidden);
+            ranges[2 * i + 1] = first_other(row, ranges[2 * i], n, visible);
+            if (first_other(row, ranges[2 * i + 1], n, hidden) < n) are_ranges = false;
         }
     });
     return are_ranges;
 }
+template bool find_ranges_cpu(const uint8_t *, uint8_t, uint8_t, int64_t, int64_t, int64_t, int64_t, int, int *);
+template bool find_ranges_cpu(const uint16_t *, uint16_t, uint16_t, int64_t, int64_t, int64_t, int64_t, int, int *);
+template bool find_ranges_cpu(const uint32_t *, uint32_t, uint32_t, int64_t, int64_t, int64_t, int64_t, int, int *);
 
 void make_ranges_cpu(const Attention &a) {
     at::parallel_for(0, a.B * range_tiles(a), 64, [&](int64_t first, int64_t end) {
