@@ -3,20 +3,22 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <cstdint>
 
 #include <ATen/Parallel.h>
 
 namespace minimal_attn {
 namespace {
 
-// The first number from `at` on that isn't x, else n. It compares 8 bytes at a time.
+// The first number from `at` on that isn't x, else n. It compares 64 bytes at a time, in vectors.
 template <class T>
 int first_other(const T *row, int at, int n, T x) {
-    constexpr int numbers = 8 / sizeof(T);
-    T all_x[numbers];
-    std::fill(all_x, all_x + numbers, x);
-    while (at + numbers <= n && !std::memcmp(row + at, all_x, 8)) at += numbers;
+    constexpr int numbers = 64 / sizeof(T);
+    for (; at + numbers <= n; at += numbers) {
+        T other = 0;
+        for (int i = 0; i < numbers; ++i) other |= row[at + i] ^ x;
+        if (other) break;
+    }
     while (at < n && row[at] == x) ++at;
     return at;
 }
@@ -26,7 +28,7 @@ int first_other(const T *row, int at, int n, T x) {
 template <class T>
 bool find_ranges_cpu(const T *mask, T hidden, T visible, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N,
                      int n, int *ranges) {
-    constexpr int64_t numbers_of_thread = 1 << 16;  // at least
+    constexpr int64_t numbers_of_thread = 1 << 20;  // at least
     std::atomic<bool> are_ranges{true};
     at::parallel_for(0, B * N, std::max<int64_t>(1, numbers_of_thread / n), [&](int64_t first, int64_t end) {
         for (int64_t i = first; i < end && are_ranges.load(std::memory_order_relaxed); ++i) {
