@@ -118,21 +118,24 @@ inline MaybeTensor ranges_of_mask(const Call &c) {
         if (seen.size(i) != 1 && seen.size(i) != shape[i]) return {};
         if (seen.stride(i) == 0) seen = seen.narrow(i, 0, 1);
     }
-    if (seen.size(1) > 1) return {};
     if (seen.stride(3) != 1) seen = seen.contiguous();
-    const Tensor ranges = at::empty({seen.size(0), seen.size(2), 2}, at::kInt);
-    const auto find = [&](auto hidden, auto visible) {
-        return find_ranges_cpu((const decltype(hidden) *)seen.const_data_ptr(), hidden, visible, seen.stride(0),
-                               seen.stride(2), seen.size(0), seen.size(2), (int)seen.size(3),
-                               ranges.mutable_data_ptr<int>());
-    };
     const auto type = seen.scalar_type();
-    const bool found = type == at::kBool                ? find(uint8_t(0), uint8_t(1))
-                       : type != c.q.scalar_type()      ? false
-                       : type == at::kFloat             ? find(uint32_t(0xff800000), uint32_t(0))
-                       : type == at::kHalf              ? find(uint16_t(0xfc00), uint16_t(0))
-                                                        : find(uint16_t(0xff80), uint16_t(0));
-    if (!found) return {};
+    Tensor ranges;
+    for (int64_t h = 0; h < seen.size(1); ++h) {
+        const Tensor head = seen.select(1, h), found = at::empty({head.size(0), head.size(1), 2}, at::kInt);
+        const auto find = [&](auto hidden, auto visible) {
+            return find_ranges_cpu((const decltype(hidden) *)head.const_data_ptr(), hidden, visible, head.stride(0),
+                                   head.stride(1), head.size(0), head.size(1), (int)head.size(2),
+                                   found.mutable_data_ptr<int>());
+        };
+        const bool are_ranges = type == at::kBool             ? find(uint8_t(0), uint8_t(1))
+                                : type != c.q.scalar_type() ? false
+                                : type == at::kFloat        ? find(uint32_t(0xff800000), uint32_t(0))
+                                : type == at::kHalf         ? find(uint16_t(0xfc00), uint16_t(0))
+                                                            : find(uint16_t(0xff80), uint16_t(0));
+        if (!are_ranges || (h > 0 && !found.equal(ranges))) return {};
+        ranges = found;
+    }
     if (seen.size(3) == 1) ranges.mul_(shape[3]);  // one number for all keys
     return ranges.expand({seen.size(0), shape[2], 2});
 }
