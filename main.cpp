@@ -118,6 +118,27 @@ struct PythonFunctions<void(Types...)> {
 };
 using Python = PythonFunctions<OwnTypes>;
 
+// minimal_attn.scaled_dot_product_attention: the same operator that torch.compile takes.
+Tensor scaled_dot_product_attention(const Tensor &query, const Tensor &key, const Tensor &value,
+                                    const MaybeTensor &attn_mask, Number<double> dropout_p, Flag is_causal,
+                                    std::optional<Number<double>> scale, Flag enable_gqa, Flag strict) {
+    return typed_handle<decltype(sdpa::function)>("minimal_attn::scaled_dot_product_attention")
+        .call(query, key, value, attn_mask, dropout_p, is_causal, value_of(scale), enable_gqa, strict);
+}
+
+// What explain says of it, or why the call is PyTorch's.
+std::variant<pybind11::dict, std::string> explain_sdpa(const Tensor &query, const Tensor &key, const Tensor &value,
+                                                       const MaybeTensor &attn_mask, Number<double> dropout_p,
+                                                       Flag is_causal, std::optional<Number<double>> scale,
+                                                       Flag enable_gqa) {
+    pybind11::dict found;
+    const sdpa::Call call{query, key, value, attn_mask, dropout_p, is_causal, value_of(scale), enable_gqa};
+    const auto outcome = sdpa::serve(
+        call, [&](const Arguments &a, const auto &) { found = explain_call(a, Returns::o, {}, /*backward=*/false); });
+    if (outcome == sdpa::served) return found;
+    return sdpa::kOutcomes[outcome].name;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
@@ -134,6 +155,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(Python::forward));
     m.def("explain", torch::wrap_pybind_function(Python::explain), "What minimal_attn.explain returns, as a dict");
+    m.def("scaled_dot_product_attention", torch::wrap_pybind_function_no_gil(scaled_dot_product_attention));
+    m.def("explain_sdpa", torch::wrap_pybind_function(explain_sdpa));
     m.def("override_sdpa", torch::wrap_pybind_function(sdpa::override_operators),
           "Let F.scaled_dot_product_attention's operators take our kernels");
     m.def("set_sdpa_strict", &sdpa::set_strict, "Whether a call that leaves our kernels raises");

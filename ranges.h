@@ -221,6 +221,12 @@ const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *str
 constexpr int kMostSorted = 1 << 13;
 const char *sort_tiles_cuda(const Attention &a, int Br, int *order, CUstream_st *stream);
 
+// key_ranges of B x N rows of a mask of n keys: those that are `visible`. False if a row's are no interval, or if others
+// aren't `hidden`. T is an unsigned integer of the size of the mask's type.
+template <class T>
+bool find_ranges_cpu(const T *mask, T hidden, T visible, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N,
+                     int n, int *ranges);
+
 // Runs after a forward kernel: computes the rows of o again that a hidden Inf or NaN has reached (isolate.cu). Each
 // `rows_alike` rows, a divisor of 64, have met the same tiles of V. On a CPU isolate_row (cpu/rows.h) does it.
 const char *isolate_rows_cuda(const Attention &a, int rows_alike, CUstream_st *stream);

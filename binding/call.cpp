@@ -45,8 +45,9 @@ std::string refusal_of_hopper(const Tensor &q) {
     if (std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos)
         return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
                         "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
-    if (q.size(0) * q.size(1) * ((q.size(2) + 63) / 64) > int64_t(1) << 30)
-        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sizes(), ": pass fewer batches");
+    const SymInt tiles = q.sym_size(0) * q.sym_size(1) * ((q.sym_size(2) + 63) / 64);
+    if (!may_hold(tiles.sym_le(int64_t(1) << 30)))
+        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sym_sizes(), ": pass fewer batches");
     return "";
 }
 
@@ -458,9 +459,10 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
 }
 
 bool has_fast_backward(const Tensor &q) {
+    if (q.is_cpu()) return true;
     Gradient g{};
     g.a.dtype = g.out_dtype = dtype_of(q);
-    g.a.B = q.size(0), g.a.Hq = g.a.Hkv = q.size(1), g.a.Nq = g.a.Nk = (int)q.size(2), g.a.d = (int)q.size(3);
+    g.a.B = g.a.Hq = g.a.Hkv = 1, g.a.Nq = g.a.Nk = 8, g.a.d = 64;  // dtype and device decide; q's may be symbols
     const Device device = gpu_of(q);
     // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
     if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
@@ -21,12 +22,10 @@
 #include <ATen/ops/_scaled_dot_product_attention_math_native.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #ifdef WITH_CUDA
 #include <ATen/SDPBackend.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/_fused_sdp_choice_cuda_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
@@ -42,127 +41,28 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_cuda_dispatch.h>
 #endif
 
-#include <algorithm>
 #include <array>
-#include <atomic>
-#include <cmath>
 #include <list>
-#include <map>
 #include <optional>
-#include <string>
 #include <tuple>
+#include <vector>
 
-#include "binding/autograd.h"
 #include "binding/call.h"
-#include "binding/checks.h"
 #include "binding/overload.h"
+#include "binding/serving.h"
 #include "binding/tensors.h"
 
 namespace minimal_attn::sdpa {
 
-// What becomes of a call: our kernels serve it, or PyTorch's do, for one of these reasons.
-enum Outcome {
-    served,
-    mask,
-    dropout,
-    dtype,
-    shapes,
-    head_dimension,
-    scale_value,
-    debug_mask,
-    unfused,
-    unfused_wanted,
-    fast_path
-};
-struct Description {
-    const char *name;
-    const char *advice = "";
-};
-inline constexpr std::array<Description, 11> kOutcomes = {
-    {{"minimal_attn"},
-     {"PyTorch: attn_mask is given"},
-     {"PyTorch: dropout_p is not 0"},
-     {"PyTorch: the dtype is not float32, float16 or bfloat16"},
-     {"PyTorch: the shapes are empty or don't fit together"},
-     {"PyTorch: a head dimension above 256, or two different ones"},
-     {"PyTorch: scale is not finite"},
-     {"PyTorch: return_debug_mask is set"},
-     {"PyTorch chose no fused kernel",
-      ", but separate steps. minimal_attn.explain_scaled_dot_product_attention says whether "
-      "minimal_attn.scaled_dot_product_attention would serve the arguments"},
-     {"PyTorch: sdpa_kernel allows no fused kernel"},
-     {"PyTorch: MultiheadAttention's fast path",
-      ", which calls no F.scaled_dot_product_attention. torch.backends.mha.set_fastpath_enabled(False) lets it"}}};
-inline std::array<std::atomic<int64_t>, kOutcomes.size()> counts{};  // they only grow
-inline std::array<std::atomic<bool>, kOutcomes.size()> told{};       // which have warned since the last activate()
-inline std::atomic<bool> is_strict{false};
-inline thread_local int64_t calls_of_thread = 0;
-
-inline std::map<std::string, int64_t> calls() {
-    std::map<std::string, int64_t> calls;
-    for (size_t i = 0; i < counts.size(); ++i)
-        if (counts[i]) calls[kOutcomes[i].name] = counts[i];
-    return calls;
-}
-
-inline void tell(Outcome outcome) {
-    const auto &[name, advice] = kOutcomes[outcome];
-    const pybind11::gil_scoped_acquire gil;
-    pybind11::module_::import("minimal_attn._fallback")
-        .attr("passed_on")(std::string(name) + advice, is_strict.load(), pybind11::arg("stacklevel") = 2);
-}
-
-// Counts a call. One that leaves our kernels warns once for each reason, or raises if that was asked for.
-inline void count(Outcome outcome) {
-    ++calls_of_thread;
-    counts[outcome].fetch_add(1, std::memory_order_relaxed);
-    if (outcome != served && (is_strict || !told[outcome].exchange(true))) tell(outcome);
-}
-
-struct Call {
-    const Tensor &q, &k, &v;
-    const MaybeTensor &attn_mask;
-    double dropout_p;
-    bool is_causal;
-    std::optional<double> scale;
-};
-
-inline Outcome outcome_of(const Call &c, bool return_debug_mask) {
-    if (c.attn_mask && c.attn_mask->defined()) return mask;  // autograd passes an undefined one
-    if (c.dropout_p != 0) return dropout;
-    if (return_debug_mask) return debug_mask;
-    const auto type = c.q.scalar_type();
-    if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
-    if (c.k.scalar_type() != type || c.v.scalar_type() != type) return dtype;
-    if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return shapes;
-    if (c.q.size(3) > 256 || c.k.size(3) != c.q.size(3) || c.v.size(3) != c.q.size(3)) return head_dimension;
-    const bool fit = c.q.numel() > 0 && c.k.numel() > 0 && c.k.sizes() == c.v.sizes() && c.k.size(0) == c.q.size(0) &&
-                     c.q.size(1) % c.k.size(1) == 0 && c.q.size(2) < kMaxTokens && c.k.size(2) < kMaxTokens;
-    if (!fit) return shapes;
-    return c.scale && !std::isfinite((float)*c.scale) ? scale_value : served;
-}
-
 // Whether our kernels serve the call; counts it.
-inline bool serves(const Call &call, bool return_debug_mask = false) {
-    const Outcome outcome = outcome_of(call, return_debug_mask);
+inline bool serves(Call &call, bool return_debug_mask = false) {
+    const Outcome outcome = return_debug_mask ? debug_mask : outcome_of(call);
     count(outcome);
     return outcome == served;
 }
 
 // o has the strides of PyTorch's kernels and of their shapes on Meta: q's, or those of (B, Nq, Hq, d) in memory.
 enum class Layout { of_q, tokens_first };
-
-// Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
-enum class Aligned { first, last };
-
-// function(arguments): the call as run() and differentiate() take it.
-template <class Function>
-auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
-    const std::optional<SymInt> offset = aligned == Aligned::last ? std::nullopt : std::optional<SymInt>(0);
-    Arguments a{c.q, c.k, c.v};
-    a.causal = c.is_causal, a.softmax_scale = c.scale, a.offset = offset;
-    return function(a);
-}
 
 inline Tensor empty_in(Layout layout, const Tensor &t) {
     if (layout == Layout::of_q) return at::empty_like(t);
@@ -196,7 +96,7 @@ inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor
 }
 
 // Whether the backward pass of a call is ours, too.
-inline bool serves_backward(const Call &c) { return outcome_of(c, false) == served && has_fast_backward(c.q); }
+inline bool serves_backward(Call &c) { return outcome_of(c) == served && has_fast_backward(c.q); }
 
 inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
     return at::empty(size, c.q.options().dtype(at::kFloat));
@@ -204,17 +104,19 @@ inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
 
 inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p,
                                             bool is_causal, const MaybeTensor &attn_mask, std::optional<double> scale) {
-    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
     if (!serves(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(2), q.size(1)}).transpose(1, 2);  // PyTorch's strides
-    return {compute(call, lse), lse};
+    const Tensor o = compute(call, lse);
+    if (call.key_ranges) lse.masked_fill_(lse == -INFINITY, 0);  // as PyTorch's backward pass wants it of hidden rows
+    return {o, lse};
 }
 
 inline Gradients flash_cpu_backward(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v,
                                     const Tensor &o, const Tensor &lse, double dropout_p, bool is_causal,
                                     const MaybeTensor &attn_mask, std::optional<double> scale) {
-    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_mask, dropout_p, is_causal, scale};
     if (!serves_backward(call))
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(do_, q, k, v, o, lse, dropout_p, is_causal,
                                                                              attn_mask, scale);
@@ -237,7 +139,7 @@ inline ForwardResults forward_results(const Call &c, const Tensor &o, const Tens
 
 inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
                                  bool return_debug_mask, std::optional<double> scale) {
-    const Call call{q, k, v, {}, dropout_p, is_causal, scale};
+    Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(1), q.size(2)});
@@ -247,7 +149,7 @@ inline ForwardResults flash_cuda(const Tensor &q, const Tensor &k, const Tensor 
 inline ForwardResults cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_bias,
                             bool compute_log_sumexp, double dropout_p, bool is_causal, bool return_debug_mask,
                             std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (!serves(call, return_debug_mask))
         return at::cuda::_scaled_dot_product_cudnn_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                              is_causal, return_debug_mask, scale);
@@ -259,7 +161,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda(const Tensor &q
                                                                  const MaybeTensor &attn_bias, bool compute_log_sumexp,
                                                                  double dropout_p, bool is_causal,
                                                                  std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (!serves(call))
         return at::cuda::_scaled_dot_product_efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p,
                                                                  is_causal, scale);
@@ -280,7 +182,7 @@ inline Gradients flash_cuda_backward(const Tensor &do_, const Tensor &q, const T
                                      const Tensor &cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p,
                                      bool is_causal, const Tensor &seed, const Tensor &seed_offset,
                                      std::optional<double> scale) {
-    const Call call{q, k, v, {}, dropout_p, is_causal, scale};
+    Call call{q, k, v, {}, dropout_p, is_causal, scale};
     if (serves_backward(call)) return compute_backward(call, do_, o, lse, Layout::of_q, Aligned::last);
     return at::cuda::_scaled_dot_product_flash_attention_backward(
         do_, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, seed_offset, scale);
@@ -291,7 +193,7 @@ inline Gradients cudnn_backward(const Tensor &do_, const Tensor &q, const Tensor
                                 const Tensor &attn_bias, const Tensor &cum_seq_q, const Tensor &cum_seq_k,
                                 int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
                                 std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (serves_backward(call)) return compute_backward(call, do_, o, lse);
     return at::cuda::_scaled_dot_product_cudnn_attention_backward(do_, q, k, v, o, lse, seed, seed_offset, attn_bias,
                                                                   cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
@@ -302,7 +204,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
     const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_bias, const Tensor &o,
     const Tensor &lse, const Tensor &seed, const Tensor &seed_offset, double dropout_p,
     std::array<bool, 4> grad_input_mask, bool is_causal, std::optional<double> scale) {
-    const Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
+    Call call{q, k, v, attn_bias, dropout_p, is_causal, scale};
     if (grad_input_mask[3] || !serves_backward(call))  // a bias is differentiated or missing
         return at::cuda::_scaled_dot_product_efficient_attention_backward(
             do_, q, k, v, attn_bias, o, lse, seed, seed_offset, dropout_p, grad_input_mask, is_causal, scale);
@@ -372,18 +274,32 @@ inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
 }
 #endif
 
-// F.scaled_dot_product_attention while our kernels are active.
+// The whole call by minimal_attn::forward, or why not.
+inline Outcome attend(const Call &c, Tensor &o) {
+    return serve(c, [&](const Arguments &a, const std::vector<SymInt> &shape) {
+        o = std::apply([](const auto &...all) { return Overload<Forward<Tensor>>::call(all...); },
+                       forward_arguments_of(a));
+        if (!shape.empty()) o = o.reshape_symint(shape);
+    });
+}
+
+// F.scaled_dot_product_attention while our kernels are active. PyTorch would make a bias of a bool mask for its
+// operators, which look at it, too; here looking takes less time and memory.
 inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
     if (attn_mask && takes_cudnn(q, k, v, *attn_mask, dropout_p, is_causal, scale, enable_gqa))
         return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
 #endif
+    Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
+    if (Tensor o; has_mask(call) && attend(call, o) == served) {
+        count(served);
+        return o;
+    }
     return at::native::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
-// The same for calls that minimal_attn.scaled_dot_product_attention passes on: the operator minimal_attn::by_pytorch.
-// There autocast has not cast the arguments yet.
+// A call that minimal_attn.scaled_dot_product_attention passes on. Autocast has not cast the arguments yet.
 inline Tensor by_pytorch(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                          double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
@@ -402,15 +318,24 @@ inline Tensor by_pytorch(const Tensor &q, const Tensor &k, const Tensor &v, cons
     return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
+// minimal_attn.scaled_dot_product_attention, the operator.
+inline Tensor function(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
+                       double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa, bool strict) {
+    Tensor o;
+    const Outcome outcome = attend({q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa}, o);
+    if (outcome == served) return o;
+    if (strict) tell(outcome, strict, /*stacklevel=*/3);
+    o = by_pytorch(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+    tell(outcome, strict, /*stacklevel=*/3);  // not before, since PyTorch may refuse the arguments
+    return o;
+}
+
 // The separate steps. On the Meta device nothing is computed.
 inline std::tuple<Tensor, Tensor> separate_steps(const Tensor &q, const Tensor &k, const Tensor &v,
                                                  const MaybeTensor &attn_mask, double dropout_p, bool is_causal,
                                                  const MaybeTensor &dropout_mask, std::optional<double> scale,
                                                  bool enable_gqa) {
-    const auto &context = at::globalContext();
-    const bool is_allowed = context.userEnabledFlashSDP() ||
-                            (q.is_cuda() && (context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP()));
-    if (q.is_cpu() || q.is_cuda()) count(is_allowed ? unfused : unfused_wanted);
+    if (q.is_cpu() || q.is_cuda()) count(allows_fused_kernels(q) ? unfused : unfused_wanted);
     return at::native::_scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal, dropout_mask, scale,
                                                           enable_gqa);
 }
@@ -438,10 +363,11 @@ inline constexpr std::array<c10::DispatchKey, 3> kComposite = {c10::DispatchKey:
 
 inline void define_operators(torch::Library &m) {
     m.def(
-        "by_pytorch(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
-        "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor",
+        "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+        "float dropout_p=0., bool is_causal=False, float? scale=None, bool enable_gqa=False, bool strict=False) "
+        "-> Tensor",
         {at::Tag::pt2_compliant_tag});
-    for (const auto key : kComposite) m.impl("by_pytorch", torch::dispatch(key, &by_pytorch));
+    for (const auto key : kComposite) m.impl("scaled_dot_product_attention", torch::dispatch(key, &function));
 }
 
 // With strict a call that leaves our kernels raises.

@@ -59,6 +59,14 @@ struct GradientBuffers {
         take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
     }
+
+    // The buffers of a tile that begins so many keys later. In the transposed ones it ends behind Bc columns, which are
+    // not read.
+    GradientBuffers from(int key, int64_t D) const {
+        GradientBuffers later = *this;
+        later.Kj += key * D, later.dKj += key * D, later.dVj += key * D, later.Kj_T += key, later.Vj_T += key;
+        return later;
+    }
 };
 
 // A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l).

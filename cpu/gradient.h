@@ -145,13 +145,12 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
 }
 
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
-void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys,
+void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys, Keys seen_by_all,
                   const GradientRow *rows, const GradientBuffers &buffers) {
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
     compute_P(a, rows, t.rows, vectors, buffers);
-    const Keys seen_by_all = keys_of_all(mask, t.query(0), t.query(t.rows - 1) + 1);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
         for_each_row(mask, t, j0, keys, [&](int lane, int begin, int end) {
             float *const row = P + lane * Bc;
@@ -171,14 +170,12 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
     multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
 
-// Step 21: dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits. The first of
-// key_tiles begins the sum; after the last one dQi is complete.
-inline void add_dQ(int rows, int64_t D, Keys key_tiles, int key_tile, int keys, float *dQi, std::atomic<int> &turn,
-                   const GradientBuffers &buffers) {
-    const bool is_first = key_tile == key_tiles.begin;
-    while (turn.load(std::memory_order_acquire) != key_tile - key_tiles.begin) std::this_thread::yield();
-    multiply_matrices(rows, D, keys, buffers.dSij, Bc, 1, buffers.Kj, D, dQi, D, !is_first);
-    turn.store(key_tile - key_tiles.begin + 1, std::memory_order_release);
+// The rows of a tile from the first to the last one that sees one of the keys. The others have P = 0.
+inline QueryTile rows_that_see(const AnyMask &mask, QueryTile t, Keys keys) {
+    const auto sees = [&](int lane) { return meet(keys_of_row(mask, t.query(lane)), keys); };
+    while (t.rows > 0 && !sees(t.rows - 1)) --t.rows;
+    while (t.rows > 0 && !sees(0)) ++t.first_row, --t.rows;
+    return t;
 }
 
 // All of Algorithm 4 for a tile of keys.
@@ -202,14 +199,27 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
         const int64_t first_row = queries.first_row;
         const Keys seen = keys_of_any(mask, queries.query(0), queries.query(queries.rows - 1) + 1);
         if (empty(seen) || seen.end <= t.j0 || seen.begin >= t.j0 + Bc) continue;
-        const Keys key_tiles = {seen.begin / Bc, (int)round_up(seen.end, Bc) / Bc};
-        load_queries<T>(a, mask, queries, a.q, a.q_stride, buffers.Qi);
-        load_queries<T>(a, mask, queries, g.do_, g.do_stride, buffers.dOi);
-        compute_tile(a, mask, queries, t.j0, keys.end - t.j0, workspace.rows_of(a, queries), buffers);
+        // The part of the tile that the mask leaves: its rows, and its columns from a multiple of W on.
+        const QueryTile part = rows_that_see(mask, queries, keys);
+        const TileKeys part_sees = keys_of_queries(mask, part.query(0), part.query(part.rows - 1) + 1);
+        const Keys columns = intersection(part_sees.any, keys);
+        const int j0 = t.j0 + (columns.begin - t.j0) / W * W, columns_of_part = columns.end - j0;
+        const GradientBuffers own = buffers.from(j0 - t.j0, D);
+        if (part.rows > 0) {
+            load_queries<T>(a, mask, part, a.q, a.q_stride, buffers.Qi);
+            load_queries<T>(a, mask, part, g.do_, g.do_stride, buffers.dOi);
+            compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, workspace.rows_of(a, part), own);
+        }
+        // 21. dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits.
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
-        const int key_tile = t.j0 / Bc;
-        add_dQ(queries.rows, D, key_tiles, key_tile, keys.end - t.j0, dQi, workspace.turns[bh * Tr + i], buffers);
-        if (key_tile + 1 < key_tiles.end) continue;
+        const int first_tile = seen.begin / Bc, last_tile = (seen.end - 1) / Bc, tile = t.j0 / Bc;
+        std::atomic<int> &turn = workspace.turns[bh * Tr + i];
+        while (turn.load(std::memory_order_acquire) != tile - first_tile) std::this_thread::yield();
+        if (tile == first_tile) std::fill(dQi, dQi + queries.rows * D, 0.f);
+        multiply_matrices(part.rows, D, columns_of_part, own.dSij, Bc, 1, own.Kj, D,
+                          dQi + (part.first_row - first_row) * D, D, true);
+        turn.store(tile - first_tile + 1, std::memory_order_release);
+        if (tile < last_tile) continue;
         for (int lane = 0; lane < queries.rows; ++lane)
             store_row<T>(dQi + lane * D, a.d, g.dq, g.dq_stride, t.b, queries.head(lane), queries.query(lane),
                          g.out_dtype);

@@ -38,12 +38,12 @@ template <int R>
 struct Strip {
     static constexpr int P = R * W;
     int lane;
-    Keys seen_by_any, seen_by_all;
+    TileKeys seen;
     float *Qi, *Oi, *mi, *li;
 
     Strip(const AnyMask &mask, const QueryTile &t, int lane, int64_t D, const Buffers &buffers) : lane(lane) {
         const int first = t.query(lane), end = t.query(std::min(t.rows, lane + P) - 1) + 1;
-        seen_by_any = keys_of_any(mask, first, end), seen_by_all = keys_of_all(mask, first, end);
+        seen = keys_of_queries(mask, first, end);
         Qi = buffers.Qi + lane * D, Oi = buffers.Oi + lane * D, mi = buffers.mi + lane, li = buffers.li + lane;
     }
 };
@@ -121,12 +121,12 @@ void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
 template <int R>
 [[gnu::noinline]] void update(const Attention &a, const AnyMask &mask, const QueryTile &t, const Strip<R> &strip,
                               KeyTile tile, bool with_amx, const Buffers &buffers) {
-    Keys keys = {std::max(tile.keys.begin, strip.seen_by_any.begin), std::min(tile.keys.end, strip.seen_by_any.end)};
+    Keys keys = intersection(tile.keys, strip.seen.any);
     if (empty(keys)) return;
     if (with_amx) keys = tile.keys;  // split as a whole
     const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
     compute_S(a, strip, tile, skip, n, with_amx, buffers);
-    if (keys.begin < strip.seen_by_all.begin || keys.end > strip.seen_by_all.end)
+    if (keys.begin < strip.seen.all.begin || keys.end > strip.seen.all.end)
         hide_keys(mask, t, strip, keys, buffers.Sij);
     Vec alpha[R];
     update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
@@ -188,6 +188,8 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
         }
     if (any_splits) begin_amx();
 
+    std::vector<Strip<R>> strips;
+    for (int lane = 0; lane < lanes; lane += P) strips.emplace_back(mask, t, lane, D, buffers);
     // 5. for j: the tiles of keys that a query of this tile sees
     const Keys wanted = any_splits ? Keys{std::max(mask.keys.begin, seen.begin / Bc * Bc),
                                           std::min(mask.keys.end, (int)round_up(seen.end, Bc))}
@@ -195,17 +197,15 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
         KeyTile tile = load_tile(a, t, wanted, j, in_place, true, buffers);
         if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
-        for (int lane = 0; lane < lanes; lane += P) {
-            const Strip<R> strip(mask, t, lane, D, buffers);
-            update(a, mask, t, strip, tile, tile.is_split && splits_well[lane / P], buffers);
-        }
+        for (const Strip<R> &strip : strips)
+            update(a, mask, t, strip, tile, tile.is_split && splits_well[strip.lane / P], buffers);
         j = tile.keys.end;
     }
     if (any_splits) end_amx();
 
     // 13. O, l and m
     if (buffers.Oi_held)
-        for (int lane = 0; lane < lanes; lane += P) hold_strip(Strip<R>(mask, t, lane, D, buffers), D, buffers);
+        for (const Strip<R> &strip : strips) hold_strip(strip, D, buffers);
     end_rows<P>(a, mask, t, lanes, buffers);
 }
 

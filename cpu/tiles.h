@@ -1,7 +1,7 @@
 // cpu/tiles.h: what a thread works on and where: its tile of queries, its buffers. The same for every instruction set.
 #pragma once
 
-#include "flash.h"
+#include "ranges.h"
 
 #include <algorithm>
 
@@ -37,6 +37,14 @@ struct QueryTile {
     int query(int lane) const { return group == 1 ? first_row + lane : (first_row + lane) / group; }
     int64_t head(int lane) const { return group == 1 ? h : h * group + (first_row + lane) % group; }
 };
+
+// The keys that one of some queries sees, and those that all see. Tables of ranges know whole tiles of 64 queries.
+inline TileKeys keys_of_queries(const AnyMask &mask, int i0, int i1) {
+    if (!mask.ranges.rows) return {keys_of_any(mask, i0, i1), keys_of_all(mask, i0, i1)};
+    TileKeys keys = {{0, 0}, kAllKeys};
+    for (int i = i0; i < i1; ++i) add_row(keys, keys_of_row(mask, i));
+    return keys;
+}
 
 template <class T>
 T *row_of(const void *x, const Strides &stride, int64_t b, int64_t h, int64_t i) {

@@ -13,26 +13,21 @@ error. binding/sdpa.h has the operators that activate() replaces.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from types import TracebackType
 
 import torch
 import torch.nn.attention
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_variadic
 
-from minimal_attn._backward import has_fast_backward
 from minimal_attn._fallback import FallbackWarning, passed_on
-from minimal_attn._forward import Explanation, explain, forward
+from minimal_attn._forward import Explanation
 from minimal_attn._load import _C
-from minimal_attn._sizes import known
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_DEVICES = ("cpu", "cuda") if _C.cuda_architectures() else ("cpu",)
-_LARGEST = 3.4e38  # of a scale: float32's
-_flash_is_allowed = torch._C._get_flash_sdp_enabled  # torch.backends.cuda's function costs 0.2 us more
+# Why a call goes to PyTorch, where C++ can't take its arguments. binding/serving.h has the other reasons.
+_OVERRIDDEN = "PyTorch: a tensor's class or a mode overrides PyTorch's functions"
+_OF_OTHER_TYPES = "PyTorch: an argument is no tensor, bool or number where PyTorch's function has one"
 _NAME = "minimal_attn"  # in PyTorch's registry of attention kernels
 
 
@@ -80,26 +75,20 @@ def scaled_dot_product_attention(
     (torch.func.jvp), which PyTorch serves only under sdpa_kernel(SDPBackend.MATH). The third is calls under
     sdpa_kernel without any of the device's fused kernels: MATH alone has second derivatives.
     """
-    served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if isinstance(served, str):
-        if strict:
-            passed_on(f"PyTorch: {served}", strict=True)
-        by_pytorch = F.scaled_dot_product_attention if attn_mask is None else _with_mask(query, attn_mask)
-        o = by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        passed_on(f"PyTorch: {served}")  # not before, since PyTorch may refuse the arguments
-        return o
-    tensors, shape = served
-    o = forward(*tensors, causal=is_causal, offset=0, softmax_scale=scale)
-    return o if shape is None else o.reshape(shape)
-
-
-def _with_mask(query: Tensor, attn_mask: Tensor) -> Callable[..., Tensor]:
-    """PyTorch's function, without cuDNN's kernel."""
-    if len(_DEVICES) == 1 or not (isinstance(query, Tensor) and isinstance(attn_mask, Tensor)):
-        return F.scaled_dot_product_attention
-    if query.device.type != "cuda" or has_torch_function_variadic(query, attn_mask):
-        return F.scaled_dot_product_attention
-    return torch.ops.minimal_attn.by_pytorch
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if torch.compiler.is_compiling():  # Dynamo can't look into pybind11
+        return torch.ops.minimal_attn.scaled_dot_product_attention(*arguments, strict)
+    why = _OVERRIDDEN
+    if not has_torch_function_variadic(query, key, value, attn_mask):
+        try:
+            return _C.scaled_dot_product_attention(*arguments, strict)
+        except TypeError:
+            why = _OF_OTHER_TYPES
+    if strict:
+        passed_on(why, strict=True)
+    o = F.scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
+    passed_on(why)  # not before, since PyTorch may refuse the arguments
+    return o
 
 
 def explain_scaled_dot_product_attention(
@@ -118,120 +107,14 @@ def explain_scaled_dot_product_attention(
         minimal_attn.explain's answer if these kernels serve the call. Else the reason why PyTorch's do, in a
         line such as "PyTorch: attn_mask is given". Nothing is computed.
     """
-    served = _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if isinstance(served, str):
-        return f"PyTorch: {served}"
-    return explain(*served[0], causal=is_causal, offset=0, softmax_scale=scale)
-
-
-_Shape = tuple[int, ...]
-_UNFIT = "the shapes are empty or don't fit together"
-
-
-def _served(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> str | tuple[list[Tensor], _Shape | None]:
-    """forward's q, k, v and the result's shape, None for forward's own; or why the call goes to PyTorch.
-
-    Whatever is wrong with the arguments goes there, too, to be refused in PyTorch's words.
-    """
-    if attn_mask is not None:
-        return "attn_mask is given"
-    if dropout_p != 0:
-        return "dropout_p is not 0"
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        return "an argument is no tensor"
-    # Dynamo has no hasattr of a SymFloat.
-    is_scale = scale is None or isinstance(scale, (int, float)) or hasattr(scale, "__float__")
-    if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool) or not is_scale:
-        return "is_causal or enable_gqa is no bool, or scale no number"
-    if has_torch_function_variadic(query, key, value):
-        return "a tensor's class or a mode overrides PyTorch's functions"
-    if not query.layout == key.layout == value.layout == torch.strided:
-        return "a tensor is not dense"
-    if query.is_nested or key.is_nested or value.is_nested:
-        return "a tensor is nested"
-    if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
-        return "the dtype is not float32, float16 or bfloat16"
-    device = query.device
-    if not device == key.device == value.device or device.type not in _DEVICES:
-        return f"the device is not one of {', '.join(_DEVICES)}, which this build serves"
-    if not _allows_fused_kernels(device.type):
-        return "sdpa_kernel allows no fused kernel"
-    wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
-    if wants_grad and torch.is_grad_enabled() and not has_fast_backward(query):
-        return "gradients are wanted, which PyTorch's kernels compute faster on this GPU"
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None for t in (query, key, value)
-    ):
-        return "forward-mode derivatives are wanted"
-    if scale is not None and not abs(scale) < _LARGEST:
-        return "scale is not finite"
-    q, k, v = query.shape, key.shape, value.shape
-    is_empty = query.numel() == 0, key.numel() == 0, value.numel() == 0
-    if min(len(q), len(k), len(v)) < 2 or known(*is_empty, k[-2] != v[-2]):
-        return _UNFIT
-    if not k[-1] == v[-1] == q[-1] <= 256:
-        return "a head dimension above 256, or two different ones"
-    tensors = [query, key, value]
-    if len(q) == len(k) == 4 and k == v and k[0] == q[0] and k[1] == q[1]:  # slices would cost 0.2 us
-        return tensors, None
-    return _four_dimensional(tensors, enable_gqa)
-
-
-def _allows_fused_kernels(device: str) -> bool:
-    """Whether torch.nn.attention.sdpa_kernel leaves PyTorch one of the fused kernels that the device has."""
-    return _flash_is_allowed() or (
-        device == "cuda"
-        and (torch.backends.cuda.mem_efficient_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled())
-    )
-
-
-# torch.compile asks while it traces, as it does for PyTorch's function.
-_allows_fused_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _four_dimensional(tensors: list[Tensor], enable_gqa: bool) -> str | tuple[list[Tensor], _Shape | None]:
-    """Views (B, H, N, d), or copies where strides don't allow them. Heads of keys that broadcast stay one."""
-    leading = [t.shape[:-2] for t in tensors]
-    if enable_gqa and not all(leading):  # without heads: PyTorch's error
-        return _UNFIT
-    Hq, Hk, Hv = (shape[-1] if shape else 1 for shape in leading)
-    if Hk != Hv and 1 not in (Hk, Hv):
-        return _UNFIT
-    Hkv = max(Hk, Hv)
-    if not enable_gqa and Hq == 1:
-        Hq = Hkv
-    batch = _broadcast([shape[:-1] for shape in leading])
-    if batch is None or Hq % Hkv or not (enable_gqa or Hkv in (1, Hq)):
-        return _UNFIT
-    if len(batch) == 1 and all(
-        shape == (*batch, H) for shape, H in zip(leading, (Hq, Hkv, Hkv), strict=True)
-    ):
-        return tensors, None
-    views = [
-        t.expand(*batch, H, *t.shape[-2:]).reshape(-1, H, *t.shape[-2:])
-        for t, H in zip(tensors, (Hq, Hkv, Hkv), strict=True)
-    ]
-    return views, (*batch, *[Hq] * any(leading), *tensors[0].shape[-2:])
-
-
-def _broadcast(shapes: list[_Shape]) -> _Shape | None:
-    """As torch.broadcast_shapes, but None where the shapes don't broadcast."""
-    result: _Shape = ()
-    for i in range(max(map(len, shapes)), 0, -1):
-        sizes = {shape[-i] for shape in shapes if len(shape) >= i} - {1}
-        if len(sizes) > 1:
-            return None
-        result += (sizes.pop() if sizes else 1,)
-    return result
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if has_torch_function_variadic(query, key, value, attn_mask):
+        return _OVERRIDDEN
+    try:
+        found = _C.explain_sdpa(*arguments)
+    except TypeError:
+        return _OF_OTHER_TYPES
+    return found if isinstance(found, str) else Explanation(**found)
 
 
 # ------------------------------------------------------------------------------- PyTorch's own function
