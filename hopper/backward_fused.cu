@@ -125,7 +125,8 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile, M
     Pipeline dO{shared.dO};
     for (;; tile_queue.advance()) {
         const KeyWork taken = take_work_tile(p);
-        const KeyWorkOf<Mask> work = {taken, taken.tile == kNoTile ? KeyEntry<Mask>() : key_entry<Tile, Mask>(p, taken.tile)};
+        const KeyWorkOf<Mask> work = {taken,
+                                      taken.tile == kNoTile ? KeyEntry<Mask>() : key_entry<Tile, Mask>(p, taken.tile)};
         tile_queue.producer_acquire();
         shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());

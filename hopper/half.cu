@@ -391,7 +391,8 @@ Plan plan_half(const Attention &a, const Device &device) {
         return with_mask(a, [&](auto mask) {
             using Tile = decltype(tile);
             Plan plan = make_plan<Tile, SharedStorage<Tile, Narrow<decltype(mask)>>>(a, device, "half", choice);
-            if (sorts_tiles(a, plan)) plan.workspace = kOrderBegin + a.B * ((a.Nq + plan.Br - 1) / plan.Br) * sizeof(int);
+            if (sorts_tiles(a, plan))
+                plan.workspace = kOrderBegin + a.B * ((a.Nq + plan.Br - 1) / plan.Br) * sizeof(int);
             return plan;
         });
     });

@@ -47,10 +47,10 @@ __device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
 // BandOf<int> (flash.h) or, in forward passes, Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
-    int b, h, i0, i1;  // b < 0: no more work tiles
-    Keys visible;      // the keys that any of its rows sees
+    int b, h, i0, i1;                                              // b < 0: no more work tiles
+    Keys visible;                                                  // the keys that any of its rows sees
     std::conditional_t<kIsRanges<Mask>, RangesOfTile, Mask> mask;  // a band is its batch's
-    int key_head;      // the head of K and V that head h reads
+    int key_head;                                                  // the head of K and V that head h reads
 };
 using WorkTile = WorkTileOf<BandOf<int>>;
 

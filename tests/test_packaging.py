@@ -401,15 +401,15 @@ def test_no_kernel_spills():
     Up to 8 words are let pass: so many ptxas leaves in float_kernel's largest tile for d = 64 on some GPUs.
     More have the largest tiles of half_kernel and gradient_kernel on sm_75, whose GPUs are too small for
     them. tf32_backward_kernel has LargeScores on the stack, for rows that are rarely there. With ranges three
-    kernels need more: two of them a few words, and the fused one at d 64, whose loop also reads tables.
+    kernels need more: two of them a few words, and the fused one at d 64.
     """
     larger = {
         ("", "tf32_backward_kernelINS0_12BackwardTileILi64E"): 256 + 64,
         ("", "tf32_backward_kernelINS0_12BackwardTile"): 128 + 64,
         ("100", "tf32_backward_kernelINS0_12BackwardTileILi64E.*6Ranges"): 336,
         ("120", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E.*6Ranges"): 40,
-        ("90a", "FusedTileILi64E.*6RangesELb0E"): 96,
-        ("90a", "FusedTileILi64E.*6RangesELb1E"): 40,
+        ("90a", "FusedTileILi64E.*13GrowingRangesELb0E"): 48,
+        ("90a", "FusedTileILi64E.*6RangesELb1E"): 56,
         ("75", "HalfTileILi128ELi128ELi64E"): 72,
         ("75", "HalfTileILi256ELi64ELi64E"): 72,
         ("75", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E"): 72,
@@ -450,10 +450,8 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
     """And keep each loop over tiles in registers; where ptxas serialises wgmma, only a warning would say so.
 
     Outside these loops test_no_kernel_spills limits local memory. The fused backward kernel may read a word
-    in its loop, and so may the one for few queries with ranges. In half.cu the consumers' code comes first.
-    The producer's, behind it, has 32 registers, too few for two work tiles with ranges.
+    in its loop.
     """
-    may_read = "fused_backward|half_hopper_kernel.*TileILi64ELi64ELi64E.*6Ranges"
     if "9.0a" not in minimal_attn._C.cuda_architectures().split():
         pytest.skip("this build has no code for compute capability 9.0")
     if not ((cuobjdump := find_tool("cuobjdump")) and (nvdisasm := find_tool("nvdisasm"))):
@@ -469,8 +467,6 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
         kernels = re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", done.stdout, re.S)
         assert kernels, f"{path} has no kernel"
         for name, code in kernels:
-            if "half_hopper_kernel" in name:
-                code = code.partition("USETMAXREG.DEALLOC")[0]
             loops = {(int(a), int(b)) for a, b in backward_branches(code)}
             loops = [(a, b) for a, b in loops if "HGMMA" in code[a:b]]
             innermost = [
@@ -481,7 +477,7 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
             exponential = [loop for loop in innermost if "MUFU.EX2" in loop]
             assert exponential or "split" in name, f"{name} has no loop with HGMMA and MUFU.EX2"
             local = any(re.search(r"\b(LDL|STL)\b", loop) for loop in innermost)
-            assert not local or re.search(may_read, name), f"{name} uses local memory in its loop"
+            assert not local or "fused_backward" in name, f"{name} uses local memory in its loop"
 
 
 def test_cache_policies_are_in_even_registers():
