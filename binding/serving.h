@@ -128,7 +128,7 @@ inline MaybeTensor ranges_of_mask(const Call &c) {
                                    head.stride(1), head.size(0), head.size(1), (int)head.size(2),
                                    found.mutable_data_ptr<int>());
         };
-        const bool are_ranges = type == at::kBool             ? find(uint8_t(0), uint8_t(1))
+        const bool are_ranges = type == at::kBool           ? find(uint8_t(0), uint8_t(1))
                                 : type != c.q.scalar_type() ? false
                                 : type == at::kFloat        ? find(uint32_t(0xff800000), uint32_t(0))
                                 : type == at::kHalf         ? find(uint16_t(0xfc00), uint16_t(0))
@@ -205,7 +205,8 @@ struct Views {
 inline std::optional<Views> views_of(const Call &c) {
     const auto size = [](const Tensor &t, int64_t i) { return t.dim() >= i ? t.sym_size(-i) : SymInt(1); };
     const Tensor *const all[] = {&c.q, &c.k, &c.v};
-    const int64_t least = std::min({c.q.dim(), c.k.dim(), c.v.dim()}), most = std::max({c.q.dim(), c.k.dim(), c.v.dim()});
+    const int64_t least = std::min({c.q.dim(), c.k.dim(), c.v.dim()}),
+                  most = std::max({c.q.dim(), c.k.dim(), c.v.dim()});
     if (least < (c.enable_gqa ? 3 : 2) || differ(size(c.k, 2), size(c.v, 2))) return {};
     for (const Tensor *t : all)
         if (is(t->sym_numel(), 0)) return {};
@@ -238,8 +239,7 @@ inline bool may_look_at_mask(const Call &c) {
     constexpr c10::DispatchKeySet ordinary{Key::CPU, Key::AutogradCPU, Key::AutocastCPU, Key::BackendSelect,
                                            Key::ADInplaceOrView};
     const auto tls = c10::impl::tls_local_dispatch_key_set();
-    const auto keys =
-        c.q.key_set() | c.k.key_set() | c.v.key_set() | c.attn_mask->key_set() | tls.included_;
+    const auto keys = c.q.key_set() | c.k.key_set() | c.v.key_set() | c.attn_mask->key_set() | tls.included_;
     return c.attn_mask->scalar_type() == at::kBool &&
            !((keys - tls.excluded_ - ordinary).raw_repr() & ~c10::full_backend_mask);
 }
