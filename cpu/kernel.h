@@ -189,6 +189,7 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     if (any_splits) begin_amx();
 
     std::vector<Strip<R>> strips;
+    strips.reserve(lanes / P);
     for (int lane = 0; lane < lanes; lane += P) strips.emplace_back(mask, t, lane, D, buffers);
     // 5. for j: the tiles of keys that a query of this tile sees
     const Keys wanted = any_splits ? Keys{std::max(mask.keys.begin, seen.begin / Bc * Bc),

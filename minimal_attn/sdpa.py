@@ -7,7 +7,8 @@
     print(activation.calls)                      # {"minimal_attn": 12, "PyTorch: attn_mask is given": 2}
 
 A call that goes to PyTorch's kernels gives a FallbackWarning, once for each reason. strict=True makes it an
-error. binding/sdpa.h has the operators that activate() replaces.
+error. binding/serving.h says which calls are served. binding/sdpa.h has the operators that activate()
+replaces.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def scaled_dot_product_attention(
         query: (..., Hq, L, E), of 2 to 5 or more dimensions, on a CPU or a CUDA GPU.
         key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype and device. Their batch dimensions
             broadcast with query's.
-        attn_mask: passed on to PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides
-            the softmax over all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
+        attn_mask: on a CPU a bool mask is looked at, and served if it is the same for all heads and each row
+            is an interval of keys, as for padding, causal, windows. Other masks, masks on a GPU and masks
+            under torch.compile are passed on to PyTorch, but never to cuDNN's kernel, which gives a row that
+            a bool mask hides the softmax over all keys, and NaN for a float32 mask of half types. Other
+            kernels give 0 there.
         dropout_p: passed on to PyTorch unless it is 0.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
@@ -187,6 +191,10 @@ def activate(*, strict: bool = False) -> Activation:
     So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
     torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().
+
+    On a CPU a mask is served if it is the same for all heads and gives each query an interval of keys, as for
+    padding, causal, windows: bool, or 0 and -inf in q's dtype. Its contents are looked at in each call, in
+    compiled functions, too. On a GPU a look would be a synchronisation.
 
     Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
     with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.

@@ -748,6 +748,28 @@ def test_compiled_masks_that_are_not_known(seed):
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("way", ["eval", "train", "compile"])
+def test_sdpa_of_an_encoder(way, seed):
+    """BERT with padding, by attn_implementation="sdpa": on a CPU its masks are served under activate()."""
+    torch.manual_seed(seed)
+    no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    sizes = dict(SIZES, num_hidden_layers=3)
+    config = transformers.BertConfig(**sizes, **no_dropout, attn_implementation="sdpa")
+    model, tokens = transformers.BertModel(config).train(way == "train"), torch.randint(99, (3, 50))
+    seen = torch.ones(3, 50, dtype=torch.long)
+    seen[0, 30:], seen[1, :9] = 0, 0
+    expected = copy.deepcopy(model).double()(tokens, attention_mask=seen).last_hidden_state.detach()
+    torch.compiler.reset()
+    function = torch.compile(model, fullgraph=True) if way == "compile" else model
+    with minimal_attn.activate(strict=True) as activation, torch.set_grad_enabled(way == "train"):
+        o = function(tokens, attention_mask=seen).last_hidden_state
+        if way == "train":
+            o[seen.bool()].square().sum().backward()
+    assert activation.calls == {"minimal_attn": 3}
+    torch.testing.assert_close(o[seen.bool()].double(), expected[seen.bool()], rtol=1e-4, atol=1e-5)
+    assert way != "train" or model.embeddings.word_embeddings.weight.grad.isfinite().all()
+
+
 def test_a_mask_says_what_it_is():
     assert "window=(-1, 0)" in repr(make_mask(**mask_arguments()))
     assert isinstance(make_mask(**mask_arguments(attention_mask=make_mask(**mask_arguments()))), Mask)

@@ -404,7 +404,7 @@ def test_masked_calls_in_many_ways(as_by_default, randn, device):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_operator(randn, device, masked):
-    """What it passes on is PyTorch's, under torch.compile, vmap, autocast and in inference mode, too."""
+    """What it passes on is PyTorch's, under torch.compile, torch.vmap, autocast, inference mode, too."""
     function = torch.ops.minimal_attn.scaled_dot_product_attention
     expected = F.scaled_dot_product_attention if masked else lambda q, k, v, _: minimal_attn.forward(q, k, v)
     q = randn(3, 4, 50, 64)

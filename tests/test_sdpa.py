@@ -255,7 +255,7 @@ def check_all(actual, expected, dtype):
 @pytest.mark.parametrize("Hkv", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
-    """On a CPU they are served, as bool masks and as biases of 0 and -inf, with gradients; on a GPU not."""
+    """On a CPU they are served, as bool masks and as biases of 0 and -inf. On a GPU they are PyTorch's."""
     tensors = [randn(2, H, N, 64, dtype=dtype) for H, N in ((4, 50), (Hkv, 70), (Hkv, 70))]
     mask, options = ranges_of_keys(kind, device), {"scale": 0.3, "enable_gqa": Hkv < 4}
     bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
