@@ -112,7 +112,7 @@ inline bool differ(const SymInt &x, const SymInt &y) { return TORCH_GUARD_OR_FAL
 inline MaybeTensor ranges_of_mask(const Call &c) {
     const std::array<int64_t, 4> shape = {c.q.size(0), c.q.size(1), c.q.size(2), c.k.size(2)};
     Tensor seen = *c.attn_mask;
-    if (seen.dim() > 4 || seen.numel() == 0) return {};
+    if (seen.dim() < 2 || seen.dim() > 4 || seen.numel() == 0) return {};
     while (seen.dim() < 4) seen = seen.unsqueeze(0);
     for (int i = 0; i < 4; ++i) {
         if (seen.size(i) != 1 && seen.size(i) != shape[i]) return {};
@@ -247,7 +247,8 @@ inline bool may_look_at_mask(const Call &c) {
 // use(arguments, the result's shape) where minimal_attn::forward serves a call of PyTorch's function; or why not.
 template <class Use>
 Outcome serve(const Call &c, const Use &use) {
-    if (has_mask(c) && !may_look_at_mask(c)) return mask;
+    // First, since views_of may copy.
+    if (has_mask(c) && (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4 || !may_look_at_mask(c))) return mask;
     bool wants_grad = false;
     for (const Tensor *t : {&c.q, &c.k, &c.v}) {
         if (t->is_nested() || t->layout() != at::kStrided) return layout;

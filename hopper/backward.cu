@@ -1,6 +1,6 @@
 // backward.cu: the backward pass of float16 and bfloat16 on Hopper. Its kernels:
 //
-//     backward_fused.cu    d up to 128: dK, dV and dQ in one kernel; another one for calls with large rows
+//     backward_fused.cu    d up to 128: dK, dV and dQ in one kernel; another one for large rows, and ranges that don't grow
 //     backward_dk_dv.cu    d above 128: dK and dV
 //     backward_dq.cu       d above 128: then dQ
 //

@@ -23,7 +23,7 @@
 // | Q, dO               | 1 (thread 32)   | 32                 | loads Qi and dOi                                  |
 // | V                   | 2 (thread 64)   | 32                 | loads Vj                                          |
 // | dependency          | 3 (thread 96)   | 32                 | waits for the kernel before, which computes dK    |
-// |                     |                 |                    | and dV meanwhile                                  |
+// |                     |                 |                    | and dV meanwhile. With ranges first the scheduler |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 232                | Sij, dPij and dQi of 64 queries each; writes dq   |
 //
 // | barrier                 | arrives                   | waits                         | then                      |
@@ -38,7 +38,7 @@
 // | named kZeroed + index   | that consumer             | that consumer                 | hidden rows of Kj are 0   |
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
-// memory, counts the work tiles that thread 0 has taken.
+// memory, counts the work tiles that the scheduler has taken.
 #include "hopper/gradient.h"
 
 namespace minimal_attn::hopper {

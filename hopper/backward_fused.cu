@@ -53,7 +53,8 @@
 // | rows                | 3               | 24 or 40           | computes log2_l and D of units; converts dQ     |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
-// Registers are those at d 64 or d 128. At d 64 the kernels spill 88 and 96 bytes, outside the consumers' loop.
+// Registers are those at d 64 or d 128. At d 64 the kernels of a band spill 88 and 96 bytes, outside the consumers' loop.
+// Those of ranges spill 160 bytes (they grow) and 188, some of it within the loop.
 //
 // | barrier                 | arrives                      | waits             | then                          |
 // |-------------------------|------------------------------|-------------------|-------------------------------|

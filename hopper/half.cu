@@ -87,7 +87,7 @@ struct Tile {
 // KB, all stages   | few_queries | d 64 | d 96 | d 128 | d 192 | d 256
 // Qi               | 16          | 48   | 96   | 64    | 48    | 64
 // Kj; Vj the same  | 16          | 64   | 48   | 64    | 84    | 80
-// sum              | 48          | 176  | 192  | 192   | 216   | 224, and less than 1 KB for the rest
+// sum              | 48          | 176  | 192  | 192   | 216   | 224, and less than 1 KB for the rest. With ranges 17 bytes a query more
 template <class Tile, class Mask>
 struct SharedStorage {
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];

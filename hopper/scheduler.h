@@ -1,7 +1,7 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
 // A block computes one work tile after another. Where a mask makes tiles differ, blocks take them from a counter in
-// memory, head after head. The tiles of the last heads are interleaved, longest first. With ranges a kernel sorts these.
+// memory, head after head. The tiles of the last heads are interleaved, longest first. In half.cu, with ranges, a kernel sorts these.
 //
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
@@ -44,7 +44,7 @@ __device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
 }
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
-// BandOf<int> (flash.h) or, in forward passes, Ranges (ranges.h).
+// BandOf<int> (flash.h) or Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
     int b, h, i0, i1;                                              // b < 0: no more work tiles
