@@ -10,13 +10,7 @@
 #            The members hold what memory held before: often 0, so that tests pass, and sometimes another value.
 
 . "$(dirname "$0")/packages.sh"
-command -v g++ >/dev/null || { echo "not tried: needs g++"; exit 77; }
-"$PYTHON" -m pip install --quiet --root-user-action=ignore --target nvcc nvidia-cuda-nvcc==13.5.37 \
-    nvidia-nvvm==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6 || {
-    echo "not tried: pip can't install nvcc"
-    exit 77
-}
-cuda=$PWD/nvcc/nvidia/cu13
+install_nvcc
 
 members() { # that the kernel stores, if $1 computes s
     cat >kernel.cu <<END
@@ -27,7 +21,7 @@ __global__ void kernel(float x, S *to) {
     *to = s;
 }
 END
-    PATH=$cuda/bin:$cuda/nvvm/bin:$PATH "$cuda/bin/nvcc" -std=c++17 "-I$cuda/include" -ptx -o kernel.ptx kernel.cu
+    compile_kernel -std=c++17
     grep -c st.global kernel.ptx || true
 }
 

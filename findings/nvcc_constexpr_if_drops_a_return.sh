@@ -11,13 +11,7 @@
 #            result's memory as it was.
 
 . "$(dirname "$0")/packages.sh"
-command -v g++ >/dev/null || { echo "not tried: needs g++"; exit 77; }
-"$PYTHON" -m pip install --quiet --root-user-action=ignore --target nvcc nvidia-cuda-nvcc==13.5.37 \
-    nvidia-nvvm==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6 || {
-    echo "not tried: pip can't install nvcc"
-    exit 77
-}
-cuda=$PWD/nvcc/nvidia/cu13
+install_nvcc
 
 stores() { # of a kernel in which the loop begins with $1 and ends with $2
     cat >kernel.cu <<END
@@ -35,7 +29,7 @@ __device__ int doubled(int n) {
 }
 __global__ void kernel(int n, int *to) { *to = doubled<float>(n); }
 END
-    PATH=$cuda/bin:$cuda/nvvm/bin:$PATH "$cuda/bin/nvcc" -std=c++17 -w "-I$cuda/include" -ptx -o kernel.ptx kernel.cu
+    compile_kernel -std=c++17 -w
     grep -c st.global kernel.ptx || true
 }
 

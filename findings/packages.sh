@@ -35,3 +35,19 @@ END
     }
     export PYTHONPATH="$folder${here:+:$here}"
 }
+
+# nvcc 13.5.37 from PyPI, which needs g++.
+install_nvcc() {
+    command -v g++ >/dev/null || { echo "not tried: needs g++"; exit 77; }
+    "$PYTHON" -m pip install --quiet --root-user-action=ignore --target nvcc nvidia-cuda-nvcc==13.5.37 \
+        nvidia-nvvm==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6 || {
+        echo "not tried: pip can't install nvcc"
+        exit 77
+    }
+    cuda=$PWD/nvcc/nvidia/cu13
+}
+
+# `compile_kernel FLAGS` makes kernel.ptx of kernel.cu.
+compile_kernel() {
+    PATH=$cuda/bin:$cuda/nvvm/bin:$PATH "$cuda/bin/nvcc" "$@" "-I$cuda/include" -ptx -o kernel.ptx kernel.cu
+}
