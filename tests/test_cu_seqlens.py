@@ -281,18 +281,8 @@ def test_blind_tiles_behind_the_first_keys(backend, dtype, d, cu_q, cu_k):
     check(backend, torch.randn_like(q), q, k, v, slack=3, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_replay_with_other_lengths(cuda_backend, dtype):
-    """A graph reads cu_seqlens anew, in both passes. Nothing synchronises."""
-    b = cuda_backend
-    qkv, options = drawn(b, lambda b: [[60, 0, 40, 90]] * 2, dtype, behind=20, causal=True)
-    inputs, do = [x.requires_grad_() for x in qkv], torch.randn_like(qkv[0])
-    options = {x: y.int() if "cu" in x else y for x, y in options.items()}
-
-    def step():
-        o = b.forward(*inputs, **options)
-        return o.detach(), *torch.autograd.grad(o, inputs, do)
-
+def captured_without_synchronising(step):
+    """A graph of step(), and the tensors that a replay fills. An eager call must not synchronise, either."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
@@ -305,6 +295,22 @@ def test_replay_with_other_lengths(cuda_backend, dtype):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
+    return graph, captured
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_replay_with_other_lengths(cuda_backend, dtype):
+    """A graph reads cu_seqlens anew, in both passes. Nothing synchronises."""
+    b = cuda_backend
+    qkv, options = drawn(b, lambda b: [[60, 0, 40, 90]] * 2, dtype, behind=20, causal=True)
+    inputs, do = [x.requires_grad_() for x in qkv], torch.randn_like(qkv[0])
+    options = {x: y.int() if "cu" in x else y for x, y in options.items()}
+
+    def step():
+        o = b.forward(*inputs, **options)
+        return o.detach(), *torch.autograd.grad(o, inputs, do)
+
+    graph, captured = captured_without_synchronising(step)
     for cu in [0, 10, 20, 150, 210], [5, 5, 6, 7, 8], [0, 0, 0, 0, 0]:
         for name in "cu_seqlens_q", "cu_seqlens_k":
             options[name].copy_(torch.tensor(cu))

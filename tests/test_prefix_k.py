@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import DTYPES, Backend
 from test_backward import check, forms, grads
-from test_cu_seqlens import DOCUMENTS, drawn, lengths_of_cross, same_bits
+from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, lengths_of_cross, same_bits
 from test_key_ranges import RANGES, chunks
 from torch import library
 
@@ -337,18 +337,7 @@ def test_replay_with_other_values(cuda_backend, dtype, packed):
         o = b.forward(*inputs, **options)
         return o.detach(), *torch.autograd.grad(o, inputs, do)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = captured_without_synchronising(step)
     for values in [0, 1, 2, 3], [70, 0, 4, 4]:
         options["prefix_k"].copy_(torch.tensor(values))
         graph.replay()
