@@ -15,18 +15,12 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-// All lanes get the result.
-__device__ Interval hull_of_warp(Interval x) {
+// x of all lanes, combined by hull or intersection. All lanes get the result.
+template <class Combine>
+__device__ Interval over_warp(Interval x, const Combine &combine) {
 #pragma unroll
     for (int other = 1; other < 32; other *= 2)
-        x = hull(x, {__shfl_xor_sync(~0u, x.begin, other), __shfl_xor_sync(~0u, x.end, other)});
-    return x;
-}
-
-__device__ Interval intersection_of_warp(Interval x) {
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2)
-        x = intersection(x, {__shfl_xor_sync(~0u, x.begin, other), __shfl_xor_sync(~0u, x.end, other)});
+        x = combine(x, Interval{__shfl_xor_sync(~0u, x.begin, other), __shfl_xor_sync(~0u, x.end, other)});
     return x;
 }
 
@@ -57,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
         add_row(tile, row);
         tile.grows &= before.begin <= row.begin && before.end <= row.end;
     }
-    tile = {hull_of_warp(tile.any), intersection_of_warp(tile.all), __all_sync(~0u, tile.grows) != 0};
+    tile = {over_warp(tile.any, hull), over_warp(tile.all, intersection), __all_sync(~0u, tile.grows) != 0};
     if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = tile;
 }
 
@@ -97,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constan
             any_blind |= i_tile < a.Nq && tile_has_blind_query(ranges, i_tile);
         }
     }
-    queries = hull_of_warp(queries), grows = __all_sync(~0u, grows), any_blind = __any_sync(~0u, any_blind);
+    queries = over_warp(queries, hull), grows = __all_sync(~0u, grows), any_blind = __any_sync(~0u, any_blind);
     if (lane == 0) a.ranges.meeting[n] = queries;
     if (lane == 0 && j0 == 0) a.ranges.batches[b] = {grows, any_blind};
     if (!grows) return;

@@ -72,7 +72,7 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile, Mask> &sh
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// Returns an interval of queries. Within it the kernel has stored dQ; outside of it nobody has. The interval may be larger
+// Returns the interval of queries whose dQ the kernel has stored. The dQ of other queries is unset. The interval may be larger
 // than the unit of 64 queries. With ranges it is the whole unit or empty.
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {

@@ -40,8 +40,8 @@ struct RangeEntries {
     Keys rows[Tile::Br];
 };
 
-// With ranges thread 96 is the scheduler. It takes a work tile as soon as the queue has a place, since it waits for
-// tables: that would delay Kj. The entries of the work tile go to shared memory.
+// With ranges thread 96 is the scheduler: the reads of tables would delay thread 0's loads of Kj. Thread 96 takes a work
+// tile as soon as the queue has a place. TMA copies the tile's entries to shared memory.
 template <class Tile, class SharedStorage>
 __device__ void schedule(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};
@@ -61,8 +61,8 @@ __device__ void schedule(const Parameters &p, SharedStorage &shared) {
     }
 }
 
-// With a band thread 0 is the scheduler, too. It takes a work tile after it has issued the last load of Kj of the one before.
-// That is as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
+// With a band thread 0 is the scheduler, too. It takes a work tile after the last load of Kj of the one before. That is
+// as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
 template <class Tile, class Mask, class SharedStorage>
 __device__ void load_K(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};

@@ -39,7 +39,7 @@ struct Parameters {
     bool tma_stores_O;    // TMA stores O wherever stages_O allows it
     bool aligned;         // rows of O begin and end at multiples of 16 bytes
     bool stores_O_alone;  // aligned, and there is no l, m, lse or earlier state
-    const int *order;     // with ranges, of the interleaved heads: sort_tiles_cuda's, or null
+    int *order;           // with ranges, of the interleaved heads: sort_tiles_cuda's, or null
 };
 
 }  // namespace minimal_attn::hopper

@@ -1,7 +1,8 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
 // A block computes one work tile after another. Where a mask makes tiles differ, blocks take them from a counter in
-// memory, head after head. The tiles of the last heads are interleaved, longest first. In half.cu, with ranges, a kernel sorts these.
+// memory, head after head. The tiles of the last heads are interleaved, longest first. In half.cu a kernel sorts them by
+// length if there are ranges.
 //
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
@@ -27,7 +28,8 @@ constexpr int64_t kL2Bytes = 32 << 20;
 // each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; N 4096: 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
-// The entries of a work tile in the tables of ranges: in global memory, or in shared memory, where nobody waits for them.
+// The entries of a work tile in the tables of ranges. The pointers are to global memory, or to a copy in shared memory
+// that schedule (half.h) has made.
 struct RangesOfTile {
     Keys keys;  // Ranges::keys
     const TileKeys *tiles;
@@ -52,7 +54,6 @@ struct alignas(16) WorkTileOf {
     std::conditional_t<kIsRanges<Mask>, RangesOfTile, Mask> mask;  // a band is its batch's
     int key_head;                                                  // the head of K and V that head h reads
 };
-using WorkTile = WorkTileOf<BandOf<int>>;
 
 // The band comes from p if possible: computing it in 64 bits would delay the first load of a work tile.
 __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
@@ -82,7 +83,7 @@ __device__ int end_of_keys(const WorkTileOf<Mask> &work, int i0) {
     return i0 < i1 ? min(keys_of_any(work.mask, i0, i1).end, work.visible.end) : 0;
 }
 
-template <class Tile, class Mask = BandOf<int>>
+template <class Tile, class Mask>
 struct TileScheduler {
     const Parameters &p;
 

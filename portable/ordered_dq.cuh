@@ -39,11 +39,11 @@ __device__ KeyBlock<Mask> key_block_of(const Attention &a, int64_t index, int Br
     return tile;
 }
 
-// Returns the first step, from `step` on, whose tile of Br queries meets the block's keys, or `steps` if there is none.
+// The result is the first step, from `step` on, whose tile of Br queries meets the block's keys. Without one it is `steps`.
 // tile_of(step) is the index of a step's tile. Under a band each tile meets the keys.
 template <int Br, class Mask, class TileOf>
 __device__ int step_from(const KeyBlock<Mask> &block, int step, int steps, const TileOf &tile_of) {
-    while (std::is_same_v<Mask, Ranges> && step < steps) {
+    while (kIsRanges<Mask> && step < steps) {
         const int i0 = block.queries.begin + tile_of(step) * Br;
         if (meet(keys_of_any(block.mask, i0, min(i0 + Br, block.queries.end)), {block.j0, block.j1})) break;
         ++step;

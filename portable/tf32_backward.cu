@@ -272,7 +272,7 @@ __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_
 template <class Tile, class Mask>
 __device__ void backward_block(const Gradient &g, const GradientRows &gradient_rows, const Turns &turns, bool aligned) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M, N = Tile::N;
-    constexpr bool is_ranges = std::is_same_v<Mask, Ranges>;
+    constexpr bool is_ranges = kIsRanges<Mask>;
     let_next_kernel_start();
     wait_for_kernel_before();
     const Attention &a = g.a;

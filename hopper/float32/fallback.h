@@ -38,7 +38,7 @@ __device__ void defer(const Parameters &p, SharedStorage<Tile, Mask> &shared, co
 template <class Tile, class Mask>
 __device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared, int warpgroup) {
     using Fallback = typename Tile::Fallback;
-    using WideMask = std::conditional_t<std::is_same_v<Mask, Ranges>, Ranges, Band>;
+    using WideMask = std::conditional_t<kIsRanges<Mask>, Ranges, Band>;
     static_assert(Fallback::Threads == 128);
     static_assert(Fallback::SharedBytes * Tile::Consumers <= sizeof(shared.Qi) + sizeof(shared.tiles));
     const ConsumerThreads<Tile> threads{warpgroup};

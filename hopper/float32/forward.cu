@@ -13,8 +13,8 @@
 //     tiles[stage] in shared memory ---> wgmma by the consumer warpgroups
 //
 // So K and V are split once a call, by whichever block is free. Qi, 64 rows, is split in place by its consumer. If d,
-// Nq and Nk are at most 64, single.h replaces the producer and the splitters, and there is no workspace. The tables
-// below are for the other tiles.
+// Nq and Nk are at most 64 and there are no ranges, single.h replaces the producer and the splitters. Then there is no
+// workspace. The tables below are for the other tiles.
 //
 // role                | warps            | registers | does
 // producer warp       | 0, one thread    | 32 to 56  | takes work tiles, waits for their split, loads Qi, Kj, Vj.
@@ -99,11 +99,11 @@ constexpr int kKeysInSum = 8192;
 
 // ------------------------------------------------------------------------------ producer warp
 
-// 7. for i. With ranges lane 0 does all but wait_for_split. With a workspace a block's first work tile comes from the counter, too. So running blocks get the lowest
-// numbers, and no block waits for splits of a block that has not started.
+// 7. for i. With ranges lane 0 does all but wait_for_split. With a workspace a block's first work tile comes from the
+// counter, too. So running blocks get the lowest numbers, and no block waits for splits of a block that has not started.
 template <class Tile, class Mask>
 __device__ void produce(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared) {
-    constexpr bool by_warp = std::is_same_v<Mask, Ranges>;  // else one thread runs this
+    constexpr bool by_warp = kIsRanges<Mask>;  // else one thread runs this
     const Workspace &w = p.workspace;
     Pipeline<1> Q{};
     Pipeline<Tile::Stages> KV{shared.KV};
@@ -247,7 +247,7 @@ __device__ void consume(const Float32Parameters &p, SharedStorage<Tile, Mask> &s
         if (fallback) {
             Q().consumer_release();
         } else {
-            if constexpr (std::is_same_v<Mask, Ranges>) skip_tiles(work.visible.begin, begin);
+            if constexpr (kIsRanges<Mask>) skip_tiles(work.visible.begin, begin);
             const bool is_lane_0 = is_lane0_kept();
             const float c_of_m = scale_of(a, unit_of_m(), kLog2eS<D>);
             float Oi[D / 2] = {};
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     };
     const auto produce_or_split = [&] {
         if constexpr (Tile::IsSingle) return produce_and_split(p, shared);
-        if (threadIdx.x < (std::is_same_v<Mask, Ranges> ? 32 : 1)) produce(p, shared);
+        if (threadIdx.x < (kIsRanges<Mask> ? 32 : 1)) produce(p, shared);
         constexpr int threads = 32 * Tile::SplitterWarps, first = 128 - Tile::Splitters * threads;
         if (threadIdx.x >= first && p.workspace.heads)
             run_splitter(p, shared, Tile::Splitters > 1 ? broadcast_lane0((threadIdx.x - first) / threads) : 0);

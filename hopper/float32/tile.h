@@ -36,18 +36,18 @@ struct Float32Work : WorkTileOf<Mask> {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo can't represent K or V, or there is no key: the fallback computes all rows
-    // The largest inverse scales of the head's Kj and Vj, with ranges of those that it sees; V's is 0 if all are zeros. forward.cu has a table of units.
+    // The largest inverse scales of the head's Kj and Vj (with ranges: of those that it sees). V's is 0 if all are zeros.
     // With the single tile they are inf if hi and lo can't represent the numbers; `fallback` is false there.
     float inverse_scale_K, inverse_scale_V;
-    int ends[4];                       // of the keys that each consumer's rows see
-    alignas(8) Keys fully_visible[4];  // of each consumer's rows; aligned, so that one instruction reads it
-    int begins[std::is_same_v<Mask, Ranges> ? 4 : 1];  // of the tiles of keys that each consumer's rows see
+    int ends[4];                          // of the keys that each consumer's rows see
+    alignas(8) Keys fully_visible[4];     // of each consumer's rows; aligned, so that one instruction reads it
+    int begins[kIsRanges<Mask> ? 4 : 1];  // of the tiles of keys that each consumer's rows see
 };
 
 // Where a consumer begins. Under a band all begin together.
 template <class Mask>
 __device__ const int &begin_of(const Float32Work<Mask> &work, int warpgroup) {
-    return std::is_same_v<Mask, Ranges> ? work.begins[warpgroup] : work.visible.begin;
+    return kIsRanges<Mask> ? work.begins[warpgroup] : work.visible.begin;
 }
 
 // Tiles n to end of a key head: tile 2 j is Kj, 2 j + 1 is Vj.
@@ -100,7 +100,7 @@ __device__ WorkTileOf<Mask> describe_work(const Parameters &p, SharedStorage<Til
     for (int i0 = tile.i0, warpgroup = 0; warpgroup < Tile::Consumers; ++warpgroup, i0 += 64) {
         work.ends[warpgroup] = end_of_keys(tile, i0);
         work.fully_visible[warpgroup] = fully_visible_keys(p, tile, i0);
-        if constexpr (std::is_same_v<Mask, Ranges>) {
+        if constexpr (kIsRanges<Mask>) {
             const Keys any = keys_of_any(tile.mask, i0, i0 + 64);
             work.begins[warpgroup] = empty(any) ? tile.visible.begin : any.begin / Tile::Bc * Tile::Bc;
         }

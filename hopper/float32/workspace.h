@@ -67,7 +67,7 @@ __device__ SplitJob take_split_job(const Float32Parameters &p) {
         if (b >= w.batches) return {-1};
         const Keys keys = mask_of_batch<Mask>(p, b).keys;
         int job_of_head = job % w.jobs_per_head;
-        if (std::is_same_v<Mask, Ranges>) job_of_head = w.jobs_per_head - 1 - job_of_head;
+        if (kIsRanges<Mask>) job_of_head = w.jobs_per_head - 1 - job_of_head;
         const int first = job_of_head * w.tiles_per_job, n = max(first, 2 * (keys.begin / Tile::Bc));
         const int end = min(first + w.tiles_per_job, 2 * tiles_before<Tile>(keys.end));
         const int query_head = b * p.Hq + h * p.group;  // the head's first work tile, in the scheduler's order:
@@ -81,7 +81,7 @@ __device__ SplitJob take_split_job(const Float32Parameters &p) {
 template <class Mask>
 __device__ void publish(const Workspace &w, const SplitJob &job, float inverse_scale) {
     w.inverse_scale[tile_index(w, job.head, job.n)].x = inverse_scale;
-    if constexpr (std::is_same_v<Mask, Ranges>) {
+    if constexpr (kIsRanges<Mask>) {
         fence_async_global();
         return add_release(w.tiles[tile_index(w, job.head, job.n)], __float_as_int(inverse_scale) + 1);
     }
