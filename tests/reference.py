@@ -103,6 +103,25 @@ def gradients(do, q, k, v, dlse=None, wanted=(), **options):
     return torch.autograd.grad(loss, list(named.values()))
 
 
+def gradient_sizes(do, q, k, v, dlse=None, *, sinks=None, softmax_scale=None, **options):
+    """Norms of dq, dk and dv with signs drawn for all products: the yardstick where products cancel.
+
+    They do so in a row of one key, whose dS is 0 but for rounding.
+    """
+    (B, Hq, _, d), (_, Hkv, Nk, _) = q.shape, k.shape
+    options |= dict(sinks=sinks, softmax_scale=softmax_scale)
+    p = attention(q, k, torch.eye(Nk, device=q.device).expand(B, Hkv, Nk, Nk), **options).o
+    o = attention(q, k, v, **options).o
+    squares = [t.double().nan_to_num(0).square() for t in (do, o, q, k, v)]
+    do, o, q = squares[:3]
+    k, v = (t.repeat_interleave(Hq // Hkv, dim=1) for t in squares[3:])
+    ds = do @ v.mT + (do * o).sum(-1, keepdim=True)
+    if dlse is not None:
+        ds = ds + dlse.double().square()[..., None]
+    ds = ds * p.square() * (1 / d if softmax_scale is None else softmax_scale**2)
+    return [t.sum().sqrt() for t in (ds @ k, ds.mT @ q, p.square().mT @ do)]
+
+
 def relative_error(x, expected, dim=None):
     """Frobenius norm of the error over that of the expected values, of the whole or along one dimension."""
     norm = torch.linalg.vector_norm
