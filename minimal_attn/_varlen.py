@@ -37,6 +37,7 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
     forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
     The sum of the lengths bounds the number of blocks. The last block has no query and no key.
     """
+    q, k, v = cast_by_autocast(q, k, v)
     total, B, device = q.shape[0], begin.shape[0], q.device
     if known(total == 0):  # forward's checks, and its empty results
         out, lse = attend(q[None], k, v, s_aux, wants_lse, **options)
@@ -84,11 +85,17 @@ def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_
 def attend_pages(
     q, k, v, block_table, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, s_aux, wants_lse, **options
 ):
-    """attend_packed where the keys of sequence b are the first lengths[b] of the pages in block_table (B, n).
+    """Packed sequences. The keys of sequence b are the first lengths[b] of its pages in block_table (B, n).
 
-    Like flash_attn it refuses only the backward pass.
+    For gradients these keys are copied into packed ones.
     """
-    q, k, v = tensors = cast_by_autocast(q, k, v)
+    if wants_grad(q, k, v, s_aux):
+        (B, n), page_size = block_table.shape, k.shape[1]
+        b, j, cu_seqlens_k = _each_key(lengths, B * n * page_size)
+        row = block_table[b, (j // page_size).clamp(0, n - 1)] * page_size + j % page_size
+        k, v = (_rows(x.flatten(0, 1), row) for x in (k, v))
+        bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q
+        return attend_sequences(q, k, v, s_aux, *bounds, wants_lse, **options)
 
     def attend_tables(table, cu_seqlens_q, lengths):
         (B, n), page_size = table.shape, k.shape[1]
@@ -109,21 +116,43 @@ def attend_pages(
         keys = begin, begin + lengths, max_seqlen_q, s_aux, wants_lse
         return attend_packed(q, k, v, cu_seqlens_q, *keys, **options, block_table=table.reshape(1, -1))
 
-    with torch.set_grad_enabled(False):
-        results = attend_tables(block_table, cu_seqlens_q, lengths)
-    tensors = *tensors, s_aux
-    return _WithoutGradients.apply(*results, *_distinct(*tensors)) if wants_grad(*tensors) else results
+    return attend_tables(block_table, cu_seqlens_q, lengths)
 
 
-def attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, wants_lse, **options):
-    """Packed sequences by forward's cu_seqlens. Long caches of keys without gradients go to attend_packed."""
-    is_cache = known(k.shape[0] > 2 * q.shape[0]) and not wants_grad(q, k, v, s_aux)
-    if is_cache:
-        keys = k[None], v[None], cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:]
-        return attend_packed(q, *keys, max_seqlen_q, s_aux, wants_lse, **options)
+def attend_sequences(
+    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, wants_lse, seqused_k=None, **options
+):
+    """Packed sequences by forward's cu_seqlens. Long caches of keys without gradients go to attend_packed.
+
+    seqused_k: of each sequence only the first keys count. The others are left out of a copy.
+    """
+    begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+    if seqused_k is not None:
+        end = torch.minimum(end, begin + seqused_k)
+    if known(k.shape[0] > 2 * q.shape[0]) and not wants_grad(q, k, v, s_aux):
+        keys = k[None], v[None], cu_seqlens_q, begin, end, max_seqlen_q
+        return attend_packed(q, *keys, s_aux, wants_lse, **options)
+    if seqused_k is not None:
+        b, j, cu_seqlens_k = _each_key(end - begin, k.shape[0])
+        k, v = (_rows(x, begin[b] + j) for x in (k, v))
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
     return out[0], lse[0] if wants_lse else None
+
+
+def _each_key(lengths, total):
+    """(b, j, cu_seqlens) for a copy of the first lengths[b] keys of each sequence b: its row r is key j[r] of
+    sequence b[r]. Rows behind the last sequence, of total in all, may be any key.
+    """
+    ends = lengths.clamp(min=0).cumsum(0)
+    row = torch.arange(total, device=lengths.device)
+    b = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+    cu_seqlens = torch.nn.functional.pad(ends, (1, 0))
+    return b, row - cu_seqlens[b], cu_seqlens
+
+
+def _rows(x, index):
+    return x.index_select(0, index.clamp(0, x.shape[0] - 1))
 
 
 # ---------------------------------------------------------------------------------------------- gradients
@@ -165,26 +194,6 @@ class _Deterministic(torch.autograd.Function):
         parts = backward(*heads_first, lse, None, dlse=dlse, **options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
         return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 5
-
-
-class _WithoutGradients(torch.autograd.Function):
-    """attend_pages' results: an error where their gradients are asked for."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(out, lse, *tensors):
-        return out.view_as(out), None if lse is None else lse.view_as(lse)
-
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "a block_table has no gradients: use torch.no_grad(), or detached q, k, v and s_aux"
-        )
 
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):

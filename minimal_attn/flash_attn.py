@@ -6,7 +6,8 @@ flash_attn/flash_attn_interface.py). What differs:
     dtypes, devices         float32 as well; CPUs as well; any page size, and lengths of int32 or int64
     s_aux                   an argument of its own at the end: attention sinks, as in FlashAttention-3's forks
     softmax_lse             -inf in a row that sees no key, as in FlashAttention-3 (flash_attn 2 has +inf)
-    gradients               of all but flash_attn_with_kvcache and a block_table, as there; in s_aux, too
+    seqused_k               an argument of flash_attn_varlen_func, as in FlashAttention-3, at the end
+    gradients               of all but flash_attn_with_kvcache, as there; in s_aux and with a block_table, too
     num_splits              accepted and not used
     NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
 
@@ -15,8 +16,9 @@ What is copied. Nothing synchronises with a GPU, and memory is O(N d):
     flash_attn_func         nothing
     ..._varlen_func         nothing; with few queries over many keys q and the result, once each
     ..._with_kvcache        k and v into the cache
-    block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
-    and cache_batch_idx     pages (minimal_attn.explain says so)
+    seqused_k               k and v, but with few queries over many keys
+    block_table             the sequences' keys, up to the length of the table, for gradients, and where the
+    and cache_batch_idx     backend doesn't read pages (minimal_attn.explain says so)
 
 With s_aux, half dtypes cost a float32 result in memory besides. Under torch.autocast, q, k and v are cast to
 its dtype first, as SDPA casts them. A cache stays as it is: new keys and values take its dtype.
@@ -113,11 +115,12 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     s_aux: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ):
     """flash_attn_func of B sequences of different lengths that lie packed, one behind the other.
 
-    It is forward with cu_seqlens. With a block_table, or without gradients and with more than twice as many
-    keys as queries, queries are copied into blocks of at most 192 of one sequence, and the result back.
+    It is forward with cu_seqlens. Without gradients, and with a block_table or more than twice as many keys
+    as queries, queries are copied into blocks of at most 192 of one sequence, and the result back.
 
     Args:
         q: queries (total_q, Hq, d). Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
@@ -129,6 +132,8 @@ def flash_attn_varlen_func(
             2^28 with a block_table.
         block_table: (B, n) int32 or int64 on q's device: keys j * page size and up of sequence b lie in page
             block_table[b, j]. Pages behind the last key may have any number.
+        seqused_k: (B,) int32 or int64 on q's device: only so many first keys of each sequence count, and the
+            last query sees the last of them. None: all. With it and a block_table cu_seqlens_k may be None.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence.
 
@@ -136,7 +141,7 @@ def flash_attn_varlen_func(
         out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
         of no sequence is 0.
 
-    Raises: as flash_attn_func. With a block_table, a backward pass raises RuntimeError.
+    Raises: as flash_attn_func.
     """
     options = _options(softmax_scale, causal, window_size) | {"deterministic": bool(deterministic)}
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
@@ -146,21 +151,29 @@ def flash_attn_varlen_func(
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
-    _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
-    total_k = k.shape[0] if block_table is None else float("inf")
-    max_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
-    max_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k, total_k)
+    max_q = _checked_longest("q", cu_seqlens_q.diff(), max_seqlen_q)
+    _check_end("q", cu_seqlens_q, q.shape[0])
+    if seqused_k is not None:
+        _check("seqused_k", seqused_k, q, (B,), _INTS)
+        check_range("seqused_k", seqused_k, 2**31)
+    if block_table is None or seqused_k is None or cu_seqlens_k is not None:
+        _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
+    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    max_k = _checked_longest("k", lengths, max_seqlen_k)
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
-        lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
+        room = block_table.shape[1] * k.shape[1]
         if known((longest := known_max(lengths)) > room):
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
         arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        bounds = cu_seqlens_q, cu_seqlens_k, max_q
-        out, lse = attend_sequences(q, k, v, s_aux, *bounds, return_attn_probs, **options)
+        _check_end("k", cu_seqlens_k, k.shape[0])
+        if seqused_k is not None and (excess := known_max(seqused_k - cu_seqlens_k.diff())) > 0:
+            raise ValueError(f"seqused_k must fit in cu_seqlens_k, but a sequence has {excess} keys more")
+        arguments = cu_seqlens_q, cu_seqlens_k, max_q, return_attn_probs, seqused_k
+        out, lse = attend_sequences(q, k, v, s_aux, *arguments, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -359,18 +372,20 @@ def _may_be_written(x, *caches):
     return torch.compiler.is_compiling() or any(torch._C._is_alias_of(x, cache) for cache in caches)
 
 
-def _checked_longest(name, cu_seqlens, max_seqlen, total):
+def _checked_longest(name, lengths, max_seqlen):
     """max_seqlen as an int."""
     try:
         max_seqlen = as_int(max_seqlen)
     except TypeError:
         raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}") from None
-    longest, end = known_max(cu_seqlens.diff()), known_max(cu_seqlens)
-    if known(longest > max_seqlen):
+    if known((longest := known_max(lengths)) > max_seqlen):
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
-    if known(end > total):
-        raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
     return max_seqlen
+
+
+def _check_end(name, cu_seqlens, total):
+    if known((end := known_max(cu_seqlens)) > total):
+        raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
 
 
 def _lengths(cache_seqlens, N_new, N, q):

@@ -73,6 +73,7 @@ class Case:
     """One call, drawn at random: `kind` names the method that makes it and compares its results."""
 
     kinds = ["func", "kvpacked", "qkvpacked", "varlen", "varlen_kvpacked", "varlen_qkvpacked", "varlen_paged"]
+    kinds += ["varlen_seqused"]
     kinds += ["kvcache", "kvcache", "kvcache_paged"]
 
     def __init__(self, backend, kind, work):
@@ -208,14 +209,29 @@ class Case:
     def varlen_qkvpacked(self):
         self.varlen(packs=3)
 
+    def varlen_seqused(self):
+        lengths_q, lengths_k = self.lengths(self.Nq), self.lengths(self.Nk)
+        rooms = [n + self.random.choice([0, 0, 1, 40]) for n in lengths_k]
+        (cu_q, rows_q, total_q), (cu_k, rows_k, total_k) = self.pack(lengths_q), self.pack(rooms)
+        rows_k = [slice(at.start, at.start + n) for at, n in zip(rows_k, lengths_k, strict=True)]
+        q = self.randn(total_q, self.Hq, self.d)
+        k, v = (self.randn(total_k, self.Hkv, self.d) for _ in "kv")
+        bounds = cu_q, cu_k, self.bound(lengths_q), self.bound(lengths_k)
+        results = self.call(flash_attn_varlen_func, q, k, v, *bounds, seqused_k=self.ints(lengths_k))
+        self.check_varlen(results, q, rows_q, [(k[at], v[at]) for at in rows_k], total_q)
+
     def varlen_paged(self):
         lengths_q, lengths_k = self.lengths(self.Nq), self.lengths(self.Nk)
         cu_q, rows_q, total_q = self.pack(lengths_q)
-        cu_k = self.pack(lengths_k)[0]
+        cu_k, used = self.random.choice(
+            [(self.pack(lengths_k)[0], None), (None, lengths_k), (self.pack(lengths_q)[0], lengths_k)]
+        )
         q = self.randn(total_q, self.Hq, self.d)
         k, v, table, sequences = self.pages(lengths_k)
         max_q, max_k = self.bound(lengths_q), self.bound(lengths_k)
-        results = self.call(flash_attn_varlen_func, q, k, v, cu_q, cu_k, max_q, max_k, block_table=table)
+        bounds = cu_q, cu_k, max_q, max_k
+        used = {} if used is None else dict(seqused_k=self.ints(used))
+        results = self.call(flash_attn_varlen_func, q, k, v, *bounds, block_table=table, **used)
         self.check_varlen(results, q, rows_q, [(k[at], v[at]) for at in sequences], total_q)
 
     # ------------------------------------------------------------------------------------- caches
@@ -334,7 +350,8 @@ SIGNATURES = {  # flash_attn 2.8.3
 def test_signatures(name):
     parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
     ours = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
-    assert ours == SIGNATURES[name] + ", s_aux=None"
+    of_varlen = ", seqused_k=None" * (name == "flash_attn_varlen_func")  # as in FlashAttention-3
+    assert ours == SIGNATURES[name] + ", s_aux=None" + of_varlen
 
 
 def packed(backend, lengths, H=2, d=32, dtype=torch.float32):
@@ -489,15 +506,26 @@ def one_call_of_each(backend):
         new = dict(k=k[:, :5], v=v[:, :5], cache_seqlens=lengths, return_softmax_lse=True)
         return *flash_attn_with_kvcache(q, *caches, **new, **options), *caches
 
+    inputs = [x.clone().requires_grad_() for x in (q[0, :30], *pages)]
+
+    def pages_with_gradients():
+        queries, keys = backend.ints(0, 20, 30), backend.ints(40, 33)
+        options = dict(seqused_k=keys, block_table=table, causal=True)
+        return flash_attn_varlen_func(*inputs, queries, None, 20, 48, return_attn_probs=True, **options)
+
     return {
         "func": lambda: flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
         "varlen": lambda: flash_attn_varlen_func(*packs, packs[-1], 77, 77, return_attn_probs=True),
+        "seqused": lambda: flash_attn_varlen_func(
+            *packs, packs[-1], 77, 77, seqused_k=backend.ints(20, 0, 60), return_attn_probs=True
+        ),
+        "paged, with gradients": pages_with_gradients,
         "kvcache": lambda: cached(cache_batch_idx=rows, cache_leftpad=pads),
         "paged": lambda: cached(block_table=table),
     }
 
 
-CALLS = ["func", "varlen", "kvcache", "paged"]
+CALLS = ["func", "varlen", "seqused", "paged, with gradients", "kvcache", "paged"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -553,31 +581,62 @@ SEQUENCES = {  # lengths of queries and of keys, options
 }
 
 
+def packed_keys(backend, lengths):
+    """The index of each sequence's keys, of how many in all, and arguments."""
+    cu = list(itertools.accumulate([2, *lengths]))
+    places = [torch.arange(*each) for each in itertools.pairwise(cu)]
+    return places, cu[-1] + 1, dict(cu_seqlens_k=backend.ints(*cu))
+
+
+def keys_in_use(backend, lengths):
+    places, total, options = packed_keys(backend, [n + b % 3 for b, n in enumerate(lengths)])
+    places = [at[:n] for at, n in zip(places, lengths, strict=True)]
+    return places, total, options | dict(seqused_k=backend.ints(*lengths))
+
+
+def keys_in_pages(backend, lengths):
+    """Pages of 16 keys, of which the first sequence shares two with the last one."""
+    n = -(-max(lengths) // 16) + 1
+    table = torch.randperm(n * len(lengths) + 3)[: n * len(lengths)].view(-1, n)
+    table[-1, :2] = table[0, :2]
+    keys = (table[..., None] * 16 + torch.arange(16)).flatten(1)
+    places = [row[:n] for row, n in zip(keys, lengths, strict=True)]
+    table[:, -1] = 10**6  # behind all keys
+    options = dict(seqused_k=backend.ints(*lengths), block_table=table.to(backend.device))
+    return places, 16 * (n * len(lengths) + 3), options | dict(cu_seqlens_k=None)
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("layout", [packed_keys, keys_in_use, keys_in_pages])
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_gradients_of_packed_sequences(forced_backend, dtype, name, with_sinks):
+def test_gradients_of_packed_sequences(forced_backend, dtype, name, layout, with_sinks):
     """Of out and softmax_lse. Tokens of no sequence, here NaN, get 0."""
     backend, (lengths_q, lengths_k, options) = forced_backend, SEQUENCES[name]
-    cu_q, cu_k = (backend.ints(*itertools.accumulate([2, *n])) for n in (lengths_q, lengths_k))
-    total_q, total_k = sum(lengths_q) + 4, sum(lengths_k) + 3
+    cu_q, total_q = backend.ints(*itertools.accumulate([2, *lengths_q])), sum(lengths_q) + 4
+    places, total_k, of_keys = layout(backend, lengths_k)
     q, do = (backend.randn(total_q, 4, 40, dtype=dtype) for _ in range(2))
     k, v = (backend.randn(total_k, 2, 40, dtype=dtype) for _ in range(2))
+    is_used = torch.zeros(total_k, dtype=torch.bool).index_fill(0, torch.cat(places), True).to(k.device)
+    k[~is_used], v[~is_used] = torch.nan, torch.nan
     sinks, dlse = backend.randn(4) if with_sinks else None, backend.randn(4, total_q)
     inputs = [t.clone().requires_grad_() for t in (q, k, v, sinks) if t is not None]
-    bounds = cu_q, cu_k, max(lengths_q), max(lengths_k)
+    of_keys |= dict(cu_seqlens_q=cu_q, max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k))
     of_sinks = dict(s_aux=inputs[3]) if with_sinks else {}
-    results = flash_attn_varlen_func(*inputs[:3], *bounds, return_attn_probs=True, **of_sinks, **options)
+    keys = inputs[1:3] if layout != keys_in_pages else [x.unflatten(0, (-1, 16)) for x in inputs[1:3]]
+    results = flash_attn_varlen_func(
+        inputs[0], *keys, return_attn_probs=True, **of_keys, **of_sinks, **options
+    )
     outputs, above = list(results[:2]), [do, dlse]
     outside = torch.ones(total_q, dtype=torch.bool, device=q.device)
     expected = [torch.zeros_like(t, dtype=torch.float64) for t in inputs]
     for b in range(len(lengths_q)):
-        rows, keys = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_q, cu_k))
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), places[b].to(k.device)
         outside[rows] = False
         one = [t[at].transpose(0, 1)[None] for t, at in ((do, rows), (q, rows), (k, keys), (v, keys))]
         known = options | (dict(sinks=sinks) if with_sinks else {})
         exact = gradients(*one, dlse=dlse[None, :, rows], wanted=["sinks"] * with_sinks, **known)
         for t, at, x in zip(expected[:3], (rows, keys, keys), exact, strict=False):
-            t[at] = x[0].transpose(0, 1)
+            t[at] += x[0].transpose(0, 1)
         if with_sinks:
             expected[3] += exact[3]
     above[1] = dlse.masked_fill(outside, 0)

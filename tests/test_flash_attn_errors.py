@@ -216,22 +216,6 @@ def test_gradients_of_caches_are_refused(backend):
             flash_attn_with_kvcache(**options)
 
 
-def test_gradients_of_pages_are_refused(backend):
-    """As in flash_attn by the backward pass alone."""
-    pages = dict(k=backend.randn(4, 7, 2, 8), v=backend.randn(4, 7, 2, 8))
-    good_ones = (
-        good(backend, flash_attn_varlen_func) | pages | dict(block_table=backend.ints(1, 2).view(2, 1))
-    )
-    for wants_lse, options in itertools.product((False, True), each_with_grad(good_ones)):
-        with torch.no_grad():
-            expected = flash_attn_varlen_func(**options)
-        out = flash_attn_varlen_func(**options, return_attn_probs=wants_lse)
-        out = out[0] if wants_lse else out
-        assert torch.equal(out, expected)
-        with pytest.raises(RuntimeError, match="^a block_table has no gradients: use torch.no_grad"):
-            out.sum().backward()
-
-
 def test_lengths_that_do_not_fit():
     """On a GPU the host doesn't know them."""
     backend = Backend("cpu", 0)
@@ -248,6 +232,10 @@ def test_lengths_that_do_not_fit():
             "^cu_seqlens_k must end at most at 14.* 15",
         ),
         (dict(cu_seqlens_q=backend.ints(0)), r"^cu_seqlens_q must have shape \(B \+ 1,\)"),
+        (dict(seqused_k=backend.ints(7)), r"^seqused_k must have shape \(2,\)"),
+        (dict(seqused_k=backend.ints(7, -1)), "^seqused_k must be 0 to .* -1"),
+        (dict(seqused_k=backend.ints(0, 8), max_seqlen_k=9), "^seqused_k must fit in cu_seqlens_k.* 1 keys"),
+        (dict(seqused_k=backend.ints(2, 5), max_seqlen_k=4), "^max_seqlen_k must be at least 5.* 4"),
     ):
         refuses(ValueError, flash_attn_varlen_func, options | wrong, *patterns)
     options |= dict(k=backend.randn(9, 3, 2, 8), v=backend.randn(9, 3, 2, 8))
