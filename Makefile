@@ -20,8 +20,11 @@ build: build/built
 bench: build
 	build/python bench.py $(ARGS)
 
+# Most tests use one core.
+PROCESSES = $(shell build/python -c 'import xdist; print("-n auto --maxprocesses 4")' 2>/dev/null)
+
 test: build
-	build/python -m pytest $(ARGS)
+	build/python -m pytest $(PROCESSES) $(ARGS)
 
 build/built: build/configuration $(if $(wildcard minimal_attn/_C*.so),,FORCE)
 	@build/python -W ignore setup.py -q build_ext --inplace

@@ -50,6 +50,7 @@ PINS = {
     "ninja": "ninja==1.13.*",
     "numpy": "numpy==2.*",
     "pytest": "pytest==9.*",
+    "xdist": "pytest-xdist==3.*",
     "hypothesis": "hypothesis==6.*",
     "expecttest": "expecttest==0.3.*",
     "transformers": "transformers>=5.4,<6",
@@ -57,9 +58,9 @@ PINS = {
     "clang_format": "clang-format==23.*",
 }
 NEEDS = {"build": ["torch", "setuptools", "ninja"], "lint": ["ruff", "clang_format"]}
-NEEDS["test"] = NEEDS["build"] + ["pytest", "hypothesis", "expecttest", "transformers"]
-# Without these tests skip, or C++ isn't checked.
-OPTIONAL = ["hypothesis", "expecttest", "transformers", "clang_format"]
+NEEDS["test"] = NEEDS["build"] + ["pytest", "xdist", "hypothesis", "expecttest", "transformers"]
+# Without these tests skip or take longer, or C++ isn't checked.
+OPTIONAL = ["xdist", "hypothesis", "expecttest", "transformers", "clang_format"]
 NVCC = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 
 

@@ -1,6 +1,6 @@
 """What docs/conventions.md says of this project, and of the libraries whose functions it stands in for.
 
-The values of many shapes are in test_mask.py, test_autograd.py, test_sdpa.py, test_flash_attn.py and
+The values of many shapes are in test_mask.py, test_autograd.py, test_sdpa*.py, test_flash_attn.py and
 test_huggingface.py. Here the other libraries are called, where they are installed.
 """
 

@@ -8,7 +8,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
-from test_huggingface import DECODERS, SERVED, SIZES, decoder, mask_arguments, masks, ragged, seen_by  # noqa: E402
+from test_huggingface import DECODERS, SERVED, SIZES, decoder, masks, ragged  # noqa: E402
+from test_huggingface_masks import mask_arguments, seen_by  # noqa: E402
 
 import minimal_attn.huggingface as huggingface  # noqa: E402
 from minimal_attn.huggingface import make_mask, register  # noqa: E402

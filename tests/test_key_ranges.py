@@ -136,8 +136,9 @@ def test_sinks_and_dlse(backend, dtype):
 
 def test_long(backend):
     """More keys than a backend sums at once, and more steps of a block of keys (kTilesOfRegisterSum)."""
+    Hq = 2 if backend.name == "cpu" else 8
     for make in documents, prefixes, far_apart:
-        qkv, options = drawn(backend, make, (1, 8, 1, 700, 4200, 64), torch.float32)
+        qkv, options = drawn(backend, make, (1, Hq, 1, 700, 4200, 64), torch.float32)
         backend.check(*qkv, **options)
         check(backend, torch.randn_like(qkv[0]), *qkv, **options)
 

@@ -10,8 +10,8 @@ import warnings
 
 import pytest
 import torch
+from activation import HAS_REGISTRY, active_name, check, heads, passed_on
 from conftest import DTYPES
-from test_sdpa import HAS_REGISTRY, active_name, check, heads, passed_on
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,0 +1,186 @@
+"""Masks of F.scaled_dot_product_attention that give each query a range of keys."""
+
+import contextlib
+
+import pytest
+import torch
+from activation import ends_inactive, heads  # noqa: F401
+from conftest import DTYPES, ERROR_BOUND
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import minimal_attn
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::minimal_attn.FallbackWarning"
+)
+
+
+def ranges_of_keys(kind, device, B=2, H=4, Nq=50, Nk=70):
+    """Masks that give each query an interval of keys, in the shapes and strides in which models have them."""
+    i, j = torch.arange(Nq, device=device)[:, None], torch.arange(Nk, device=device)
+    length = torch.tensor([33, Nk - 1], device=device)[:, None, None, None]
+    window = (j <= i + 3) & (j > i - 9)
+    documents = (j // 20 == i // 20) & (j <= i)
+    return {
+        "padding": lambda: j < length,
+        "padding on the left": lambda: (j >= length).expand(B, H, Nq, Nk),
+        "causal": lambda: j <= i,
+        "window": lambda: window & (i != 7),  # which sees nothing
+        "documents": lambda: (documents & (j < length)).expand(B, 1, Nq, Nk),
+        "shrinking": lambda: (j < Nk - i)[None],
+        "rows": lambda: (i % 3 > 0).expand(1, 1, Nq, 1),
+        "nothing": lambda: torch.zeros(1, Nk, dtype=torch.bool, device=device),
+        "one number": lambda: torch.ones(B, 1, 1, 1, dtype=torch.bool, device=device),
+        "transposed": lambda: window.T.contiguous().T.expand(B, 1, Nq, Nk),
+        "every second": lambda: (j <= i).repeat_interleave(2, -1).repeat_interleave(3, 0)[::3, 1::2],
+        "in a cache": lambda: F.pad(j <= i, (3, 41, 2, 5))[2 : Nq + 2, 3 : Nk + 3],
+    }[kind]()
+
+
+KINDS = ["padding", "padding on the left", "causal", "window", "documents", "shrinking", "rows", "nothing"]
+KINDS += ["one number", "transposed", "every second", "in a cache"]
+
+
+def both_passes(function, tensors, weight, *arguments, **options):
+    tensors = [t.detach().requires_grad_() for t in tensors]
+    o = function(*tensors, *arguments, **options)
+    return o, *torch.autograd.grad(o, tensors, weight.to(o.dtype))
+
+
+def check_all(actual, expected, dtype):
+    hidden = expected[0].eq(0).all(-1)
+    assert actual[0][hidden].eq(0).all() and actual[1][hidden].eq(0).all()
+    for x, y in zip(actual, expected, strict=True):
+        assert (x.double() - y).norm() <= (3 if x is actual[0] else 6) * ERROR_BOUND[dtype] * y.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("Hkv", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
+    """On a CPU they are served, as bool masks and as biases of 0 and -inf. On a GPU they are PyTorch's."""
+    tensors = [randn(2, H, N, 64, dtype=dtype) for H, N in ((4, 50), (Hkv, 70), (Hkv, 70))]
+    if device == "cuda" and Hkv == 4 and kind in ("rows", "one number"):
+        pytest.skip("PyTorch's memory-efficient kernel refuses a mask of one column (torch 2.11)")
+    mask, options = ranges_of_keys(kind, device), {"scale": 0.3, "enable_gqa": Hkv < 4}
+    bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
+    weight = randn(2, 4, 50, 64, dtype=dtype)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = both_passes(
+            F.scaled_dot_product_attention, [t.double() for t in tensors], weight, mask, **options
+        )
+    for given in (mask, bias) if mask.dim() != 3 else (mask,):  # PyTorch has no fused kernel for a bias of 3
+        with minimal_attn.activate() as activation:
+            check_all(
+                both_passes(F.scaled_dot_product_attention, tensors, weight, given, **options), exact, dtype
+            )
+        assert device != "cpu" or activation.calls == {"minimal_attn": 1}
+        assert device == "cpu" or "minimal_attn" not in activation.calls
+    check_all(
+        both_passes(minimal_attn.scaled_dot_product_attention, tensors, weight, mask, **options), exact, dtype
+    )
+    found = minimal_attn.explain_scaled_dot_product_attention(*tensors, mask, **options)
+    assert found == "PyTorch: attn_mask is given" if device == "cuda" else "ranges" in found.kernel
+
+
+def test_masks_of_no_ranges(randn, device):
+    """Two intervals, other heads, biases: PyTorch's bits, counted as such."""
+    q, k, v = heads(randn, torch.float32)
+    causal = ranges_of_keys("causal", device)
+    hole, by_head = causal.clone(), causal.repeat(1, 4, 1, 1)
+    hole[40, 20], by_head[0, 2, 30, 1] = False, False
+    padded = torch.zeros(50, 70, device=device).masked_fill(~causal, -torch.inf)
+    other = padded.clone()
+    other[3, 2] = 0.5
+    for mask in hole, by_head, hole.expand(2, 1, -1, -1), other, padded.masked_fill(~hole, -torch.inf):
+        expected = F.scaled_dot_product_attention(q, k, v, mask)
+        with minimal_attn.activate() as activation:
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), expected)
+        assert activation.calls == {"PyTorch: attn_mask is given": 1}
+        with minimal_attn.activate(strict=True), pytest.raises(RuntimeError, match="attn_mask is given"):
+            F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.arange(70) < 3])
+def test_masks_that_pytorch_refuses(randn, device, mask):
+    """They are refused while our kernels are active, too."""
+    q, k, v = heads(randn, torch.float32)
+    with pytest.raises((IndexError, RuntimeError)):
+        F.scaled_dot_product_attention(q, k, v, mask.to(device))
+    with minimal_attn.activate(), pytest.raises((IndexError, RuntimeError)):
+        F.scaled_dot_product_attention(q, k, v, mask.to(device))
+
+
+def test_a_mask_is_looked_at_in_each_call(randn, device):
+    """It changes in place, by .data, too, and another one takes its memory."""
+    q, k, v = heads(randn, torch.float32)
+    mask = ranges_of_keys("padding", device)
+
+    def change(n):
+        mask.copy_(torch.arange(70, device=device) < n)
+
+    def change_data():
+        mask.data[:, :, :, 3:] = False
+
+    def of_other_memory():
+        nonlocal mask
+        address = mask.data_ptr()
+        del mask
+        for n in range(9, 0, -1):  # until the allocator has given the memory again
+            mask = (torch.arange(70, device=device) < n).expand(2, 1, 1, 70).contiguous()
+            if mask.data_ptr() == address:
+                break
+
+    for act in lambda: None, lambda: change(20), change_data, of_other_memory, lambda: mask.zero_():
+        act()
+        with minimal_attn.activate() as activation:
+            o = F.scaled_dot_product_attention(q, k, v, mask)
+        expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
+        assert (o - expected).norm() <= 1e-5 * expected.norm()
+        assert device != "cpu" or activation.calls == {"minimal_attn": 1}
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("ours", ["forward", "backward"])
+def test_one_pass_of_a_mask_is_served(randn, device, kind, ours):
+    """PyTorch's passes take ours' results, and ours PyTorch's: with rows that see nothing, too."""
+    tensors = [t.requires_grad_() for t in heads(randn, torch.float32)]
+    mask = ranges_of_keys("window", device)
+    bias = torch.zeros(50, 70, device=device).masked_fill(~mask, -torch.inf)
+    weight = randn(2, 4, 50, 64)
+    exact = both_passes(F.scaled_dot_product_attention, [t.double() for t in tensors], weight, mask)
+    with minimal_attn.activate() if ours == "forward" else contextlib.nullcontext():
+        o = F.scaled_dot_product_attention(*tensors, mask if kind == "bool" else bias)
+    with minimal_attn.activate() if ours == "backward" else contextlib.nullcontext():
+        check_all((o, *torch.autograd.grad(o, tensors, weight)), exact, torch.float32)
+
+
+@pytest.mark.parametrize("way", ["compile", "make_fx", "trace", "vmap"])
+def test_traced_masks(randn, device, way):
+    """A graph serves any mask: its operator looks, as long as it is active, or it is PyTorch's."""
+    q, k, v = heads(randn, torch.float32)
+    masks = [ranges_of_keys("documents", device).contiguous(), ranges_of_keys("causal", device)[None, None]]
+    masks = [*(m.expand(2, 1, -1, -1) for m in masks), torch.rand(2, 1, 50, 70, device=device) < 0.5]
+
+    def attend(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    torch.compiler.reset()
+    with minimal_attn.activate() as activation:
+        if way == "compile":
+            function = torch.compile(attend, fullgraph=True)
+        elif way == "make_fx":
+            function = torch.fx.experimental.proxy_tensor.make_fx(attend)(q, k, v, masks[0])
+        elif way == "trace":
+            function = torch.jit.trace(attend, (q, k, v, masks[0]), check_trace=False)
+        else:
+            function = torch.vmap(lambda q, k, v, m: attend(q[None], k[None], v[None], m[None])[0])
+        before = activation.calls.get("minimal_attn", 0)
+        for mask in masks:
+            expected = attend(q.double(), k.double(), v.double(), mask)
+            torch.testing.assert_close(function(q, k, v, mask).double(), expected, rtol=1e-4, atol=1e-5)
+        if way == "compile" and device == "cpu":
+            assert activation.calls["minimal_attn"] == before + 2
+    for mask in masks:
+        torch.testing.assert_close(function(q, k, v, mask), attend(q, k, v, mask), rtol=1e-4, atol=1e-5)
