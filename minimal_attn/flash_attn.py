@@ -38,6 +38,31 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
 
 
+def install(replace: bool = False) -> None:
+    """Lets `import flash_attn` find these functions, with flash_attn_interface, bert_padding and metadata.
+
+    transformers' attn_implementation="flash_attention_2", diffusers' "flash" backend, ring-flash-attn,
+    yunchang and others then run on minimal_attn, on CPUs and in float32, too. They take the names when they
+    are imported, so call it before. Each process needs its own call. Names are those of flash_attn 2.8.3.
+
+    Args:
+        replace: take the name flash_attn also where that package is installed.
+
+    Raises:
+        ImportError: flash_attn is installed, and replace is False.
+    """
+    from minimal_attn import _stand_in
+
+    _stand_in.install(replace)
+
+
+def uninstall() -> None:
+    """Ends install(). Libraries that have imported names keep them."""
+    from minimal_attn import _stand_in
+
+    _stand_in.uninstall()
+
+
 def flash_attn_func(
     q: Tensor,
     k: Tensor,

@@ -4,6 +4,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+def install(replace: bool = ...) -> None: ...
+def uninstall() -> None: ...
 @overload
 def flash_attn_func(
     q: Tensor,
@@ -155,6 +157,7 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[False] = ...,
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -176,6 +179,7 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[True],
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -197,6 +201,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool,
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -216,6 +221,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: Literal[False] = ...,
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -236,6 +242,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: Literal[True],
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -256,6 +263,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool,
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -272,6 +280,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: Literal[False] = ...,
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -289,6 +298,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: Literal[True],
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -306,6 +316,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool,
     block_table: Tensor | None = ...,
     s_aux: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def flash_attn_with_kvcache(

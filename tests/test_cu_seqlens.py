@@ -142,12 +142,12 @@ def test_tokens_of_no_document_may_be_nan(backend, dtype, d):
         o = backend.forward(*dirty, **options)
         assert not o[:, :, : int(options["cu_seqlens_q"][0])].any()
         assert not o[:, :, int(options["cu_seqlens_q"][-1]) :].any()
-        # hopper's float32 computes rows beside a NaN in q by its fallback, which rounds otherwise.
-        torch.testing.assert_close(o, backend.forward(q, k, v, **options), rtol=1e-5, atol=5e-6)
+        # float32 rows beside a NaN in q are computed by hopper's fallback, or without AMX: rounded otherwise.
+        torch.testing.assert_close(o, backend.forward(q, k, v, **options), rtol=1e-5, atol=1e-5)
         for x, y in zip(
             grads(backend, dirty_do, *dirty, **options), grads(backend, do, q, k, v, **options), strict=True
         ):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_a_document_of_nan_stays_alone(backend, dtype):

@@ -486,9 +486,9 @@ def one_call_of_each(backend):
         return *flash_attn_with_kvcache(q, *caches, **new, **options), *caches
 
     inputs = [x.clone().requires_grad_() for x in (q[0, :30], *pages)]
+    queries, keys, used = backend.ints(0, 20, 30), backend.ints(40, 33), backend.ints(20, 0, 60)
 
     def pages_with_gradients():
-        queries, keys = backend.ints(0, 20, 30), backend.ints(40, 33)
         options = dict(seqused_k=keys, block_table=table, causal=True)
         return flash_attn_varlen_func(*inputs, queries, None, 20, 48, return_attn_probs=True, **options)
 
@@ -496,7 +496,7 @@ def one_call_of_each(backend):
         "func": lambda: flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
         "varlen": lambda: flash_attn_varlen_func(*packs, packs[-1], 77, 77, return_attn_probs=True),
         "seqused": lambda: flash_attn_varlen_func(
-            *packs, packs[-1], 77, 77, seqused_k=backend.ints(20, 0, 60), return_attn_probs=True
+            *packs, packs[-1], 77, 77, seqused_k=used, return_attn_probs=True
         ),
         "paged, with gradients": pages_with_gradients,
         "kvcache": lambda: cached(cache_batch_idx=rows, cache_leftpad=pads),

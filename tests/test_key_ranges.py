@@ -228,8 +228,8 @@ def test_queries_without_keys_may_be_nan(backend, dtype, d):
         grads(backend, dirty_do, dirty, k, v, key_ranges=ranges),
         grads(backend, do, q, k, v, key_ranges=ranges),
         strict=True,
-    ):  # with AMX a strip of queries that holds a NaN is computed without it
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    ):  # float32 rows beside a NaN in q are computed by hopper's fallback, or without AMX
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("d", [64, 256])

