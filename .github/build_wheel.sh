@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Builds one wheel with CUDA code for all architectures into dist/: .github/build_wheel.sh TORCH, such as 2.11, with
+# `python` on PATH. pip's index, or PIP_EXTRA_INDEX_URL, decides for which CUDA that torch is; PyPI has nvcc from 13.0 on.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python -m pip install "torch==$1.*" "setuptools>=77,<82" ninja build
+cuda=$(python -c 'import torch; print(torch.version.cuda)')
+python -m pip install nvidia-{cuda-nvcc,nvvm,cuda-crt,cuda-cccl}"==$cuda.*"
+export TORCH_CUDA_ARCH_LIST="7.5 8.0 8.6 8.9 9.0a 10.0 12.0+PTX" MINIMAL_ATTN_WHEEL=1
+python -m build --wheel --no-isolation
+ls -l dist
