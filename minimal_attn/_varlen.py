@@ -155,6 +155,19 @@ def _rows(x, index):
     return x.index_select(0, index.clamp(0, x.shape[0] - 1))
 
 
+def rotate(x, cos, sin, position, interleaved):
+    """Rotary embedding of x (B, N, H, d) in float32: pairs of its first 2 r channels turn by the angles of
+    cos and sin (positions, r) at position (B, N).
+    """
+    r = cos.shape[-1]
+    cos, sin = (table[position][:, :, None].float() for table in (cos, sin))
+    turned, rest = x[..., : 2 * r].float(), x[..., 2 * r :]
+    even, odd = turned.unflatten(-1, (r, 2)).unbind(-1) if interleaved else turned.split(r, -1)
+    pair = even * cos - odd * sin, even * sin + odd * cos
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
 # ---------------------------------------------------------------------------------------------- gradients
 
 

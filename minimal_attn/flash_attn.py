@@ -9,13 +9,14 @@ flash_attn/flash_attn_interface.py). What differs:
     seqused_k               an argument of flash_attn_varlen_func, as in FlashAttention-3, at the end
     gradients               of all but flash_attn_with_kvcache, as there; in s_aux and with a block_table, too
     num_splits              accepted and not used
-    NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes, rotary_cos and rotary_sin
+    rotary_cos, rotary_sin  of any rotary dimension, in any dtype
+    NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes
 
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
     flash_attn_func         nothing
     ..._varlen_func         nothing; with few queries over many keys q and the result, once each
-    ..._with_kvcache        k and v into the cache
+    ..._with_kvcache        k and v into the cache; with rotary_cos q and k besides, rotated by PyTorch
     seqused_k               k and v, but with few queries over many keys
     block_table             the sequences' keys, up to the length of the table, for gradients, and where the
     and cache_batch_idx     backend doesn't read pages (minimal_attn.explain says so)
@@ -32,7 +33,7 @@ from torch import Tensor
 from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
 from minimal_attn._sizes import known
-from minimal_attn._varlen import attend, attend_pages, attend_sequences
+from minimal_attn._varlen import attend, attend_pages, attend_sequences, rotate
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
@@ -245,7 +246,9 @@ def flash_attn_with_kvcache(
             (pages, page size, Hkv, d); a sequence then has N = n * page size.
         k, v: new keys and values (B, N_new, Hkv, d), or None. Key j of sequence b is written to position
             cache_seqlens[b] + j, where the cache must have room. They may be views of the cache.
-        rotary_cos, rotary_sin: must be None: rotate q and k before the call.
+        rotary_cos, rotary_sin: (at least N, r) cosines and sines of each position, r at most d / 2, or None.
+            The first 2 r channels of q and k are rotated by them: key j at its position in the cache, query i
+            at cache_seqlens[b] + i, or, without causal and window_size, at cache_seqlens[b].
         cache_seqlens: an int or (B,) int32 or int64 on q's device: how many keys each sequence has, left
             padding included, before k is appended. None: N; with k it must be given.
         cache_batch_idx: (B,) int32 or int64: sequence b is row cache_batch_idx[b] of the cache. None: row b.
@@ -254,19 +257,20 @@ def flash_attn_with_kvcache(
         block_table: (B, n) int32 or int64, as in flash_attn_varlen_func; not with cache_batch_idx.
         causal, window_size: as in flash_attn_func, where Nk is cache_seqlens[b] + N_new.
         softmax_scale, softcap, alibi_slopes, s_aux: as in flash_attn_func.
-        rotary_interleaved, num_splits: not used.
+        rotary_interleaved: channels 2 c and 2 c + 1 are a pair. If not, c and c + r.
+        num_splits: not used.
         return_softmax_lse: return softmax_lse, too.
 
     Returns:
         out (B, Nq, Hq, d); with return_softmax_lse (out, softmax_lse (B, Hq, Nq)).
 
     Raises:
-        As flash_attn_varlen_func, and NotImplementedError for rotary_cos and rotary_sin, ValueError for
-        lengths that exceed the cache (an int, or a tensor on a CPU; on a GPU they are not checked, and
-        PyTorch's assertion ends a write behind the cache). The cache is then as before.
+        As flash_attn_varlen_func, and ValueError for lengths that exceed the cache (an int, or a tensor on a
+        CPU; on a GPU they are not checked, and PyTorch's assertion ends a write behind the cache). The cache
+        is then as before.
     """
     options = _options(softmax_scale, causal, window_size)
-    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
     refuse_grad("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = q.shape[0], k_cache.shape
@@ -289,7 +293,9 @@ def flash_attn_with_kvcache(
         _check("k", k, q, (B, "N_new", Hkv, d))
         _check("v", v, q, k.shape)
         N_new = k.shape[1]
-    lengths = _lengths(cache_seqlens, N_new, N if block_table is None else N * block_table.shape[1], q)
+    room = N if block_table is None else N * block_table.shape[1]
+    lengths = _lengths(cache_seqlens, N_new, room, q)
+    rotary = _checked_rotary(rotary_cos, rotary_sin, q, k, room)
     if block_table is not None:
         _check_pages(block_table, lengths, "k_cache", k_cache)
     if not known(N_new == 0):
@@ -298,6 +304,14 @@ def flash_attn_with_kvcache(
         for keys in (k, v), (k_cache, v_cache):  # forward's checks, before the cache changes
             forward(*(x[:0].transpose(1, 2) for x in (q, *keys)), sinks=s_aux, **options)
         position = lengths[:, None] + torch.arange(-N_new, 0, device=q.device)
+        if rotary is not None:
+            at = (lengths - N_new)[:, None].expand(-1, q.shape[1])
+            if options["causal"] or max(options["window_size"]) >= 0:
+                at = at + torch.arange(q.shape[1], device=q.device)
+            q, k = (
+                rotate(q, *rotary, at, rotary_interleaved),
+                rotate(k, *rotary, position, rotary_interleaved),
+            )
         if block_table is not None:
             row, position = block_table.long().gather(1, position // N), position % N
         else:
@@ -411,6 +425,20 @@ def _checked_longest(name, lengths, max_seqlen):
 def _check_end(name, cu_seqlens, total):
     if known((end := known_max(cu_seqlens)) > total):
         raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
+
+
+def _checked_rotary(cos, sin, q, k, room):
+    """(cos, sin), or None."""
+    if cos is None and sin is None:
+        return None
+    if k is None:
+        raise ValueError("rotary_cos must be None without k and v, but was a tensor")
+    n, r = _check("rotary_cos", cos, q, ("positions", "r"), _FLOATS)
+    _check("rotary_sin", sin, q, (n, r), _FLOATS)
+    if known(n < room, 2 * r > q.shape[-1]):
+        text = f"rotary_cos must have shape (at least {room}, at most {q.shape[-1] // 2})"
+        raise ValueError(f"{text}, but has shape {tuple(cos.shape)}")
+    return cos, sin
 
 
 def _lengths(cache_seqlens, N_new, N, q):

@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 import torch
-from conftest import DTYPES, Backend, check_o, forced
+from conftest import DTYPES, ERROR_BOUND, Backend, check_o, forced
 from reference import Attention, attention
 
 from minimal_attn import _varlen, flash_attn
@@ -470,6 +470,46 @@ def test_new_keys_that_are_views_of_the_cache(backend, name, cache, compiled):
         torch._dynamo.reset()
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert all(map(torch.equal, call(q, *keys, lambda x: x), expected))
+
+
+def turned(x, angle, position, interleaved):
+    """x (N, H, d) in float64 as complex numbers, times exp(1j * angle) at position (N,)."""
+    r = angle.shape[1]
+    pairs = x[..., : 2 * r].double()
+    pairs = pairs.unflatten(-1, (r, 2)) if interleaved else pairs.unflatten(-1, (2, r)).mT
+    both = torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angle[position].double())[:, None]
+    both = torch.view_as_real(both)
+    return torch.cat(((both if interleaved else both.mT).flatten(-2), x[..., 2 * r :].double()), -1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(20, -1))], ids=str)
+@pytest.mark.parametrize("paged", [False, True])
+def test_rotary_embedding(forced_backend, dtype, interleaved, options, paged):
+    """Of new keys at their positions in the cache, and of queries; cached keys are as they were."""
+    backend, lengths, r = forced_backend, [13, 40], forced_backend.random.choice([1, 8, 20])
+    q, k, v = (backend.randn(2, 9, H, 40, dtype=dtype) for H in (4, 2, 2))
+    caches = [backend.randn(2, 64, 2, 40, dtype=dtype) for _ in "kv"]
+    angle = backend.randn(70, r) * 3
+    before = [x.clone() for x in caches]
+    tables = dict(block_table=torch.arange(8, device=q.device).view(2, 4)) if paged else {}
+    given = [x.unflatten(1, (4, 16)).flatten(0, 1) if paged else x for x in caches]
+    given, pads = [x.clone() for x in given], {} if paged else dict(cache_leftpad=backend.ints(5, 0))
+    tables |= dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), rotary_interleaved=interleaved) | pads
+    o = flash_attn_with_kvcache(q, *given, k, v, cache_seqlens=backend.ints(*lengths), **tables, **options)
+    found = [x.unflatten(0, (2, 4)).flatten(1, 2) if paged else x for x in given]
+    for b, n in enumerate(lengths):
+        at = torch.arange(n, n + 9, device=q.device)
+        keys, values = (x[b, : n + 9].double() for x in before)
+        keys[n:], values[n:] = turned(k[b], angle, at, interleaved), v[b].double()
+        torch.testing.assert_close(found[0][b, : n + 9].double(), keys, rtol=0, atol=8 * ERROR_BOUND[dtype])
+        assert torch.equal(found[0][b, :n], before[0][b, :n]) and torch.equal(found[1][b, n : n + 9], v[b])
+        assert torch.equal(found[0][b, n + 9 :], before[0][b, n + 9 :])
+        queries = turned(q[b], angle, at if options else at[:1].expand(9), interleaved)
+        first = 0 if paged else (5, 0)[b]
+        expected = expected_of(queries[None], keys[None, first:], values[None, first:], **options)
+        error = (o[b : b + 1].transpose(1, 2).double() - expected.o).norm() / expected.o.norm()
+        assert error < 4 * ERROR_BOUND[dtype]
 
 
 def one_call_of_each(backend):

@@ -52,7 +52,6 @@ FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
         ("softcap", math.nan),
         ("softcap", "50"),
         ("alibi_slopes", torch.ones(4)),
-        ("rotary_cos", torch.ones(9, 4)),
     ],
 )
 def test_what_is_missing(backend, function, name, value):
@@ -299,3 +298,25 @@ def test_a_cache_is_as_before_after_an_error():
     ):
         refuses(error, flash_attn_with_kvcache, options | wrong, *patterns)
         assert torch.equal(options["k_cache"], before[0]) and torch.equal(options["v_cache"], before[1])
+
+
+def test_wrong_rotary_tables(backend):
+    right = torch.ones(7, 4, device=backend.device)
+    options = good(backend, flash_attn_with_kvcache) | dict(rotary_cos=right, rotary_sin=right)
+    flash_attn_with_kvcache(**options)
+    must = r"^rotary_cos must have shape \(at least 7, at most 4\), but has shape "
+    for error, wrong, pattern in (
+        (ValueError, dict(rotary_cos=right[:6], rotary_sin=right[:6]), must + r"\(6, 4\)"),
+        (
+            ValueError,
+            dict.fromkeys(("rotary_cos", "rotary_sin"), right[:, :1].expand(7, 5)),
+            must + r"\(7, 5",
+        ),
+        (TypeError, dict(rotary_sin=None), "^rotary_sin must be a tensor, but was None"),
+        (TypeError, dict(rotary_cos=None), "^rotary_cos must be a tensor, but was None"),
+        (ValueError, dict(rotary_sin=right[:, :3]), r"^rotary_sin must have shape \(7, 4\)"),
+        (ValueError, dict(rotary_cos=right.double()), "^rotary_cos must be torch.float32 or "),
+        (ValueError, dict(rotary_cos=right.to("meta")), "^rotary_cos must be on q's device"),
+        (ValueError, dict(k=None, v=None), "^rotary_cos must be None without k and v, but was a tensor"),
+    ):
+        refuses(error, flash_attn_with_kvcache, options | wrong, pattern)
