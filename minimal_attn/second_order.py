@@ -1,0 +1,174 @@
+"""forward with second derivatives: for gradient penalties, forces in a loss, Hessians.
+
+o and its gradients are those of the kernels. Gradients of gradients, and forward mode (torch.func.jvp), are
+PyTorch's: manual attention, whose scores take O(B Hq Nq Nk) of memory. float64 is manual attention alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import minimal_attn
+from minimal_attn._errors import wrong_call
+from minimal_attn._varlen import gradient_of_sinks
+
+_OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
+_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k".split()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *surplus,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **options,
+):
+    """minimal_attn.forward, differentiable twice and in forward mode.
+
+    Args:
+        q, k, v, sinks, return_lse, options: those of minimal_attn.forward, float64 besides, but for state,
+            return_state, out and block_table. `backend` decides for o and first derivatives.
+
+    Returns:
+        o (B, Hq, Nq, d) of q's dtype; with return_lse (o, lse): lse (B, Hq, Nq) is float32, or q's float64.
+
+    Raises:
+        As minimal_attn.forward; TypeError for other arguments.
+    """
+    unknown = {name: None for name in options if name not in _OPTIONS}
+    if unknown or surplus:
+        raise wrong_call("second_order.forward", "q, k, v", surplus, unknown)
+    if q.dtype == torch.float64:
+        options.pop("backend", None)
+        o, lse = manual(q, k, v, sinks, **options)
+    else:
+        of_ints = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        numbers = {name: x for name, x in options.items() if name not in of_ints}
+        o, lse = _Attention.apply(q, k, v, sinks, numbers, list(of_ints), *of_ints.values())
+    return (o, lse) if return_lse else o
+
+
+class _Attention(torch.autograd.Function):
+    """`names` are those of the options that are tensors, `ints`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, sinks, options, names, *ints):
+        options = options | dict(zip(names, ints, strict=True))
+        return minimal_attn.forward(q, k, v, sinks=sinks, return_lse=True, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, results):
+        *tensors, ctx.options, ctx.names = inputs[:6]
+        ctx.save_for_backward(*tensors, *results, *inputs[6:])
+        ctx.save_for_forward(*tensors, *results, *inputs[6:])
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        (q, k, v, sinks, o, lse), options = ctx.saved_tensors[:6], _options(ctx)
+        rest = [None] * (2 + len(ctx.names))
+        if torch.is_grad_enabled():  # create_graph=True
+            _, pull_back = torch.func.vjp(*_function(q, k, v, sinks, options))
+            parts = pull_back((do, dlse))
+            return *parts, *[None] * (4 - len(parts)), *rest
+        parts = minimal_attn.backward(do, q, k, v, o, lse, None, dlse=dlse, complete=sinks is None, **options)
+        dsinks = None
+        if sinks is not None:
+            dsinks = gradient_of_sinks(do.transpose(1, 2), o.transpose(1, 2), lse, dlse, sinks)
+        return *parts, dsinks, *rest
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        function, *tensors = _function(*ctx.saved_tensors[:4], _options(ctx))
+        tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(tensors, tangents, strict=False)]
+        return torch.func.jvp(function, tuple(tensors), tuple(tangents))[1]
+
+
+def _options(ctx):
+    return ctx.options | dict(zip(ctx.names, ctx.saved_tensors[6:], strict=True))
+
+
+def _function(q, k, v, sinks, options):
+    """manual as a function of tensors alone, and these."""
+    options = {name: x for name, x in options.items() if name != "backend"}
+    if sinks is None:
+        return lambda q, k, v: manual(q, k, v, None, **options), q, k, v
+    return lambda *tensors: manual(*tensors, **options), q, k, v, sinks
+
+
+def manual(q, k, v, sinks, *, softmax_scale=None, **band):
+    """(o, lse) by operators of PyTorch, in float32 or float64."""
+    (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
+    dtype, of_sums = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    seen = visible(B, Nq, Nk, q.device, **band)
+    is_key = seen.any(-2)[..., None]  # what no query sees may be NaN
+    k, v = (x.to(of_sums).where(is_key, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for x in (k, v))
+    S = (d**-0.5 if softmax_scale is None else softmax_scale) * (q.to(of_sums) @ k.mT)
+    S = S.masked_fill(~seen, -torch.inf)
+    m = S.detach().amax(-1, keepdim=True) if Nk else S.new_full((B, Hq, Nq, 1), -torch.inf)
+    if sinks is not None:
+        sinks = sinks.to(of_sums)[..., None, None]
+        m = torch.maximum(m, sinks.detach())
+    m = m.masked_fill(m == -torch.inf, 0)
+    P = torch.exp(S - m)
+    l = P.sum(-1, keepdim=True)
+    if sinks is not None:
+        l = l + torch.exp(sinks - m)
+    is_blind = l == 0
+    l = l.masked_fill(is_blind, 1)
+    lse = (m + l.log()).masked_fill(is_blind, -torch.inf)
+    return (P @ v / l).to(dtype), lse[..., 0]
+
+
+def visible(
+    B,
+    Nq,
+    Nk,
+    device,
+    *,
+    causal=False,
+    window_size=(-1, -1),
+    seqlens_k=None,
+    leftpad_k=None,
+    offset=None,
+    key_ranges=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    prefix_k=None,
+):
+    """The mask that forward's options mean: (B or 1, 1, Nq, Nk), True where a query sees a key."""
+
+    def of_batches(x):
+        return x.long()[:, None, None] if isinstance(x, Tensor) else x
+
+    i, j = torch.arange(Nq, device=device)[:, None], torch.arange(Nk, device=device)
+    if cu_seqlens_q is None:
+        end = Nk if seqlens_k is None else of_batches(seqlens_k).clamp(0, Nk)
+        begin = 0 if leftpad_k is None else of_batches(leftpad_k).clamp(0, Nk)
+        own = i + (end - Nq if offset is None else of_batches(offset))
+        first_keys = of_batches(prefix_k)
+    else:
+        cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
+        document = torch.searchsorted(cu_q[1:].contiguous(), i, right=True)
+        is_inside = (document < len(cu_q) - 1) & (i >= cu_q[0])
+        document = document.clamp(max=len(cu_q) - 2)
+        begin, end = cu_k[:-1][document], cu_k[1:][document]
+        own = i - cu_q[1:][document] + end
+        end = end.where(is_inside, begin)
+        first_keys = None if prefix_k is None else prefix_k.long()[document]
+    left, right = window_size
+    right = 0 if causal else right
+    seen = (j >= begin) & (j < end)
+    if right >= 0:
+        seen = seen & (j <= own + right)
+    if left >= 0:
+        is_near = j >= own - left
+        seen = seen & (is_near if first_keys is None else is_near | (j < begin + first_keys))
+    if key_ranges is not None:
+        first, last = key_ranges.long()[..., :1], key_ranges.long()[..., 1:]
+        seen = seen & (first <= j) & (j < last)
+    return seen.expand(-1 if seen.dim() == 3 else 1, Nq, Nk)[:, None]
