@@ -20,7 +20,7 @@ build: build/built
 bench: build
 	build/python bench.py $(ARGS)
 
-# Most tests use one core.
+# Most tests use one core. More processes than 4 want more memory than a GPU may have.
 PROCESSES = $(shell build/python -c 'import xdist; print("-n auto --maxprocesses 4")' 2>/dev/null)
 
 test: build

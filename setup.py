@@ -12,7 +12,7 @@ TORCH_CUDA_ARCH_LIST says what GPUs to build for, entries separated by spaces, c
 It holds in this folder until it is set to something else or `make clean`.
 MINIMAL_ATTN_SANITIZE=address,undefined builds the C++ files with GCC's sanitizers, for tests of the CPU part;
 Python then needs their library first, by LD_PRELOAD, as .ci/run gives it.
-MINIMAL_ATTN_WHEEL=1 adds to the version of a wheel what it is built for: 0.1.0+torch2.11.cu130.
+MINIMAL_ATTN_WHEEL=1 adds a local version to wheels with CUDA code: 0.1.0+torch2.11.cu130.
 MINIMAL_ATTN_TILES=all builds for 9.0 also the tiles that smaller GPUs use, for tests of them on a Hopper GPU.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
@@ -70,12 +70,13 @@ def requirement():
     return "torch>={}.{}".format(*bootstrap.OLDEST_TORCH)
 
 
-def built_for():
-    """The end of a wheel's version, where wheels for several torches lie side by side."""
-    if not os.environ.get("MINIMAL_ATTN_WHEEL"):
+def local_version():
+    """The local version of a wheel with CUDA code: wheels for several torches have different names."""
+    if not (os.environ.get("MINIMAL_ATTN_WHEEL") and Build.targets):
         return ""
-    cuda = "cu" + HERE["cuda"].replace(".", "") if Build.targets else "cpu"
-    return "+torch{}.{}.{}".format(*bootstrap.two_numbers(HERE["torch"]), cuda)
+    return "+torch{}.{}.cu{}{}".format(
+        *bootstrap.two_numbers(HERE["torch"]), *bootstrap.two_numbers(HERE["cuda"])
+    )
 
 
 def cuda_targets():
@@ -309,7 +310,7 @@ def main():
         ext_modules=[Extension("minimal_attn._C", sorted(bootstrap.sources(*suffixes), key=longest_first))],
         cmdclass={"build_ext": Build},
         install_requires=[requirement()],
-        options={"egg_info": {"tag_build": built_for()}},
+        options={"egg_info": {"tag_build": local_version()}},
     )
 
 

@@ -4,8 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python -m pip install "torch==$1.*" "setuptools>=77,<82" ninja build
-cuda=$(python -c 'import torch; print(torch.version.cuda)')
-python -m pip install nvidia-{cuda-nvcc,nvvm,cuda-crt,cuda-cccl}"==$cuda.*"
-export TORCH_CUDA_ARCH_LIST="7.5 8.0 8.6 8.9 9.0a 10.0 12.0+PTX" MINIMAL_ATTN_WHEEL=1
+python -m pip install $(python -c 'import bootstrap, torch; print(*(f"{name}=={torch.version.cuda}.*" for name in bootstrap.NVCC))')
+export TORCH_CUDA_ARCH_LIST="7.5 8.0 8.6 8.9 9.0 10.0 12.0+PTX" MINIMAL_ATTN_WHEEL=1
 python -m build --wheel --no-isolation
 ls -l dist

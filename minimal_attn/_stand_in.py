@@ -1,6 +1,6 @@
-"""The package flash_attn as other libraries import it, made of minimal_attn.flash_attn.
+"""The package flash_attn as other libraries import it: see minimal_attn.flash_attn.install().
 
-Names, signatures and results are those of flash_attn 2.8.3. What differs is in minimal_attn.flash_attn.
+Arguments that have no meaning here are accepted and not used: return_softmax, rng_state, zero_tensors.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import importlib.metadata
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from minimal_attn import flash_attn
-from minimal_attn._backward import backward
+from minimal_attn import _varlen, flash_attn
 
 VERSION = "2.8.3"
 NAMES = [name for name in vars(flash_attn) if name.startswith("flash_attn_")]
@@ -24,18 +24,19 @@ MODULES = "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padd
 
 
 def install(replace: bool) -> None:
-    if getattr(sys.modules.get("flash_attn"), "of_minimal_attn", False):
+    if _is_installed():
         return
     found = importlib.util.find_spec("flash_attn")
-    if found is not None and found.origin is not None and not replace:  # FlashAttention-4 has no __init__.py
+    is_regular = found is not None and found.origin is not None  # FlashAttention-4 has no __init__.py
+    if is_regular and not replace:
         raise ImportError(
-            f"flash_attn must not be installed, but is, in {found.origin}: "
-            "uninstall it, or take its name by install(replace=True)"
+            f"replace must be True where flash_attn is installed, as in {found.origin}, but was {replace!r}"
         )
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
     package, interface, padding = (_module(name) for name in MODULES)
-    package.__path__ = [] if found is None or found.origin else list(found.submodule_search_locations)
+    # Beside FlashAttention-4 flash_attn.cute is still found; a package that is replaced is hidden.
+    package.__path__ = [] if found is None or is_regular else list(found.submodule_search_locations)
     public = {name: getattr(flash_attn, name) for name in NAMES}
     vars(package).update(public, __version__=VERSION, of_minimal_attn=True)
     vars(package).update(flash_attn_interface=interface, bert_padding=padding)
@@ -43,16 +44,20 @@ def install(replace: bool) -> None:
     vars(interface).update({"_wrapped" + f.__name__: f for f in PRIVATE})
     vars(padding).update({f.__name__: f for f in PADDING})
     sys.modules |= {each.__name__: each for each in (package, interface, padding)}
-    sys.meta_path.insert(0, Metadata)
+    sys.meta_path.insert(0, FINDER)
     _tell_transformers()
 
 
 def uninstall() -> None:
-    if getattr(sys.modules.get("flash_attn"), "of_minimal_attn", False):
+    if _is_installed():
         for name in MODULES:
             del sys.modules[name]
-        sys.meta_path.remove(Metadata)
+        sys.meta_path.remove(FINDER)
         _tell_transformers()
+
+
+def _is_installed():
+    return getattr(sys.modules.get("flash_attn"), "of_minimal_attn", False)
 
 
 def _module(name):
@@ -62,20 +67,21 @@ def _module(name):
     return module
 
 
-class Metadata(importlib.metadata.DistributionFinder):
+class MetadataFinder(importlib.metadata.DistributionFinder):
     """Finds what importlib.metadata knows of an installed flash_attn, and no module."""
 
-    @classmethod
-    def find_spec(cls, *arguments):
+    def find_spec(self, *arguments):
         return None
 
-    @classmethod
-    def find_distributions(cls, context=importlib.metadata.DistributionFinder.Context()):  # noqa: B008
+    def find_distributions(self, context):
         wanted = (context.name or "flash_attn").lower().replace("-", "_")
-        return iter([Installed()] if wanted == "flash_attn" else [])
+        return iter([InstalledDistribution()] if wanted == "flash_attn" else [])
 
 
-class Installed(importlib.metadata.Distribution):
+FINDER = MetadataFinder()
+
+
+class InstalledDistribution(importlib.metadata.Distribution):
     texts = {
         "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
         "top_level.txt": "flash_attn\n",
@@ -85,43 +91,46 @@ class Installed(importlib.metadata.Distribution):
         return self.texts.get(filename)
 
     def locate_file(self, path):
-        return importlib.util.find_spec("minimal_attn").submodule_search_locations[0] + f"/{path}"
+        return Path(__file__).with_name(str(path))
 
 
 def _tell_transformers():
-    """It remembers what is installed, and doesn't look for flash_attn on a machine without a GPU."""
+    """transformers caches what is installed, and without a GPU it doesn't look for flash_attn."""
     utils = sys.modules.get("transformers.utils.import_utils")
-    on_cpu = not torch.cuda.is_available() and importlib.util.find_spec("transformers") is not None
-    if utils is None and not on_cpu:
-        return
-    utils = importlib.import_module("transformers.utils.import_utils")
     for name in (
+        "_package_distribution_mapping",
         "is_flash_attn_2_available",
         "is_flash_attn_greater_or_equal",
-        "_package_distribution_mapping",
     ):
-        getattr(getattr(utils, name, None), "cache_clear", lambda: None)()
-    if on_cpu:
-        user = importlib.import_module("transformers.modeling_flash_attention_utils")
-        is_there = "flash_attn" in sys.modules
-        check = (lambda *_, **__: True) if is_there else utils.is_flash_attn_2_available
-        user.is_flash_attn_2_available = check
-        facts = getattr(user, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})  # transformers 5.5
-        devices = [each for each in facts.get("supported_devices", ()) if each[1] != "cpu"]
-        facts |= dict(
-            general_availability_check=check, supported_devices=(*devices, *[(check, "cpu")] * is_there)
-        )
+        function = getattr(utils, name, None)
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    if not torch.cuda.is_available() and importlib.util.find_spec("transformers") is not None:
+        _serve_cpus()
+
+
+def _serve_cpus():
+    """Newer versions of transformers have a table of the devices on which flash_attn runs."""
+    attention = importlib.import_module("transformers.modeling_flash_attention_utils")
+    check = importlib.import_module("transformers.utils.import_utils").is_flash_attn_2_available
+    facts = getattr(attention, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
+    devices = [each for each in facts.get("supported_devices", ()) if each[1] != "cpu"]
+    if _is_installed():
+
+        def check(*_, **__):
+            return True
+
+        devices.append((check, "cpu"))
+    attention.is_flash_attn_2_available = check
+    facts |= dict(general_availability_check=check, supported_devices=tuple(devices))
 
 
 # ------------------------------------------------------------------------------ flash_attn_interface
 
 
-def _refuse(q, **missing):
-    """float32, too, as flash_attn does: ring-flash-attn adds up in x.to(torch.float32), then x itself."""
-    flash_attn._refuse(**missing)
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        must = "torch.float16 or torch.bfloat16 in flash_attn's private functions"
-        raise TypeError(f"q must be {must}, but is {q.dtype}")
+def _check_is_half(q):
+    """ring-flash-attn keeps x.to(torch.float32) while x takes the next block: in float32 these are one."""
+    flash_attn._check("q", q, q, ["?"] * q.dim(), (torch.float16, torch.bfloat16))
 
 
 def _flash_attn_forward(
@@ -137,8 +146,8 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ):
-    """(out, softmax_lse, an empty tensor, the state of no generator)."""
-    _refuse(q)
+    """(out, softmax_lse, an empty tensor, rng_state: zeros, since nothing is dropped)."""
+    _check_is_half(q)
     window = window_size_left, window_size_right
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
     with torch.no_grad():
@@ -167,8 +176,9 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ):
-    """(out, softmax_lse, an empty tensor, the state of no generator)."""
-    _refuse(q, leftpad_k=leftpad_k)
+    """(out, softmax_lse, an empty tensor, rng_state: zeros, since nothing is dropped)."""
+    _check_is_half(q)
+    flash_attn._refuse(leftpad_k=leftpad_k)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
@@ -205,7 +215,8 @@ def _flash_attn_backward(
     Returns:
         softmax_d (B, Hq, Nq): the sum of dout * out over a head dimension, float32. flash_attn's has padding.
     """
-    _refuse(q, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _check_is_half(q)
+    flash_attn._refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right))
     return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, **options)
 
@@ -236,7 +247,8 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ):
     """_flash_attn_backward of packed sequences: softmax_lse and the result are (Hq, total_q)."""
-    _refuse(q, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _check_is_half(q)
+    flash_attn._refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right))
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     one = [x[None] for x in (dout, q, k, v, out, softmax_lse)]
@@ -246,7 +258,7 @@ def _flash_attn_varlen_backward(
 
 def _differentiate(dout, q, k, v, out, lse, into, deterministic, **options):
     tensors = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    parts = backward(*tensors, lse.contiguous(), None, deterministic=bool(deterministic), **options)
+    parts = _varlen.backward(*tensors, lse.contiguous(), None, deterministic=bool(deterministic), **options)
     for target, part in zip(into, parts, strict=True):
         if target is not None:
             target.copy_(part.transpose(1, 2))

@@ -90,10 +90,12 @@ def attend_pages(
     For gradients these keys are copied into packed ones.
     """
     if wants_grad(q, k, v, s_aux):
-        (B, n), page_size = block_table.shape, k.shape[1]
-        b, j, cu_seqlens_k = _each_key(lengths, B * n * page_size)
+        page_size = k.shape[1]
+        block_table = block_table[:, : divide_up(max_seqlen_k, page_size)]
+        B, n = block_table.shape
+        b, j, cu_seqlens_k = _gather_index(lengths, B * n * page_size)
         row = block_table[b, (j // page_size).clamp(0, n - 1)] * page_size + j % page_size
-        k, v = (_rows(x.flatten(0, 1), row) for x in (k, v))
+        k, v = (_take(x.flatten(0, 1), row) for x in (k, v))
         bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q
         return attend_sequences(q, k, v, s_aux, *bounds, wants_lse, **options)
 
@@ -124,7 +126,7 @@ def attend_sequences(
 ):
     """Packed sequences by forward's cu_seqlens. Long caches of keys without gradients go to attend_packed.
 
-    seqused_k: of each sequence only the first keys count. The others are left out of a copy.
+    seqused_k: of each sequence only the first keys count. Without attend_packed, these are copied.
     """
     begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     if seqused_k is not None:
@@ -133,14 +135,14 @@ def attend_sequences(
         keys = k[None], v[None], cu_seqlens_q, begin, end, max_seqlen_q
         return attend_packed(q, *keys, s_aux, wants_lse, **options)
     if seqused_k is not None:
-        b, j, cu_seqlens_k = _each_key(end - begin, k.shape[0])
-        k, v = (_rows(x, begin[b] + j) for x in (k, v))
+        b, j, cu_seqlens_k = _gather_index(end - begin, k.shape[0])
+        k, v = (_take(x, begin[b] + j) for x in (k, v))
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
     return out[0], lse[0] if wants_lse else None
 
 
-def _each_key(lengths, total):
+def _gather_index(lengths, total):
     """(b, j, cu_seqlens) for a copy of the first lengths[b] keys of each sequence b: its row r is key j[r] of
     sequence b[r]. Rows behind the last sequence, of total in all, may be any key.
     """
@@ -151,7 +153,8 @@ def _each_key(lengths, total):
     return b, row - cu_seqlens[b], cu_seqlens
 
 
-def _rows(x, index):
+def _take(x, index):
+    """Rows of x. Behind the last sequence, and in pages behind its last key, index may be any number."""
     return x.index_select(0, index.clamp(0, x.shape[0] - 1))
 
 

@@ -17,9 +17,9 @@ What is copied. Nothing synchronises with a GPU, and memory is O(N d):
     flash_attn_func         nothing
     ..._varlen_func         nothing; with few queries over many keys q and the result, once each
     ..._with_kvcache        k and v into the cache; with rotary_cos q and k besides, rotated by PyTorch
-    seqused_k               k and v, but with few queries over many keys
-    block_table             the sequences' keys, up to the length of the table, for gradients, and where the
-    and cache_batch_idx     backend doesn't read pages (minimal_attn.explain says so)
+    seqused_k               k and v; nothing without gradients, where total_k is more than twice total_q
+    block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
+    and cache_batch_idx     pages (minimal_attn.explain says so), and for gradients: up to max_seqlen_k each
 
 With s_aux, half dtypes cost a float32 result in memory besides. Under torch.autocast, q, k and v are cast to
 its dtype first, as SDPA casts them. A cache stays as it is: new keys and values take its dtype.
@@ -40,14 +40,19 @@ _INTS = (torch.int32, torch.int64)
 
 
 def install(replace: bool = False) -> None:
-    """Lets `import flash_attn` find these functions, with flash_attn_interface, bert_padding and metadata.
+    """Lets `import flash_attn` find these functions: libraries that call flash_attn run on minimal_attn.
 
-    transformers' attn_implementation="flash_attention_2", diffusers' "flash" backend, ring-flash-attn,
-    yunchang and others then run on minimal_attn, on CPUs and in float32, too. They take the names when they
-    are imported, so call it before. Each process needs its own call. Names are those of flash_attn 2.8.3.
+    Call it in each process, before they are imported. There are flash_attn, flash_attn.flash_attn_interface
+    (private functions included, which take half types alone), flash_attn.bert_padding, and the metadata of
+    version 2.8.3. flash_attn.layers, .ops, .losses and others are not there. transformers'
+    attn_implementation="flash_attention_2", diffusers' attention backend "flash" and ring-flash-attn's
+    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (dropout, softcap, ALiBi) is
+    a NotImplementedError: no other kernel takes the call.
+
+    Without a GPU this imports transformers, if it is there, and adds CPUs to the devices that it lets use it.
 
     Args:
-        replace: take the name flash_attn also where that package is installed.
+        replace: take the name also where flash_attn is installed, and hide all of that package.
 
     Raises:
         ImportError: flash_attn is installed, and replace is False.
@@ -128,7 +133,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -154,12 +159,13 @@ def flash_attn_varlen_func(
             (pages, page size, Hkv, d).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64 on q's device, B >= 1, never decreasing. On a
             GPU values are not checked, which would cost a synchronisation, but clamped.
-        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's number of queries and of keys. Below
-            2^28 with a block_table.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's number of queries and of keys that
+            count. Below 2^28 with a block_table.
         block_table: (B, n) int32 or int64 on q's device: keys j * page size and up of sequence b lie in page
             block_table[b, j]. Pages behind the last key may have any number.
-        seqused_k: (B,) int32 or int64 on q's device: only so many first keys of each sequence count, and the
-            last query sees the last of them. None: all. With it and a block_table cu_seqlens_k may be None.
+        seqused_k: (B,) int32 or int64 on q's device: only the first seqused_k[b] keys of sequence b count, at
+            most as many as cu_seqlens_k gives it. causal and window_size align the last query with the last
+            of them. None: all. With it and a block_table cu_seqlens_k isn't read and may be None.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence.
 

@@ -104,9 +104,9 @@ def check_o(o, expected, dtype):
     )
 
 
-def check_l_m(l, m, expected, size=1):
-    """size: what scores usually are; few keys may have a score near 0 of products that aren't."""
-    atol = 2e-6 * min(max(1, abs(size)), 10)
+def check_l_m(l, m, expected, score_std=1):
+    """score_std: of all scores, since one near 0 may be a sum of large products."""
+    atol = 2e-6 * min(max(1, abs(score_std)), 10)
     known = ~expected.m.isnan() & (expected.m != torch.inf)  # softmax has no use for other rows
     l, m, expected_l, expected_m = (t[known].double() for t in (l, m, expected.l, expected.m))
     torch.testing.assert_close(m, expected_m, rtol=2e-6, atol=atol)

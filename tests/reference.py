@@ -104,22 +104,22 @@ def gradients(do, q, k, v, dlse=None, wanted=(), **options):
 
 
 def gradient_sizes(do, q, k, v, dlse=None, *, sinks=None, softmax_scale=None, **options):
-    """Norms of dq, dk and dv with signs drawn for all products: the yardstick where products cancel.
+    """The norms that dq, dk and dv would have if every product had a random sign: roots of sums of squares.
 
-    They do so in a row of one key, whose dS is 0 but for rounding.
+    Rounding is measured by them where the gradient itself cancels, such as dq of a row of one key.
     """
     (B, Hq, _, d), (_, Hkv, Nk, _) = q.shape, k.shape
     options |= dict(sinks=sinks, softmax_scale=softmax_scale)
-    p = attention(q, k, torch.eye(Nk, device=q.device).expand(B, Hkv, Nk, Nk), **options).o
+    identity = torch.eye(Nk, device=q.device).expand(B, Hkv, Nk, Nk)
+    p2 = attention(q, k, identity, **options).o.square()  # P I = P
     o = attention(q, k, v, **options).o
-    squares = [t.double().nan_to_num(0).square() for t in (do, o, q, k, v)]
-    do, o, q = squares[:3]
-    k, v = (t.repeat_interleave(Hq // Hkv, dim=1) for t in squares[3:])
-    ds = do @ v.mT + (do * o).sum(-1, keepdim=True)
+    do2, o2, q2, k2, v2 = (t.double().nan_to_num(0).square() for t in (do, o, q, k, v))
+    k2, v2 = (t.repeat_interleave(Hq // Hkv, dim=1) for t in (k2, v2))
+    ds2 = do2 @ v2.mT + (do2 * o2).sum(-1, keepdim=True)
     if dlse is not None:
-        ds = ds + dlse.double().square()[..., None]
-    ds = ds * p.square() * (1 / d if softmax_scale is None else softmax_scale**2)
-    return [t.sum().sqrt() for t in (ds @ k, ds.mT @ q, p.square().mT @ do)]
+        ds2 = ds2 + dlse.double().square()[..., None]
+    ds2 = ds2 * p2 * (1 / d if softmax_scale is None else softmax_scale**2)
+    return [t.sum().sqrt() for t in (ds2 @ k2, ds2.mT @ q2, p2.mT @ do2)]
 
 
 def relative_error(x, expected, dim=None):

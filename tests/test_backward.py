@@ -52,7 +52,7 @@ def forms(backend, dtype):
 
 
 def check(backend, do, q, k, v, **options):
-    """Within the error bound of what is expected, or of what it would be if nothing cancelled."""
+    """Errors are relative to the gradient's norm or, where it cancels, to gradient_sizes."""
     expected = gradients(do, q, k, v, **options)
     band = {x: y for x, y in options.items() if x not in ("softmax_scale", "sinks", "dlse")}
     seen = visible_keys(q.shape[0], q.shape[2], k.shape[2], **band).to(q.device)
@@ -60,8 +60,8 @@ def check(backend, do, q, k, v, **options):
     for name, actual, exact in zip("qkv", grads(backend, do, q, k, v, **options), expected, strict=True):
         assert actual.dtype == q.dtype and actual.shape == exact.shape
         assert not actual[blind[name].expand(actual.shape[:-1])].any(), f"d{name} of what is hidden isn't 0"
-        error, size = torch.linalg.vector_norm(actual.double() - exact), torch.linalg.vector_norm(exact)
-        if not error <= ERROR_BOUND[q.dtype] * size:  # NaN, too
+        error, norm = torch.linalg.vector_norm(actual.double() - exact), torch.linalg.vector_norm(exact)
+        if not error <= ERROR_BOUND[q.dtype] * norm:  # NaN, too
             size = gradient_sizes(do, q, k, v, **options)["qkv".index(name)]
             assert error <= ERROR_BOUND[q.dtype] * size, f"d{name} is wrong by {error / size:.1e}"
 

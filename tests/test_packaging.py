@@ -216,6 +216,17 @@ def test_entry_of_the_architecture_list(setup, entry, name, codes):
     assert setup.target(entry) == (name, codes)
 
 
+def test_wheels_with_cuda_say_what_they_are_built_for(setup, monkeypatch):
+    monkeypatch.setitem(setup.HERE, "torch", "2.11.0+cu130")
+    monkeypatch.setitem(setup.HERE, "cuda", "13.0")
+    monkeypatch.setattr(setup.Build, "targets", {"9.0": []})
+    assert setup.local_version() == ""
+    monkeypatch.setenv("MINIMAL_ATTN_WHEEL", "1")
+    assert setup.local_version() == "+torch2.11.cu130"
+    monkeypatch.setattr(setup.Build, "targets", {})
+    assert setup.local_version() == ""
+
+
 @pytest.mark.parametrize("entry", ["", "hopper", "9", "8.0+ptx", "compute_80+PTX"])
 def test_bad_entry_of_the_architecture_list(setup, entry):
     with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must have"):
