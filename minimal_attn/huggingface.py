@@ -153,7 +153,8 @@ def attention(
     if d_v < d:
         v = torch.nn.functional.pad(v, (0, d - d_v))
     if isinstance(mask, Mask) and mask.order is not None:
-        k, v = (x.take_along_dim(mask.order[:, None, :, None], 2) for x in (k, v))
+        order = mask.order[:, None, :, None]  # take_along_dim would fix all sizes of a traced graph
+        k, v = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
     fixed = dict(window_size=window, softmax_scale=scaling)
     if isinstance(mask, Mask) and mask.documents:
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
