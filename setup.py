@@ -72,7 +72,7 @@ def requirement():
 
 def local_version():
     """The local version of a wheel with CUDA code: wheels for several torches have different names."""
-    if not (os.environ.get("MINIMAL_ATTN_WHEEL") and Build.targets):
+    if os.environ.get("MINIMAL_ATTN_WHEEL") != "1" or not Build.targets:
         return ""
     return "+torch{}.{}.cu{}{}".format(
         *bootstrap.two_numbers(HERE["torch"]), *bootstrap.two_numbers(HERE["cuda"])

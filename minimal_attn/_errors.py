@@ -200,6 +200,10 @@ def known_max(x):
     return int(x.max()) if is_known(x) and x.numel() else 0
 
 
+def known_min(x):
+    return int(x.min()) if is_known(x) and x.numel() else 0
+
+
 def is_known(x):
     is_data = type(x) is torch.Tensor and not is_batchedtensor(x)  # of torch.vmap
     return is_data and x.device.type == "cpu" and not is_compiling()
@@ -209,7 +213,7 @@ def check_range(name, x, end):
     """Refuses an int, or a tensor's numbers, outside 0 to end - 1, as far as the host knows them."""
     if torch.compiler.is_compiling():
         return
-    low, high = (-known_max(-x), known_max(x)) if isinstance(x, torch.Tensor) else (x, x)
+    low, high = (known_min(x), known_max(x)) if isinstance(x, torch.Tensor) else (x, x)
     if low < 0 or high >= end:
         raise ValueError(f"{name} must be 0 to {end - 1}, but is {low if low < 0 else high}")
 

@@ -20,6 +20,7 @@ from minimal_attn import _varlen, flash_attn
 
 VERSION = "2.8.3"
 NAMES = [name for name in vars(flash_attn) if name.startswith("flash_attn_")]
+_hidden = {}  # modules of a flash_attn in whose place these are
 MODULES = "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"
 
 
@@ -32,11 +33,15 @@ def install(replace: bool) -> None:
         raise ImportError(
             f"replace must be True where flash_attn is installed, as in {found.origin}, but was {replace!r}"
         )
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
-        del sys.modules[name]
     package, interface, padding = (_module(name) for name in MODULES)
+    for name in [name for name in list(sys.modules) if name.split(".")[0] == "flash_attn"]:
+        if is_regular or name == "flash_attn":
+            _hidden[name] = sys.modules.pop(name)
+        elif name.count(".") == 1:
+            setattr(package, name.split(".")[1], sys.modules[name])
     # Beside FlashAttention-4 flash_attn.cute is still found; a package that is replaced is hidden.
-    package.__path__ = [] if found is None or is_regular else list(found.submodule_search_locations)
+    if found is not None and not is_regular:
+        package.__path__ += found.submodule_search_locations
     public = {name: getattr(flash_attn, name) for name in NAMES}
     vars(package).update(public, __version__=VERSION, of_minimal_attn=True)
     vars(package).update(flash_attn_interface=interface, bert_padding=padding)
@@ -44,26 +49,29 @@ def install(replace: bool) -> None:
     vars(interface).update({"_wrapped" + f.__name__: f for f in PRIVATE})
     vars(padding).update({f.__name__: f for f in PADDING})
     sys.modules |= {each.__name__: each for each in (package, interface, padding)}
-    sys.meta_path.insert(0, FINDER)
+    sys.meta_path[:] = [FINDER, *(each for each in sys.meta_path if each is not FINDER)]
     _tell_transformers()
 
 
 def uninstall() -> None:
     if _is_installed():
         for name in MODULES:
-            del sys.modules[name]
-        sys.meta_path.remove(FINDER)
+            sys.modules.pop(name, None)
+        sys.modules |= _hidden
+        _hidden.clear()
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not FINDER]
         _tell_transformers()
 
 
 def _is_installed():
-    return getattr(sys.modules.get("flash_attn"), "of_minimal_attn", False)
+    return getattr(sys.modules.get("flash_attn"), "of_minimal_attn", False) is True
 
 
 def _module(name):
     module = ModuleType(name, f"{name} of flash_attn {VERSION}, by minimal_attn.")
-    module.__spec__ = ModuleSpec(name, None, origin=__file__)
-    module.__file__ = __file__
+    module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=name == "flash_attn")
+    if name == "flash_attn":
+        module.__path__ = module.__spec__.submodule_search_locations
     return module
 
 
@@ -74,8 +82,9 @@ class MetadataFinder(importlib.metadata.DistributionFinder):
         return None
 
     def find_distributions(self, context):
-        wanted = (context.name or "flash_attn").lower().replace("-", "_")
-        return iter([InstalledDistribution()] if wanted == "flash_attn" else [])
+        of_sys_path = vars(context).get("path", sys.path) == sys.path
+        wanted = importlib.metadata.Prepared(context.name or "flash_attn").normalized
+        return iter([InstalledDistribution()] * (of_sys_path and wanted == "flash_attn"))
 
 
 FINDER = MetadataFinder()
@@ -97,13 +106,10 @@ class InstalledDistribution(importlib.metadata.Distribution):
 def _tell_transformers():
     """transformers caches what is installed, and without a GPU it doesn't look for flash_attn."""
     utils = sys.modules.get("transformers.utils.import_utils")
-    for name in (
-        "_package_distribution_mapping",
-        "is_flash_attn_2_available",
-        "is_flash_attn_greater_or_equal",
-    ):
-        function = getattr(utils, name, None)
-        if hasattr(function, "cache_clear"):
+    for name, function in vars(utils).items() if utils else ():
+        if hasattr(function, "cache_clear") and (
+            "flash_attn" in name or name == "_package_distribution_mapping"
+        ):
             function.cache_clear()
     if not torch.cuda.is_available() and importlib.util.find_spec("transformers") is not None:
         _serve_cpus()
@@ -111,8 +117,11 @@ def _tell_transformers():
 
 def _serve_cpus():
     """Newer versions of transformers have a table of the devices on which flash_attn runs."""
-    attention = importlib.import_module("transformers.modeling_flash_attention_utils")
-    check = importlib.import_module("transformers.utils.import_utils").is_flash_attn_2_available
+    try:
+        attention = importlib.import_module("transformers.modeling_flash_attention_utils")
+        check = importlib.import_module("transformers.utils.import_utils").is_flash_attn_2_available
+    except Exception:  # another folder of that name, or a transformers that can't be imported
+        return
     facts = getattr(attention, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
     devices = [each for each in facts.get("supported_devices", ()) if each[1] != "cpu"]
     if _is_installed():
@@ -218,6 +227,7 @@ def _flash_attn_backward(
     _check_is_half(q)
     flash_attn._refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right))
+    _check_gradients(q, k, v, dout, out, dq, dk, dv)
     return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, **options)
 
 
@@ -251,11 +261,19 @@ def _flash_attn_varlen_backward(
     flash_attn._refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right))
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_gradients(q, k, v, dout, out, dq, dk, dv)
     one = [x[None] for x in (dout, q, k, v, out, softmax_lse)]
     into = [None if x is None else x[None] for x in (dq, dk, dv)]
     return _differentiate(*one, into, deterministic, **options)[0]
 
 
+def _check_gradients(q, k, v, dout, out, dq, dk, dv):
+    for name, x, like in ("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v):
+        if x is not None or name in ("dout", "out"):
+            flash_attn._check(name, x, q, like.shape, flash_attn._FLOATS)
+
+
+@torch.no_grad()
 def _differentiate(dout, q, k, v, out, lse, into, deterministic, **options):
     tensors = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     parts = _varlen.backward(*tensors, lse.contiguous(), None, deterministic=bool(deterministic), **options)
@@ -294,6 +312,9 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     """
     is_token = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = is_token.flatten().nonzero().flatten()
+    if is_token.shape != hidden_states.shape[:2]:
+        shapes = f"shape {tuple(hidden_states.shape[:2])}, but has shape {tuple(is_token.shape)}"
+        raise ValueError(f"attention_mask must have hidden_states' {shapes}")
     lengths = is_token.sum(-1, dtype=torch.int32)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
@@ -306,4 +327,6 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int):
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
-PADDING = index_first_axis, index_put_first_axis, unpad_input, pad_input
+PADDING = [index_first_axis, index_put_first_axis, unpad_input, pad_input]
+if importlib.util.find_spec("einops"):  # libraries import these from there, too
+    PADDING += [importlib.import_module("einops").rearrange, importlib.import_module("einops").repeat]

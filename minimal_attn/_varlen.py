@@ -93,9 +93,9 @@ def attend_pages(
         page_size = k.shape[1]
         block_table = block_table[:, : divide_up(max_seqlen_k, page_size)]
         B, n = block_table.shape
-        b, j, cu_seqlens_k = _gather_index(lengths, B * n * page_size)
-        row = block_table[b, (j // page_size).clamp(0, n - 1)] * page_size + j % page_size
-        k, v = (_take(x.flatten(0, 1), row) for x in (k, v))
+        b, j, cu_seqlens_k = _gather_index(lengths.clamp(max=n * page_size), B * n * page_size)
+        page = block_table[b, (j // page_size).clamp(0, n - 1)].clamp(0, k.shape[0] - 1)
+        k, v = (x[page, j % page_size] for x in (k, v))
         bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q
         return attend_sequences(q, k, v, s_aux, *bounds, wants_lse, **options)
 
@@ -115,7 +115,7 @@ def attend_pages(
             return out, torch.where(is_second, second[1], first[1]) if wants_lse else None
         # One row has the pages of all sequences, so that a backend that copies pages copies each once.
         begin = torch.arange(B, device=q.device) * room
-        keys = begin, begin + lengths, max_seqlen_q, s_aux, wants_lse
+        keys = begin, begin + lengths.clamp(0, room), max_seqlen_q, s_aux, wants_lse
         return attend_packed(q, k, v, cu_seqlens_q, *keys, **options, block_table=table.reshape(1, -1))
 
     return attend_tables(block_table, cu_seqlens_q, lengths)
@@ -130,13 +130,14 @@ def attend_sequences(
     """
     begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     if seqused_k is not None:
-        end = torch.minimum(end, begin + seqused_k)
+        end = begin + torch.minimum(seqused_k, end - begin)
     if known(k.shape[0] > 2 * q.shape[0]) and not wants_grad(q, k, v, s_aux):
         keys = k[None], v[None], cu_seqlens_q, begin, end, max_seqlen_q
         return attend_packed(q, *keys, s_aux, wants_lse, **options)
     if seqused_k is not None:
         b, j, cu_seqlens_k = _gather_index(end - begin, k.shape[0])
-        k, v = (_take(x, begin[b] + j) for x in (k, v))
+        row = (begin[b] + j).clamp(0, k.shape[0] - 1)
+        k, v = (x.index_select(0, row) for x in (k, v))
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
     return out[0], lse[0] if wants_lse else None
@@ -144,18 +145,13 @@ def attend_sequences(
 
 def _gather_index(lengths, total):
     """(b, j, cu_seqlens) for a copy of the first lengths[b] keys of each sequence b: its row r is key j[r] of
-    sequence b[r]. Rows behind the last sequence, of total in all, may be any key.
+    sequence b[r]. Rows behind the last sequence, of total in all, and of wrong lengths may be any number.
     """
     ends = lengths.clamp(min=0).cumsum(0)
     row = torch.arange(total, device=lengths.device)
     b = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0))
     return b, row - cu_seqlens[b], cu_seqlens
-
-
-def _take(x, index):
-    """Rows of x. Behind the last sequence, and in pages behind its last key, index may be any number."""
-    return x.index_select(0, index.clamp(0, x.shape[0] - 1))
 
 
 def rotate(x, cos, sin, position, interleaved):

@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, refuse_grad
+from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, known_min, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
 from minimal_attn._sizes import known
 from minimal_attn._varlen import attend, attend_pages, attend_sequences, rotate
@@ -184,7 +184,7 @@ def flash_attn_varlen_func(
     if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
     max_q = _checked_longest("q", cu_seqlens_q.diff(), max_seqlen_q)
-    _check_end("q", cu_seqlens_q, q.shape[0])
+    _check_bounds("q", cu_seqlens_q, q.shape[0])
     if seqused_k is not None:
         _check("seqused_k", seqused_k, q, (B,), _INTS)
         check_range("seqused_k", seqused_k, 2**31)
@@ -201,7 +201,7 @@ def flash_attn_varlen_func(
         arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        _check_end("k", cu_seqlens_k, k.shape[0])
+        _check_bounds("k", cu_seqlens_k, k.shape[0])
         if seqused_k is not None and (excess := known_max(seqused_k - cu_seqlens_k.diff())) > 0:
             raise ValueError(f"seqused_k must fit in cu_seqlens_k, but a sequence has {excess} keys more")
         arguments = cu_seqlens_q, cu_seqlens_k, max_q, return_attn_probs, seqused_k
@@ -365,7 +365,7 @@ def _check(name, x, q, shape, dtypes=None):
     Without dtypes x must have q's, but for autocast, which casts it. The result is x's shape.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, but was {x!r}")
+        raise TypeError(f"{name} must be a tensor, but was {in_words(x)}")
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(f"{name} must be a dense tensor, but was {in_words(x)}")
     was = x.shape
@@ -428,7 +428,10 @@ def _checked_longest(name, lengths, max_seqlen):
     return max_seqlen
 
 
-def _check_end(name, cu_seqlens, total):
+def _check_bounds(name, cu_seqlens, total):
+    if known(known_min(cu_seqlens[:1]) < 0, known_min(cu_seqlens.diff()) < 0):
+        must = "begin at 0 or later, and never decrease"
+        raise ValueError(f"cu_seqlens_{name} must {must}, but is {cu_seqlens.tolist()}")
     if known((end := known_max(cu_seqlens)) > total):
         raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
 

@@ -370,6 +370,36 @@ def test_wrong_lengths_read_nothing_out_of_bounds():
         assert out.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_lengths_beyond_their_room_reach_no_other_sequence(backend, with_gradients):
+    """Where the host doesn't know them: on a GPU, and while Dynamo traces."""
+    q, pages = (
+        backend.randn(2, 1, 8).requires_grad_(with_gradients),
+        torch.zeros(4, 4, 1, 8, device=backend.device),
+    )
+    values = pages.clone()
+    values[2:] = 1000
+    options = dict(block_table=backend.ints(0, 1, 2, 3).view(2, 2))
+
+    def attend(used, longest):
+        bounds = backend.ints(0, 1, 2), None, 1, longest
+        return flash_attn_varlen_func(q, pages, values, *bounds, seqused_k=used, **options)
+
+    compiled = torch.compile(attend, backend="aot_eager")
+    for used, longest in ((9, 8), 8), ((8, 8), 4), ((2**31 - 1, 2**31 - 1), 8):
+        o = compiled(backend.ints(*used), longest)
+        assert not o[0].any() and (o[1] - 1000).abs().max() < 1e-2
+    flat, used = values.flatten(0, 1), backend.ints(2**31 - 1, 2**31 - 1)
+
+    def packed(used):
+        return flash_attn_varlen_func(q, flat, flat, backend.ints(0, 1, 2), bounds, 1, 8, seqused_k=used)
+
+    bounds = backend.ints(0, 8, 16)
+    o = torch.compile(packed, backend="aot_eager")(used)
+    assert not o[0].any() and (o[1] - 1000).abs().max() < 1e-2
+
+
 def test_nothing_packed(forced_backend):
     q, k, v, cu_seqlens = packed(forced_backend, [0, 0])
     some, _, _, cu_seqlens_of_some = packed(forced_backend, [3, 2])

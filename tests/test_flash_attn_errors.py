@@ -231,6 +231,12 @@ def test_lengths_that_do_not_fit():
             "^cu_seqlens_k must end at most at 14.* 15",
         ),
         (dict(cu_seqlens_q=backend.ints(0)), r"^cu_seqlens_q must have shape \(B \+ 1,\)"),
+        (dict(cu_seqlens_k=backend.ints(-3, 3, 14), max_seqlen_k=99), "^cu_seqlens_k must begin at 0 .*-3"),
+        (
+            dict(cu_seqlens_q=backend.ints(0, 6, 5), max_seqlen_q=9),
+            "^cu_seqlens_q must .*never decrease.* 6, 5",
+        ),
+        (dict(seqused_k=torch.tensor([7, -(2**63)])), "^seqused_k must be 0 to"),
         (dict(seqused_k=backend.ints(7)), r"^seqused_k must have shape \(2,\)"),
         (dict(seqused_k=backend.ints(7, -1)), "^seqused_k must be 0 to .* -1"),
         (dict(seqused_k=backend.ints(0, 8), max_seqlen_k=9), "^seqused_k must fit in cu_seqlens_k.* 1 keys"),

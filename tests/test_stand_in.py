@@ -48,6 +48,8 @@ def test_names(installed):
     assert importlib.metadata.version("flash-attn") == "2.8.3"
     assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
     assert importlib.metadata.metadata("flash_attn")["Name"] == "flash-attn"
+    assert importlib.metadata.version("Flash.Attn") == "2.8.3"
+    assert not list(importlib.metadata.distributions(path=["/nowhere"]))
     assert importlib.metadata.version("pytest") == pytest.__version__
 
 
@@ -55,6 +57,7 @@ def test_nothing_is_left():
     if find() is not None:
         pytest.skip("flash_attn is installed")
     install()
+    del sys.modules["flash_attn.bert_padding"]
     uninstall()
     uninstall()
     assert find() is None and "flash_attn.bert_padding" not in sys.modules
@@ -70,11 +73,12 @@ def test_an_installed_package_keeps_its_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ImportError, match="^replace must be True where .*__init__.py, but was False$"):
         install()
-    assert importlib.import_module("flash_attn").__version__ == "another"
+    before = importlib.import_module("flash_attn")
+    assert before.__version__ == "another"
     install(replace=True)
     assert importlib.import_module("flash_attn").__version__ == "2.8.3"
     uninstall()
-    assert importlib.import_module("flash_attn").__version__ == "another"
+    assert importlib.import_module("flash_attn") is before
     del sys.modules["flash_attn"]
 
 
@@ -166,6 +170,14 @@ def test_what_private_functions_refuse(interface, forced_backend):
         forward(q, q, q, 0.1, 1.0, True, -1, -1, 0.0, None, False)
     with pytest.raises(ValueError, match="^q must be torch.float16 or torch.bfloat16, but is torch.float32"):
         forward(*[q.float()] * 3, 0.0, 1.0, True, -1, -1, 0.0, None, False)
+    with pytest.raises(TypeError, match="^dout must be a tensor, but was None"):
+        interface._flash_attn_backward(
+            None, q, q, q, q, q, q, None, None, 0.0, 1.0, True, -1, -1, 0.0, None, False
+        )
+    with pytest.raises(ValueError, match="^dk must have shape"):
+        interface._flash_attn_backward(
+            q, q, q, q, q, q, q, q[:, :4], None, 0.0, 1.0, True, -1, -1, 0.0, None, False
+        )
     # Libraries call them by these names.
     names = list(inspect.signature(forward).parameters)[3:]
     assert names[:5] == "dropout_p softmax_scale causal window_size_left window_size_right".split()
@@ -188,6 +200,8 @@ def test_bert_padding(installed, backend):
     [dx] = torch.autograd.grad((padded * 2).sum(), x)
     assert torch.equal(dx, 2.0 * (mask | unused)[..., None, None].expand_as(x))
     assert unpad_input(x, mask.long())[0].shape == (11, 2, 5)
+    with pytest.raises(ValueError, match="^attention_mask must have hidden_states' shape"):
+        unpad_input(x, mask[:, :6])
 
 
 # ------------------------------------------------------------------------------------- transformers
