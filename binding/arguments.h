@@ -18,8 +18,8 @@ using MaybeTensor = std::optional<Tensor>;
 
 // The arguments behind q, k and v, in the operators' order: of(type, name, its schema, its name in errors). The list
 // defines the fields of Arguments, the operators' signatures and the types of Python's arguments (main.cpp). It also
-// names the tensors that autograd saves, and those whose memory is checked. The list is a macro, because C++ generates
-// fields and types from a list in no other way.
+// says which tensors autograd saves, and whose memory is checked. A macro holds the list, because C++ has no function
+// that makes fields and types of one.
 // clang-format off
 #define MINIMAL_ATTN_OPTIONS(of)                                                           \
     of(bool, causal, "bool causal=False", "causal")                                        \

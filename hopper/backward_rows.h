@@ -72,8 +72,8 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile, Mask> &sh
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// Returns the interval of queries whose dQ the kernel has stored. The dQ of other queries is unset. The interval may be larger
-// than the unit of 64 queries. With ranges it is the whole unit or empty.
+// Returns an interval of queries. The kernel has stored the dQ of these, and memory of other queries' dQ isn't initialised.
+// The interval may be larger than the unit of 64 queries. With ranges it is the whole unit or empty.
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
     const Mask mask = mask_of_batch<Mask>(p, unit.b);

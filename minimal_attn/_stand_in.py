@@ -20,7 +20,7 @@ from minimal_attn import _varlen, flash_attn
 
 VERSION = "2.8.3"
 NAMES = [name for name in vars(flash_attn) if name.startswith("flash_attn_")]
-_hidden = {}  # modules of a flash_attn in whose place these are
+_hidden = {}  # the modules of an installed flash_attn, which uninstall() puts back
 MODULES = "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"
 
 
@@ -224,11 +224,9 @@ def _flash_attn_backward(
     Returns:
         softmax_d (B, Hq, Nq): the sum of dout * out over a head dimension, float32. flash_attn's has padding.
     """
-    _check_is_half(q)
-    flash_attn._refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    missing = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right))
-    _check_gradients(q, k, v, dout, out, dq, dk, dv)
-    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, **options)
+    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), missing, deterministic, options)
 
 
 def _flash_attn_varlen_backward(
@@ -257,29 +255,31 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ):
     """_flash_attn_backward of packed sequences: softmax_lse and the result are (Hq, total_q)."""
-    _check_is_half(q)
-    flash_attn._refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    missing = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right))
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _check_gradients(q, k, v, dout, out, dq, dk, dv)
-    one = [x[None] for x in (dout, q, k, v, out, softmax_lse)]
-    into = [None if x is None else x[None] for x in (dq, dk, dv)]
-    return _differentiate(*one, into, deterministic, **options)[0]
-
-
-def _check_gradients(q, k, v, dout, out, dq, dk, dv):
-    for name, x, like in ("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v):
-        if x is not None or name in ("dout", "out"):
-            flash_attn._check(name, x, q, like.shape, flash_attn._FLOATS)
+    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), missing, deterministic, options)
 
 
 @torch.no_grad()
-def _differentiate(dout, q, k, v, out, lse, into, deterministic, **options):
-    tensors = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    parts = _varlen.backward(*tensors, lse.contiguous(), None, deterministic=bool(deterministic), **options)
+def _differentiate(dout, q, k, v, out, lse, into, missing, deterministic, options):
+    """softmax_d, of packed sequences where options have cu_seqlens; writes the gradients."""
+    _check_is_half(q)
+    flash_attn._refuse(**missing)
+    given = dict(dout=(dout, q), out=(out, q))
+    for name, target, like in zip(("dq", "dk", "dv"), into, (q, k, v), strict=True):
+        given |= {} if target is None else {name: (target, like)}
+    for name, (x, like) in given.items():
+        flash_attn._check(name, x, q, like.shape, flash_attn._FLOATS)
+    is_packed = "cu_seqlens_q" in options
+    one = [x[None] if is_packed else x for x in (dout, q, k, v, out, lse)]
+    tensors = (x.transpose(1, 2) for x in one[:5])
+    parts = _varlen.backward(
+        *tensors, one[5].contiguous(), None, deterministic=bool(deterministic), **options
+    )
     for target, part in zip(into, parts, strict=True):
         if target is not None:
-            target.copy_(part.transpose(1, 2))
+            target.copy_((part[0] if is_packed else part).transpose(-3, -2))
     return (dout.float() * out.float()).sum(-1).mT
 
 
@@ -311,10 +311,10 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
         the lengths that count (B,) int32).
     """
     is_token = attention_mask if unused_mask is None else attention_mask + unused_mask
-    indices = is_token.flatten().nonzero().flatten()
     if is_token.shape != hidden_states.shape[:2]:
         shapes = f"shape {tuple(hidden_states.shape[:2])}, but has shape {tuple(is_token.shape)}"
         raise ValueError(f"attention_mask must have hidden_states' {shapes}")
+    indices = is_token.flatten().nonzero().flatten()
     lengths = is_token.sum(-1, dtype=torch.int32)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0

@@ -24,6 +24,8 @@ from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
+from minimal_attn._varlen import keys_of_documents
+
 _FACTORIES = (
     "and_masks or_masks sliding_window_overlay sliding_window_bidirectional_overlay chunked_overlay "
     "blockwise_overlay packed_sequence_mask_function remap_positions_for_packed_sequence"
@@ -70,15 +72,8 @@ class Documents(NamedTuple):
 
         A document's last query is at its last key. ranges are the keys of a query's document, if it has one.
         """
-        cu_q, cu_k = self.cu_seq_lens_q.long(), self.cu_seq_lens_k.long()
-        query = torch.arange(n, device=cu_q.device)
-        document = torch.searchsorted(cu_q[1:], query, right=True)
-        is_inside = (document < len(cu_q) - 1) & (query >= cu_q[0])
-        document = document.clamp(max=len(cu_q) - 2)
-        begin, end = cu_k[:-1][document], cu_k[1:][document]
-        token = query - cu_q[1:][document] + end
-        ranges = torch.stack((begin, end.where(is_inside, begin)), -1)
-        return token[None], (token - begin)[None], ranges[None]
+        _, token, begin, end = keys_of_documents(self.cu_seq_lens_q, self.cu_seq_lens_k, n)
+        return token[None], (token - begin)[None], torch.stack((begin, end), -1)[None]
 
 
 class Mask:

@@ -89,23 +89,24 @@ def attend_pages(
 
     For gradients these keys are copied into packed ones.
     """
+    (B, n), page_size = block_table.shape, k.shape[1]
+    is_long = known(B * n * page_size >= _MAX_KEYS)
+    block_table = block_table[:, : divide_up(max_seqlen_k, page_size)]
+    n = block_table.shape[1]
+    room = n * page_size
+    lengths = lengths.clamp(0, room)
     if wants_grad(q, k, v, s_aux):
-        page_size = k.shape[1]
-        block_table = block_table[:, : divide_up(max_seqlen_k, page_size)]
-        B, n = block_table.shape
-        b, j, cu_seqlens_k = _gather_index(lengths.clamp(max=n * page_size), B * n * page_size)
+        b, j, cu_seqlens_k = _gather_index(lengths, B * room)
         page = block_table[b, (j // page_size).clamp(0, n - 1)].clamp(0, k.shape[0] - 1)
         k, v = (x[page, j % page_size] for x in (k, v))
         bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q
         return attend_sequences(q, k, v, s_aux, *bounds, wants_lse, **options)
 
+    if is_long and known(room >= _MAX_KEYS):
+        raise ValueError(f"max_seqlen_k must be less than {_MAX_KEYS} with pages, but was {max_seqlen_k}")
+
     def attend_tables(table, cu_seqlens_q, lengths):
-        (B, n), page_size = table.shape, k.shape[1]
-        is_long = known(B * n * page_size >= _MAX_KEYS)
-        table = table[:, : divide_up(max_seqlen_k, page_size)]
-        room = table.shape[1] * page_size
-        if is_long and known(room >= _MAX_KEYS):
-            raise ValueError(f"max_seqlen_k must be less than {_MAX_KEYS} with pages, but was {max_seqlen_k}")
+        B = table.shape[0]
         if is_long and known(B * room >= _MAX_KEYS):
             half = B // 2
             first = attend_tables(table[:half], cu_seqlens_q[: half + 1], lengths[:half])
@@ -115,7 +116,7 @@ def attend_pages(
             return out, torch.where(is_second, second[1], first[1]) if wants_lse else None
         # One row has the pages of all sequences, so that a backend that copies pages copies each once.
         begin = torch.arange(B, device=q.device) * room
-        keys = begin, begin + lengths.clamp(0, room), max_seqlen_q, s_aux, wants_lse
+        keys = begin, begin + lengths, max_seqlen_q, s_aux, wants_lse
         return attend_packed(q, k, v, cu_seqlens_q, *keys, **options, block_table=table.reshape(1, -1))
 
     return attend_tables(block_table, cu_seqlens_q, lengths)
@@ -152,6 +153,20 @@ def _gather_index(lengths, total):
     b = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0))
     return b, row - cu_seqlens[b], cu_seqlens
+
+
+def keys_of_documents(cu_seqlens_q, cu_seqlens_k, n):
+    """Of n packed queries: document, index of the own key, begin and end of the document's keys, each (n,).
+
+    A document's last query is at its last key. A query of no document has no keys: end is begin.
+    """
+    cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
+    query = torch.arange(n, device=cu_q.device)
+    document = torch.searchsorted(cu_q[1:].contiguous(), query, right=True)
+    is_inside = (document < len(cu_q) - 1) & (query >= cu_q[0])
+    document = document.clamp(max=len(cu_q) - 2)
+    begin, end = cu_k[:-1][document], cu_k[1:][document]
+    return document, query - cu_q[1:][document] + end, begin, end.where(is_inside, begin)
 
 
 def rotate(x, cos, sin, position, interleaved):

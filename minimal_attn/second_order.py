@@ -1,7 +1,8 @@
 """forward with second derivatives: for gradient penalties, forces in a loss, Hessians.
 
-o and its gradients are those of the kernels. Gradients of gradients, and forward mode (torch.func.jvp), are
-PyTorch's: manual attention, whose scores take O(B Hq Nq Nk) of memory. float64 is manual attention alone.
+The kernels compute o and its gradients. PyTorch computes gradients of gradients, and forward mode
+(torch.func.jvp), from manual attention, whose scores take O(B Hq Nq Nk) of memory. PyTorch computes all of it
+in float64.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import minimal_attn
 from minimal_attn._errors import wrong_call
-from minimal_attn._varlen import gradient_of_sinks
+from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
 _OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
 _OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k".split()
@@ -152,13 +153,7 @@ def visible(
         own = i + (end - Nq if offset is None else of_batches(offset))
         first_keys = of_batches(prefix_k)
     else:
-        cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
-        document = torch.searchsorted(cu_q[1:].contiguous(), i, right=True)
-        is_inside = (document < len(cu_q) - 1) & (i >= cu_q[0])
-        document = document.clamp(max=len(cu_q) - 2)
-        begin, end = cu_k[:-1][document], cu_k[1:][document]
-        own = i - cu_q[1:][document] + end
-        end = end.where(is_inside, begin)
+        document, own, begin, end = (x[:, None] for x in keys_of_documents(cu_seqlens_q, cu_seqlens_k, Nq))
         first_keys = None if prefix_k is None else prefix_k.long()[document]
     left, right = window_size
     right = 0 if causal else right
