@@ -183,17 +183,17 @@ def flash_attn_varlen_func(
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
-    max_q = _checked_longest("q", cu_seqlens_q.diff(), max_seqlen_q)
-    _check_bounds("q", cu_seqlens_q, q.shape[0])
+    max_q = _checked_longest("q", max_seqlen_q, cu_seqlens_q, q.shape[0])
     if seqused_k is not None:
         _check("seqused_k", seqused_k, q, (B,), _INTS)
         check_range("seqused_k", seqused_k, 2**31)
     if block_table is None or seqused_k is None or cu_seqlens_k is not None:
         _check("cu_seqlens_k", cu_seqlens_k, q, (B + 1,), _INTS)
-    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    max_k = _checked_longest("k", lengths, max_seqlen_k)
+    total_k = k.shape[0] if block_table is None else None
+    max_k = _checked_longest("k", max_seqlen_k, cu_seqlens_k, total_k, seqused_k)
     if block_table is not None:
         _check("block_table", block_table, q, (B, "n"), _INTS)
+        lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         room = block_table.shape[1] * k.shape[1]
         if known((longest := known_max(lengths)) > room):
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
@@ -201,9 +201,6 @@ def flash_attn_varlen_func(
         arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        _check_bounds("k", cu_seqlens_k, k.shape[0])
-        if seqused_k is not None and (excess := known_max(seqused_k - cu_seqlens_k.diff())) > 0:
-            raise ValueError(f"seqused_k must fit in cu_seqlens_k, but a sequence has {excess} keys more")
         arguments = cu_seqlens_q, cu_seqlens_k, max_q, return_attn_probs, seqused_k
         out, lse = attend_sequences(q, k, v, s_aux, *arguments, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
@@ -417,23 +414,28 @@ def _may_be_written(x, *caches):
     return torch.compiler.is_compiling() or any(torch._C._is_alias_of(x, cache) for cache in caches)
 
 
-def _checked_longest(name, lengths, max_seqlen):
-    """max_seqlen as an int."""
+def _checked_longest(name, max_seqlen, cu_seqlens, total, used=None):
+    """max_seqlen as an int. The numbers that the host knows must fit: `used` of seqused_k in cu_seqlens, and
+    cu_seqlens in `total` rows. Pages have no total.
+    """
     try:
         max_seqlen = as_int(max_seqlen)
     except TypeError:
         raise TypeError(f"max_seqlen_{name} must be an int, but was {max_seqlen!r}") from None
-    if known((longest := known_max(lengths)) > max_seqlen):
+    lengths = cu_seqlens.diff() if is_known(cu_seqlens) else None  # on a GPU it would be a kernel for nothing
+    counted = lengths if used is None else used
+    if counted is not None and known((longest := known_max(counted)) > max_seqlen):
         raise ValueError(f"max_seqlen_{name} must be at least {longest}, the longest, but was {max_seqlen}")
-    return max_seqlen
-
-
-def _check_bounds(name, cu_seqlens, total):
-    if known(known_min(cu_seqlens[:1]) < 0, known_min(cu_seqlens.diff()) < 0):
+    if lengths is None or total is None:
+        return max_seqlen
+    if known_min(cu_seqlens[:1]) < 0 or known_min(lengths) < 0:
         must = "begin at 0 or later, and never decrease"
         raise ValueError(f"cu_seqlens_{name} must {must}, but is {cu_seqlens.tolist()}")
-    if known((end := known_max(cu_seqlens)) > total):
+    if (end := known_max(cu_seqlens)) > total:
         raise ValueError(f"cu_seqlens_{name} must end at most at {total}, {name}'s length, but ends at {end}")
+    if used is not None and (excess := known_max(used - lengths)) > 0:
+        raise ValueError(f"seqused_k must fit in cu_seqlens_k, but a sequence has {excess} keys more")
+    return max_seqlen
 
 
 def _checked_rotary(cos, sin, q, k, room):
