@@ -104,14 +104,14 @@ class InstalledDistribution(importlib.metadata.Distribution):
 
 
 def _tell_transformers():
-    """transformers caches what is installed, and without a GPU it doesn't look for flash_attn."""
+    """transformers caches what is installed, reads it once or serves no CPUs: its check is replaced, too."""
     utils = sys.modules.get("transformers.utils.import_utils")
     for name, function in vars(utils).items() if utils else ():
         if hasattr(function, "cache_clear") and (
             "flash_attn" in name or name == "_package_distribution_mapping"
         ):
             function.cache_clear()
-    if not torch.cuda.is_available() and importlib.util.find_spec("transformers") is not None:
+    if importlib.util.find_spec("transformers") is not None:
         _serve_cpus()
 
 

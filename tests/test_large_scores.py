@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference import gradients, relative_error
+from reference import gradient_sizes, gradients, relative_error
 from torch.nn import functional as F
 
 import minimal_attn
@@ -50,9 +50,11 @@ def check(backend, do, q, k, v, **options):
     # float16 has no dS below 6e-8.
     least = 1e-4 if q.dtype == torch.float16 else 1e-6
     size = do.double().abs().max() * max(q.abs().max(), k.abs().max()).double() * v.double().abs().max()
-    for actual, exact in zip(found[:2], expected[:2], strict=True):
+    # Of a row that isn't large D is computed from o, which is rounded to the dtype.
+    of_D = [torch.finfo(q.dtype).eps * x for x in gradient_sizes(do, q, k, v, **options)]
+    for actual, exact, rounding in zip(found[:2], expected[:2], of_D[:2], strict=True):
         if exact.abs().max() > least * size:
-            assert relative_error(actual.double(), exact) <= of_dq_dk
+            assert (actual.double() - exact).norm() <= of_dq_dk * exact.norm() + rounding
 
 
 @pytest.mark.parametrize("d", [1, 17, 64, 128, 200])
