@@ -54,6 +54,23 @@ struct RangeTables {
     BatchFlags *batches;  // of each batch
 };
 
+// The tables of sequences.h, which says what they hold, in memory of q's device. Packed queries `queries`, which see the
+// keys of `keys` with i + position + first <= j <= i + position + last. i and j count from the first of all.
+struct Sequence {
+    Interval queries;
+    Keys keys;
+    int position, first_item, pieces;
+};
+struct SequenceCounts {
+    int few, tiles;
+    bool whole_rows;
+    int tiles_taken;
+};
+struct SequenceTables {
+    SequenceCounts *counts;
+    Sequence *few, *tiles;
+};
+
 struct Attention {
     // q (B, Hq, Nq, d); k, v (B, Hkv, Nk, d). Query head h reads key head h / (Hq / Hkv).
     Dtype dtype;
@@ -107,6 +124,12 @@ struct Attention {
 
     // If given (documents,), only the first prefix_k[n] keys of document n count. Positions don't change.
     const int *prefix_k;
+    // If given (documents,), document n has only its first seqused_k[n] keys, and its last query is at the last of them.
+    const int *seqused_k;
+
+    // Whether documents are computed one by one, by the tables of sequences.h, and not by ranges.
+    bool by_sequence;
+    SequenceTables sequences;
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
@@ -139,11 +162,17 @@ MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, flo
 // Whether causal or a window bounds what a query sees.
 inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
 // Whether the mask is in tables (ranges.h).
-MINIMAL_ATTN_HOST_DEVICE inline bool has_ranges(const Attention &a) { return a.key_ranges || a.cu_seqlens_q; }
+MINIMAL_ATTN_HOST_DEVICE inline bool has_ranges(const Attention &a) {
+    return a.key_ranges || (a.cu_seqlens_q && !a.by_sequence);
+}
 // Whether anything but the number of keys does.
-inline bool is_masked(const Attention &a) { return is_banded(a) || a.seqlens_k || a.leftpad_k || has_ranges(a); }
+inline bool is_masked(const Attention &a) {
+    return is_banded(a) || a.seqlens_k || a.leftpad_k || a.key_ranges || a.cu_seqlens_q;
+}
 // Whether one band, the same for all batches, is the whole mask.
-inline bool has_same_band(const Attention &a) { return !a.seqlens_k && !a.leftpad_k && !a.offset && !has_ranges(a); }
+inline bool has_same_band(const Attention &a) {
+    return !a.seqlens_k && !a.leftpad_k && !a.offset && !a.key_ranges && !a.cu_seqlens_q;
+}
 
 MINIMAL_ATTN_HOST_DEVICE inline bool empty(Interval x) { return x.begin >= x.end; }
 

@@ -85,7 +85,7 @@ pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTens
     const Plan &plan = found.plan;
     std::string kernel = plan.kernel;
     if (found.prefix_kernel) kernel += std::string(" and for prefix_k ") + found.prefix_kernel;
-    if (found.has_ranges && plan.grid > 0) kernel += ", ranges";
+    if (plan.grid > 0) kernel += found.mask;
     return pybind11::dict("backend"_a = found.backend, "kernel"_a = kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace,

@@ -161,6 +161,16 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys keys_of_all(const AnyMask &mask, int i0, in
     return mask.ranges.rows ? keys_of_all(mask.ranges, i0, i1) : keys_of_all((const Band &)mask, i0, i1);
 }
 
+// The keys of document n that count for its mask, and those that any query may see.
+MINIMAL_ATTN_HOST_DEVICE inline Keys used_keys(const Attention &a, int n, Keys keys) {
+    if (a.seqused_k) keys.end = keys.begin + clamp(a.seqused_k[n], 0, keys.end - keys.begin);
+    return keys;
+}
+MINIMAL_ATTN_HOST_DEVICE inline Keys first_keys(const Attention &a, int n, Keys keys) {
+    if (a.prefix_k) keys.end = keys.begin + clamp(a.prefix_k[n], 0, keys.end - keys.begin);
+    return keys;
+}
+
 // The band of query i's document. i and j count from the first token of all. cu_seqlens of any values are safe.
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i) {
     int n = 0;  // the first document that ends behind i
@@ -174,11 +184,10 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
     const Keys all = keys_of_documents(a);                    // no query sees other keys, whatever the values are
     if (n == a.documents) return {{all.end, all.end}, 0, 0};  // behind the last document: so ranges still grow
     if (a.cu_seqlens_q[n] > i) return {};
-    const int begin_k = clamp(a.cu_seqlens_k[n], all.begin, all.end),
-              end_k = clamp(a.cu_seqlens_k[n + 1], begin_k, all.end);
-    const int64_t position = end_k - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key
-    const int prefix = a.prefix_k ? clamp(a.prefix_k[n], 0, end_k - begin_k) : end_k - begin_k;
-    return {{begin_k, begin_k + prefix}, position + a.first, position + a.last};
+    const int begin = clamp(a.cu_seqlens_k[n], all.begin, all.end);
+    const Keys keys = used_keys(a, n, {begin, clamp(a.cu_seqlens_k[n + 1], begin, all.end)});
+    const int64_t position = keys.end - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key
+    return {first_keys(a, n, keys), position + a.first, position + a.last};
 }
 
 // What query i sees. Only make_ranges_* call this and add_row.

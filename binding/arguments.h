@@ -40,7 +40,8 @@ using MaybeTensor = std::optional<Tensor>;
     of(const MaybeTensor &, l, "Tensor? l=None", "state's l")     \
     of(const MaybeTensor &, m, "Tensor? m=None", "state's m")     \
     of(const MaybeTensor &, sinks, "Tensor? sinks=None", "sinks") \
-    of(const MaybeTensor &, block_table, "Tensor? block_table=None", "block_table")
+    of(const MaybeTensor &, block_table, "Tensor? block_table=None", "block_table") \
+    of(const MaybeTensor &, seqused_k, "Tensor? seqused_k=None", "seqused_k")
 // clang-format on
 
 // Of each type, the value of an argument that isn't given.

@@ -56,13 +56,21 @@ bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 
+// In half types TMA reads pages of a multiple of 16 keys. Tiles begin where a page does: behind leftpad_k they can't.
+bool hopper_reads_pages(const Attention &a, const Device &device) {
+    return hopper_takes_decode(a, device) ||
+           (a.dtype != Dtype::float32 && a.page_size % 16 == 0 && !a.leftpad_k && !has_ranges(a));
+}
+
 Plan plan_hopper(const Attention &a, const Device &device) {
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
+    if (a.by_sequence && a.dtype == Dtype::float32) return plan_portable(a, device);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
+    if (a.by_sequence && a.dtype == Dtype::float32) return launch_portable(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);
 }
@@ -88,7 +96,8 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    int rows_alike = 0;  // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
+    bool serves_sequences = false;  // Attention::by_sequence
+    int rows_alike = 0;             // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -97,12 +106,12 @@ const std::vector<Backend> &backends() {
     static const auto always = [](const Attention &, const Device &) { return true; };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_takes_decode, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward, 64},  // rows of a warpgroup
+        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
+         plan_hopper_backward, launch_hopper_backward, true, 64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, 16},  // rows of a warp
+         plan_portable_backward, launch_portable_backward, true, 16},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, 1},  // a row skips tiles of keys that it doesn't see
+         launch_paper_backward, false, 1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
          launch_cpu_backward},
@@ -191,20 +200,26 @@ void check_launch(const char *error, const Tensor &q) {
 #endif
 }
 
+// From PyTorch's allocator directly: a tensor would cost 0.5 us more.
+c10::DataPtr allocate_bytes(int64_t bytes, const Tensor &q) {
+    return bytes > 0 ? c10::GetAllocator(q.device().type())->allocate(bytes) : c10::DataPtr();
+}
+
+CUstream_st *stream_of(const Tensor &q) {
+#ifdef WITH_CUDA
+    if (q.is_cuda()) return at::cuda::getCurrentCUDAStream();
+#endif
+    return nullptr;
+}
+
 // `call` is an Attention or a Gradient.
 template <class Call>
 void plan_and_launch(const Call &call, Plan (*make_plan)(const Call &, const Device &),
                      const char *(*launch)(const Call &, const Plan &, void *, CUstream_st *), const Tensor &q) {
     const Plan plan = make_plan(call, gpu_of(q));
     check_launch(plan.error, q);
-    // From PyTorch's allocator directly: a tensor would cost 0.5 us more.
-    const c10::DataPtr workspace =
-        plan.workspace > 0 ? c10::GetAllocator(q.device().type())->allocate(plan.workspace) : c10::DataPtr();
-    CUstream_st *stream = nullptr;
-#ifdef WITH_CUDA
-    if (q.is_cuda()) stream = at::cuda::getCurrentCUDAStream();
-#endif
-    check_launch(launch(call, plan, workspace.get(), stream), q);
+    const c10::DataPtr workspace = allocate_bytes(plan.workspace, q);
+    check_launch(launch(call, plan, workspace.get(), stream_of(q)), q);
 }
 
 const int *ints_of(const Tensor &t) { return t.defined() ? t.const_data_ptr<int>() : nullptr; }
@@ -220,7 +235,7 @@ Results earlier_state(const Arguments &a) {
     return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
-constexpr size_t kIntOptions = 7, kKeyRanges = 3;  // how many there are below; which one has three dimensions
+constexpr size_t kIntOptions = 8, kKeyRanges = 3;  // how many there are below; which one has three dimensions
 // set(tensor, where Attention has it) for each option that is a tensor of ints.
 template <class Set>
 void for_each_int_option(const Arguments &a, Attention &attention, const Set &set) {
@@ -228,11 +243,12 @@ void for_each_int_option(const Arguments &a, Attention &attention, const Set &se
     set(a.key_ranges, attention.key_ranges);
     set(a.cu_seqlens_q, attention.cu_seqlens_q), set(a.cu_seqlens_k, attention.cu_seqlens_k);
     set(a.sees_prefix ? a.prefix_k : kDefault<const MaybeTensor &>, attention.prefix_k);
+    set(a.seqused_k, attention.seqused_k);
 }
 
 // The second part's keys end where prefix_k does: in a batch as by seqlens_k. Positions stay.
 void end_at_prefix(Attention &attention, std::array<Tensor, kIntOptions> &ints) {
-    auto &[seqlens, leftpad, offset, ranges, cu_seqlens_q, cu_seqlens_k, prefix] = ints;
+    auto &[seqlens, leftpad, offset, ranges, cu_seqlens_q, cu_seqlens_k, prefix, seqused] = ints;
     if (cu_seqlens_k.defined()) return;  // band_of_document (ranges.h) knows prefix_k
     Tensor end = leftpad.defined() ? prefix.clamp(0, attention.Nk).add(leftpad.clamp(0, attention.Nk)) : prefix;
     if (seqlens.defined()) {
@@ -262,12 +278,11 @@ std::array<Tensor, kIntOptions> set_int32s(const Arguments &a, Attention &attent
 // Fills the tables of ranges.h where the call has ranges. What it returns has their memory.
 c10::DataPtr make_tables(Attention &attention, bool backward, const Tensor &q) {
     if (!has_ranges(attention)) return {};
-    const int64_t bytes = place_ranges(attention, backward, nullptr);
-    c10::DataPtr memory = c10::GetAllocator(q.device().type())->allocate(bytes);
+    c10::DataPtr memory = allocate_bytes(place_ranges(attention, backward, nullptr), q);
     place_ranges(attention, backward, (char *)memory.get());
 #ifdef WITH_CUDA
     if (q.is_cuda()) {
-        check_launch(make_ranges_cuda(attention, backward, at::cuda::getCurrentCUDAStream()), q);
+        check_launch(make_ranges_cuda(attention, backward, stream_of(q)), q);
         return memory;
     }
 #endif
@@ -306,11 +321,40 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     return attention;
 }
 
+// Whether documents are computed one by one. Where documents have about as many keys as queries, ranges are faster.
+bool is_by_sequence(const Arguments &a, const Backend &backend) {
+    return backend.serves_sequences && a.cu_seqlens_q && !a.key_ranges &&
+           (a.seqused_k || a.block_table || a.k.size(2) > 2 * a.q.size(2));
+}
+
+#ifdef WITH_CUDA
+// Documents one by one, by the tables of sequences.h.
+void run_by_sequence(Attention &attention, const Backend &backend, const Tensor &q) {
+    const Device device = gpu_of(q);
+    portable::FewQueries few = portable::plan_few_queries(attention, device);
+    const Plan plan = backend.plan(attention, device);  // of documents with more queries
+    const bool has_few = few.sequences.few > 0, has_others = !has_few || !few.sequences.each_query;
+    check_launch(plan.error, q);
+    few.sequences.Br = plan.Br;
+    const c10::DataPtr tables = allocate_bytes(place_sequences(attention, plan.Br, nullptr), q);
+    place_sequences(attention, plan.Br, (char *)tables.get());
+    check_launch(fill_sequences_cuda(attention, few.sequences, stream_of(q)), q);
+    const c10::DataPtr workspace = allocate_bytes(has_others ? plan.workspace : 0, q);
+    if (has_others) check_launch(backend.launch(attention, plan, workspace.get(), stream_of(q)), q);
+    if (!has_few) return;
+    const c10::DataPtr of_few = allocate_bytes(few.decode.workspace, q);
+    check_launch(portable::launch_few_queries(attention, few, of_few.get(), stream_of(q)), q);
+}
+#else
+void run_by_sequence(Attention &, const Backend &, const Tensor &) {}
+#endif
+
 // Whether the backend reads k and v page by page, in each part. Else gather() copies them first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
     if (has_two_parts(a) && !a.sees_prefix && !reads_pages(second_part_of(a), backend, block_table)) return false;
-    return backend.reads(a.k) && backend.reads(a.v) &&
-           backend.reads_pages(describe(a, Returns::o, a.q, a.k, a.v, block_table), gpu_of(a.q));
+    Attention attention = describe(a, Returns::o, a.q, a.k, a.v, block_table);
+    attention.by_sequence = is_by_sequence(a, backend);
+    return backend.reads(a.k) && backend.reads(a.v) && backend.reads_pages(attention, gpu_of(a.q));
 }
 
 // ---------------------------------------------------------------------------------------------- explain
@@ -375,6 +419,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     k = readable(k), v = readable(v);
     const auto compute = [&](const Arguments &part, Returns returns, const Results &before, const Results &results) {
         Attention attention = describe(part, returns, q, k, v, block_table);
+        attention.by_sequence = is_by_sequence(part, *backend);
         const auto ints = set_int32s(part, attention);
         const c10::DataPtr tables = make_tables(attention, /*backward=*/false, q);
         if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
@@ -388,10 +433,13 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
         if (attention.lse)
             attention.lse_stride = strides_of(results.lse), attention.lse_rows = (int)results.lse.size(2);
-        plan_and_launch(attention, backend->plan, backend->launch, q);
+        if (attention.by_sequence)
+            run_by_sequence(attention, *backend, q);
+        else
+            plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
         if (q.is_cuda() && has_ranges(attention))
-            check_launch(isolate_rows_cuda(attention, backend->rows_alike, at::cuda::getCurrentCUDAStream()), q);
+            check_launch(isolate_rows_cuda(attention, backend->rows_alike, stream_of(q)), q);
 #endif
         if (is_converted) results.o.copy_(o);
     };
@@ -497,12 +545,19 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         if (returns == Returns::lse) call.lse = &any;
         if (a.o || a.sinks || part.sees_prefix) call.o_in = call.l_in = call.m_in = &any;
         if (a.o) call.o_in_stride = strides_of(*a.o);
+        call.by_sequence = is_by_sequence(part, by) && !backward;
         if (gathers(by)) call.block_table = nullptr;
         Gradient gradient{call};
         gradient.out_dtype = has_prefix ? Dtype::float32 : call.dtype;
         gradient.deterministic = at::globalContext().deterministicAlgorithms();
         Plan plan = backward ? by.plan_backward(gradient, gpu_of(a.q)) : by.plan(call, gpu_of(a.q));
         if (has_ranges(call)) plan.workspace += place_ranges(call, backward, nullptr);
+#ifdef WITH_CUDA
+        if (call.by_sequence) {
+            plan.workspace += place_sequences(call, plan.Br, nullptr);
+            plan.workspace += portable::plan_few_queries(call, gpu_of(a.q)).decode.workspace;
+        }
+#endif
         return plan;
     };
     const auto plan_of = [&](const Backend &by) { return plan_part(by, a, has_prefix ? Returns::state : returns); };
@@ -512,7 +567,8 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         found.prefix_kernel = prefix.kernel;
         found.plan.workspace = std::max(found.plan.workspace, prefix.workspace);
     }
-    found.has_ranges = (a.key_ranges || a.cu_seqlens_q) && !is_empty;
+    const bool has_tables = (a.key_ranges || a.cu_seqlens_q) && !is_empty;
+    found.mask = !has_tables ? "" : !backward && is_by_sequence(a, *taken) ? ", by sequence" : ", ranges";
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

@@ -143,13 +143,12 @@ inline void check_cu_seqlens(const Arguments &a) {
         TORCH_CHECK_VALUE(!given, name, " must be None with cu_seqlens_q, but was given");
 }
 
-inline void check_prefix_k(const Arguments &a) {
-    if (!a.prefix_k || !a.cu_seqlens_q) return check_per_batch(a.q, a.prefix_k, "prefix_k");
-    check_ints(a.q, *a.prefix_k, "prefix_k");
+inline void check_per_document(const Arguments &a, const MaybeTensor &t, const char *name) {
+    if (!t) return;
+    check_ints(a.q, *t, name);
     const SymInt documents = a.cu_seqlens_q->sym_size(0) - 1;
-    TORCH_CHECK_VALUE(has_shape(*a.prefix_k, {&documents, 1}),
-                      "prefix_k must have shape (documents,) with cu_seqlens_q, (", documents, ",), but has shape ",
-                      a.prefix_k->sym_sizes());
+    TORCH_CHECK_VALUE(has_shape(*t, {&documents, 1}), name, " must have shape (documents,) with cu_seqlens_q, (",
+                      documents, ",), but has shape ", t->sym_sizes());
 }
 
 inline void check_options(const Arguments &a) {
@@ -165,7 +164,9 @@ inline void check_options(const Arguments &a) {
     check_per_batch(a.q, a.offsets, "offset");
     check_key_ranges(a);
     check_cu_seqlens(a);
-    check_prefix_k(a);
+    a.cu_seqlens_q ? check_per_document(a, a.prefix_k, "prefix_k") : check_per_batch(a.q, a.prefix_k, "prefix_k");
+    TORCH_CHECK_VALUE(a.cu_seqlens_q || !a.seqused_k, "seqused_k must be None without cu_seqlens_q, but was given");
+    check_per_document(a, a.seqused_k, "seqused_k");
 }
 
 inline void check_sinks(const Arguments &a) {
@@ -291,9 +292,11 @@ inline void check_inputs(const Arguments &a) {
     check_values(a.cu_seqlens_q, a.q.sym_size(2), "cu_seqlens_q");
     check_values(a.cu_seqlens_k, a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2),
                  "cu_seqlens_k");
-    if (!a.prefix_k || !a.prefix_k->is_cpu() || a.prefix_k->numel() == 0) return;
-    const int64_t least = a.prefix_k->to(at::kLong).min().item<int64_t>();
-    TORCH_CHECK_VALUE(least >= 0, "prefix_k must be at least 0, but has ", least);
+    for (const auto &[t, name] : {std::pair{&a.prefix_k, "prefix_k"}, {&a.seqused_k, "seqused_k"}}) {
+        if (!*t || !(*t)->is_cpu() || (*t)->numel() == 0) continue;
+        const int64_t least = (*t)->to(at::kLong).min().item<int64_t>();
+        TORCH_CHECK_VALUE(least >= 0, name, " must be at least 0, but has ", least);
+    }
 }
 
 inline void check_data(const Arguments &a, const Tensor *out) {

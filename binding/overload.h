@@ -88,8 +88,12 @@ struct Overload<Result(Args...)> {
     static Result autograd(c10::DispatchKeySet keys, Args... args) {
         size_t i = 0;
         bool is_wanted = false;
-        const auto &block_table = std::get<place_of("block_table")>(std::tie(args...));
-        const char *const refused_with = std::is_void_v<Result> ? "out" : block_table ? "block_table" : nullptr;
+        const auto &block_table = std::get<place_of("block_table")>(std::tie(args...)),
+                   &seqused_k = std::get<place_of("seqused_k")>(std::tie(args...));
+        const char *const refused_with = std::is_void_v<Result> ? "out"
+                                         : block_table          ? "block_table"
+                                         : seqused_k            ? "seqused_k"
+                                                                : nullptr;
         (..., (is_wanted |= check_grad(args, kNames[i++], refused_with)));
         if constexpr (!std::is_void_v<Result>)
             if (is_wanted) return result_of(autograd::record(Arguments{args...}, returns));

@@ -63,7 +63,7 @@ inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile 
     while (C > 1 && t.rows <= fewer_rows(C)) C = fewer_rows(C);
     const int64_t D = round_up(a.d, 16);
     const AnyMask mask = any_mask_of(a, t.b);
-    const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
+    const Keys seen = keys_of_queries(mask, t.query(0), t.query(t.rows - 1) + 1).any;
     float *mi = buffers.mi, *li = buffers.li, *Oi = buffers.Oi;
 
     // 8. Qi, Oi, li, mi

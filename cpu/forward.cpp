@@ -83,10 +83,32 @@ const char *vector_instructions() {
 
 namespace {
 
-QueryTile tile_at(const Attention &a, int64_t tile, int Br) {
-    const int64_t rows = rows_of_key_head(a), Tr = round_up(rows, Br) / Br;
-    const int64_t bh = tile / Tr, first_row = (Tr - 1 - tile % Tr) * Br;  // if causal, the longest first
-    return {bh / a.Hkv, bh % a.Hkv, a.Hq / a.Hkv, first_row, (int)std::min<int64_t>(Br, rows - first_row)};
+// The rows of a key head, in tiles.
+struct Rows {
+    int64_t first, all;
+    int count;
+};
+
+Rows rows_at(const Attention &a, int64_t tile, int Br) {
+    const int64_t all = rows_of_key_head(a), first = (round_up(all, Br) / Br - 1 - tile) * Br;  // causal: longest first
+    return {first, all, (int)std::min<int64_t>(Br, all - first)};
+}
+
+// Documents with many keys for each query: no tile has queries of two, since it would meet all keys between theirs.
+bool cuts_at_documents(const Attention &a) { return a.cu_seqlens_q && a.Nk > 2 * (int64_t)a.Nq; }
+
+// The queries before the first document, those of each, those behind the last one.
+std::vector<Rows> rows_of_documents(const Attention &a, int Br) {
+    std::vector<Rows> tiles;
+    const int64_t group = a.Hq / a.Hkv;
+    int64_t begin = 0;
+    for (int n = 0; n <= a.documents + 1; ++n) {
+        const int64_t end = group * (n <= a.documents ? a.cu_seqlens_q[n] : a.Nq);
+        for (int64_t first = begin; first < end; first += Br)
+            tiles.push_back({first, end - begin, (int)std::min<int64_t>(Br, end - first)});
+        begin = end;
+    }
+    return tiles;
 }
 
 }  // namespace
@@ -135,16 +157,21 @@ Plan plan_cpu(const Attention &a, const Device &) {
 const char *launch_cpu(const Attention &a, const Plan &plan, void *, CUstream_st *) {
     const bool uses_amx = cpu::sets[plan.tile].uses_amx;
     const auto forward = cpu::sets[plan.tile].forward;
+    const auto cut = cpu::cuts_at_documents(a) ? cpu::rows_of_documents(a, plan.Br) : std::vector<cpu::Rows>();
+    const int64_t Tr = cut.empty() ? plan.grid / (a.B * a.Hkv) : (int64_t)cut.size(), tiles = a.B * a.Hkv * Tr;
+    const auto tile_at = [&](int64_t tile) {
+        const int64_t bh = tile / Tr;
+        const cpu::Rows rows = cut.empty() ? cpu::rows_at(a, tile % Tr, plan.Br) : cut[tile % Tr];
+        return cpu::QueryTile{bh / a.Hkv, bh % a.Hkv, a.Hq / a.Hkv, rows.first, rows.count, rows.all};
+    };
     std::atomic<int64_t> next_tile{0};
-    const int64_t threads = std::min<int64_t>(plan.grid, plan.threads);
+    const int64_t threads = std::min<int64_t>(tiles, plan.threads);
     cpu::in_threads(threads, [&] {
         const int64_t floats = cpu::Buffers(nullptr, a, plan.Br, uses_amx).size;
         const auto memory = c10::GetCPUAllocator()->allocate(floats * sizeof(float));
         const cpu::Buffers buffers((float *)memory.get(), a, plan.Br, uses_amx);
-        for (int64_t tile; (tile = next_tile++) < plan.grid;) {
-            const int64_t likely_next = std::min(tile + threads, plan.grid - 1);
-            forward(a, cpu::tile_at(a, tile, plan.Br), cpu::tile_at(a, likely_next, plan.Br), buffers);
-        }
+        for (int64_t tile; (tile = next_tile++) < tiles;)
+            forward(a, tile_at(tile), tile_at(std::min(tile + threads, tiles - 1)), buffers);
     });
     return nullptr;
 }

@@ -172,7 +172,7 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
     const int64_t D = round_up(a.d, 16);
     const int lanes = round_up(t.rows, P);
     const AnyMask mask = any_mask_of(a, t.b);
-    const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
+    const Keys seen = keys_of_queries(mask, t.query(0), t.query(t.rows - 1) + 1).any;
     // For few queries memory is what takes time, and it is faster if rows are read whole: by a copy.
     const bool in_place = R > 1;
 
@@ -213,7 +213,7 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
 }  // namespace
 
 inline void forward(const Attention &a, const QueryTile &t, const QueryTile &next, const Buffers &buffers) {
-    if (rows_of_key_head(a) <= few_rows)
+    if (t.all_rows <= few_rows)
         forward_few(a, t, next, buffers);
     else
         forward_many(a, t, next, buffers);

@@ -33,6 +33,7 @@ struct QueryTile {
     int64_t b, h, group;  // batch, key head, query heads of a key head
     int64_t first_row;
     int rows;
+    int64_t all_rows;  // of the batch or, if tiles are cut at documents, of the document
 
     int query(int lane) const { return group == 1 ? first_row + lane : (first_row + lane) / group; }
     int64_t head(int lane) const { return group == 1 ? h : h * group + (first_row + lane) % group; }

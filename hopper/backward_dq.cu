@@ -83,7 +83,7 @@ template <class Tile, class Mask>
 __device__ void load_V(const GradientParameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline V{shared.V};
     for_each_work_tile(shared, [&](const auto &work, const auto &) {
-        if (work.b >= 0) load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, [] {});
+        if (work.b >= 0) load_tiles<Tile>(p, p.V, work, V, shared.Vj, [] {});
     });
 }
 

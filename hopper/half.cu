@@ -42,8 +42,8 @@
 // | half.h      | load_K: thread 0. schedule: thread 96. for_each_work_tile: how a thread follows the tile queue.     |
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
 // |             | pack_operand: Pij to the half type                                                                  |
-// | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows  |
-// | ranges.h    | with_mask, Narrow: a kernel for a band and one for ranges                                            |
+// | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
+// |             | ServedBand: the mask of the kernel that reads pages and the tables of sequences.h                   |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
@@ -160,7 +160,7 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
             O.advance();
             ++warpgroup;
         };
-        if (work.b >= 0) load_tiles<Tile::Bc>(p.V, work, V, shared.Vj, store_next_O);
+        if (work.b >= 0) load_tiles<Tile>(p, p.V, work, V, shared.Vj, store_next_O);
         while (warpgroup < Tile::Consumers) store_next_O();
     });
 }
@@ -286,7 +286,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         tile_queue.advance();
         ping_pong.wait_turn();
         V.consumer_wait();
-        if (work.mask.keys.end < a.Nk)  // TMA has set rows from Nk on to 0
+        if (work.mask.keys.end < p.zeros_from)  // TMA has set rows from there on to 0
             zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], 0, work.mask.keys.end - j0,
                                                Tile::kVZeroed + warpgroup);
         issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
@@ -384,14 +384,21 @@ bool sorts_tiles(const Attention &a, const Plan &plan) {
 }
 constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
 
+// use(a Mask) for one of three kernels.
+template <class Use>
+auto with_mask_of(const Attention &a, const Use &use) {
+    if (has_ranges(a)) return use(Ranges());
+    return a.block_table || a.by_sequence ? use(ServedBand()) : use(BandOf<int>());
+}
+
 }  // namespace
 
 Plan plan_half(const Attention &a, const Device &device) {
     const TileOf choice = tile_of(a);
     return with_tile(choice, Tiles(), [&](auto tile) {
-        return with_mask(a, [&](auto mask) {
+        return with_mask_of(a, [&](auto mask) {
             using Tile = decltype(tile);
-            Plan plan = make_plan<Tile, SharedStorage<Tile, Narrow<decltype(mask)>>>(a, device, "half", choice);
+            Plan plan = make_plan<Tile, SharedStorage<Tile, decltype(mask)>>(a, device, "half", choice);
             if (sorts_tiles(a, plan))
                 plan.workspace = kOrderBegin + a.B * ((a.Nq + plan.Br - 1) / plan.Br) * sizeof(int);
             return plan;
@@ -409,10 +416,11 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             p.order = (int *)((char *)workspace + kOrderBegin);
             if (const char *why = sort_tiles_cuda(a, Tile::Br, p.order, stream)) return why;
         }
-        return with_mask(a, [&](auto mask) {
-            using Mask = Narrow<decltype(mask)>;
+        return with_mask_of(a, [&](auto mask) {
+            using Mask = decltype(mask);
             const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
                                                           : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
+            if (a.by_sequence) p.tile_counter = &a.sequences.counts->tiles_taken;
             const Zeros counter(workspace, std::min<int64_t>(plan.workspace, sizeof(int)), stream);
             return launch_kernels<Tile>({kernel}, p, plan, counter, stream);
         });

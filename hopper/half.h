@@ -6,15 +6,52 @@
 
 namespace minimal_attn::hopper {
 
-// Loads the tiles of a work tile's visible keys, Rows rows each. Calls before_load() before each load.
-template <int Rows, class Mask, int Stages, int Bytes, class BeforeLoad>
-__device__ void load_tiles(const TensorMap &tensor, const WorkTileOf<Mask> &work, Pipeline<Stages> &pipeline,
-                           unsigned char (&tiles)[Stages][Bytes], const BeforeLoad &before_load) {
+// A tile of keys in pages: pieces of p.rows_of_piece rows, each within a page.
+template <int Rows, int Boxes>
+struct PagedTile {
+    static constexpr int Pieces = Rows / 16;  // or fewer
+    int page[Pieces];
+
+    __device__ PagedTile(const Parameters &p, int b, int j0) {
+        const int *const table = p.a.block_table + b * p.a.block_table_stride;
+#pragma unroll
+        for (int n = 0; n < Pieces; ++n)
+            page[n] = n * p.rows_of_piece < Rows ? table[min(j0 + n * p.rows_of_piece, p.a.Nk - 1) / p.page_size] : 0;
+    }
+    __device__ void load(const Parameters &p, unsigned char *tile, const TensorMap &tensor, int j0, int h,
+                         Barrier &full) const {
+        arrive_expect_tx(full, Rows * Boxes * 128);
+#pragma unroll
+        for (int n = 0; n < Pieces; ++n) {
+            const int row = n * p.rows_of_piece;
+            if (row >= Rows) break;
+            for (int box = 0; box < Boxes; ++box)
+                tma_load(tile + box * Rows * 128 + row * 128, tensor.map, box * kBoxColumns, (j0 + row) % p.page_size,
+                         h * tensor.head, clamp(page[n], 0, p.last_page) * tensor.batch, full);
+        }
+    }
+};
+
+// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load.
+template <class Tile, class Mask, int Stages, int Bytes, class BeforeLoad>
+__device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const WorkTileOf<Mask> &work,
+                           Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
+                           const BeforeLoad &before_load) {
+    constexpr int Rows = Tile::Bc;
+    if constexpr (kIsServed<Mask>)
+        if (p.rows_of_piece) {
+            for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows, pipeline.advance()) {
+                const PagedTile<Rows, Tile::Boxes> paged(p, work.b, j0);  // the table is read while a stage gets free
+                before_load();
+                pipeline.producer_acquire();
+                paged.load(p, tiles[pipeline.stage()], tensor, j0, work.key_head, pipeline.full());
+            }
+            return;
+        }
     for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows) {
         before_load();
         pipeline.producer_acquire();
-        load_tile<Rows, Bytes / (Rows * 128)>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b,
-                                              pipeline.full());
+        load_tile<Rows, Tile::Boxes>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b, pipeline.full());
         pipeline.advance();
     }
 }
@@ -69,7 +106,7 @@ __device__ void load_K(const Parameters &p, SharedStorage &shared) {
     Pipeline K{shared.K};
     if constexpr (kIsRanges<Mask>)
         return for_each_work_tile(shared, [&](const auto &work, const auto &) {
-            if (work.b >= 0) load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
+            if (work.b >= 0) load_tiles<Tile>(p, p.K, work, K, shared.Kj, [] {});
         });
     const TileScheduler<Tile, Mask> scheduler{p};
     for (int n = -1;; tile_queue.advance()) {
@@ -79,7 +116,7 @@ __device__ void load_K(const Parameters &p, SharedStorage &shared) {
         shared.work[tile_queue.stage()] = work;
         arrive(tile_queue.full());
         if (work.b < 0) return;
-        load_tiles<Tile::Bc>(p.K, work, K, shared.Kj, [] {});
+        load_tiles<Tile>(p, p.K, work, K, shared.Kj, [] {});
     }
 }
 

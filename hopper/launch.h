@@ -1,6 +1,8 @@
 // launch.h: what the plans and launches of all Hopper kernels have in common. Host code.
 #pragma once
 #include <initializer_list>
+#include <limits>
+#include <numeric>
 
 #include "hopper/scheduler.h"
 
@@ -26,7 +28,7 @@ inline void set_heads_and_mask(Parameters &p) {
 
 // Launches the kernels one after the other, with the parameters that all kernels have. A kernel may begin while the one
 // before it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of q.
-// work_tiles: how many there are, or 0 where each is Br queries of a head.
+// With pages these rows are cut where a page may end. work_tiles: how many there are, or 0 where each is Br queries of a head.
 template <class Tile, class Parameters>
 const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, Parameters &p, const Plan &plan,
                            const Zeros &counters, cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {
@@ -38,15 +40,21 @@ const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, 
     if (error != cudaSuccess) return why_not(error);
     // Without any key a tile of q is loaded instead, and masked.
     const void *k = a.Nk > 0 ? a.k : a.q, *v = a.Nk > 0 ? a.v : a.q;
-    const int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1;
+    int64_t B = a.Nk > 0 ? a.B : 1, Hkv = a.Nk > 0 ? a.Hkv : 1, Nk = std::max(a.Nk, 1);
+    p.rows_of_piece = 0, p.zeros_from = a.Nk;
+    if (a.block_table && a.Nk > 0) {
+        B = a.pages, Nk = a.page_size;
+        p.rows_of_piece = k_rows = std::gcd(a.page_size, k_rows);
+        p.page_size = a.page_size, p.last_page = (int)a.pages - 1, p.zeros_from = std::numeric_limits<int>::max();
+    }
     if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
-        !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, std::max(a.Nk, 1), a.d, k_rows) ||
-        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, std::max(a.Nk, 1), a.d, k_rows))
+        !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, Nk, a.d, k_rows) ||
+        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, Nk, a.d, k_rows))
         return "cuTensorMapEncodeTiled refused q, k or v";
     p.aligned = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     p.stores_O_alone = p.aligned && !a.l && !a.lse && !a.l_in;
     set_heads_and_mask(p);
-    p.Tr = (a.Nq + Tile::Br - 1) / Tile::Br, p.grid = plan.grid;
+    p.Tr = tiles_of_head(a, Tile::Br), p.grid = plan.grid;
     p.work_tiles = work_tiles ? work_tiles : a.B * a.Hq * p.Tr;
     p.interleaved_heads = order_of<Tile>(a, plan.multiprocessors).interleaved_heads;
     p.sequential_heads = a.B * a.Hq - p.interleaved_heads;

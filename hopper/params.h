@@ -25,9 +25,13 @@ struct Parameters {
     Attention a;
     TensorMap Q, K, V, O;
     Divisor Hq, Hkv, group;  // a's heads; group: query heads of a key head
-    Divisor Tr;              // work tiles of a head
-    Divisor grid;            // blocks
-    int work_tiles;          // of all heads
+    // With a block_table TMA loads so many rows at a time, each within a page, and tiles of keys begin at multiples of
+    // them; else 0. K and V are maps of the pages then.
+    int rows_of_piece, last_page;
+    Divisor page_size;
+    Divisor Tr;      // work tiles of a head
+    Divisor grid;    // blocks
+    int work_tiles;  // of all heads
     // The scheduler takes the tiles of the first heads head after head, and those of the rest interleaved.
     int sequential_heads;
     Divisor interleaved_heads;
@@ -39,6 +43,7 @@ struct Parameters {
     bool tma_stores_O;    // TMA stores O wherever stages_O allows it
     bool aligned;         // rows of O begin and end at multiples of 16 bytes
     bool stores_O_alone;  // aligned, and there is no l, m, lse or earlier state
+    int zeros_from;       // from this key on TMA sets rows of K and V to 0
     int *order;           // with ranges, of the interleaved heads: sort_tiles_cuda's, or null
 };
 

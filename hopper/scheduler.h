@@ -15,6 +15,7 @@
 #include "hopper/params.h"
 #include "hopper/pipeline.h"
 #include "ranges.h"
+#include "sequences.h"
 
 namespace minimal_attn::hopper {
 
@@ -27,6 +28,11 @@ constexpr int64_t kL2Bytes = 32 << 20;
 // Under a mask the order is fixed up to 2 tiles a block. For 16-bit types it is fixed up to 4, if at most 2048 keys of
 // each head stay in the L2 cache. At N 1000 this is 9 to 11 % faster at d 64, 3 to 5 % at d 128; N 4096: 2 % slower.
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
+
+// The mask type of kernels that may read pages and the tables of sequences.h. Others are compiled without.
+struct ServedBand : BandOf<int> {};
+template <class Mask>
+constexpr bool kIsServed = std::is_same_v<Mask, ServedBand>;
 
 // The entries of a work tile in the tables of ranges. The pointers are to global memory, or to a copy in shared memory
 // that schedule (half.h) has made.
@@ -64,7 +70,7 @@ __device__ Mask mask_of_batch(const Parameters &p, int b) {
     if constexpr (kIsRanges<Mask>)
         return {ranges_of(p.a, b)};
     else
-        return band_of_batch(p, b);
+        return {band_of_batch(p, b)};
 }
 
 // The keys that all 64 rows from i0 on see: a tile within needs no mask. With a negative softmax_scale every tile needs
@@ -87,7 +93,10 @@ template <class Tile, class Mask>
 struct TileScheduler {
     const Parameters &p;
 
-    __device__ static BandOf<int> of_tile(const BandOf<int> &band, int) { return band; }
+    template <class Band>
+    __device__ static Band of_tile(const Band &band, int) {
+        return band;
+    }
     __device__ static RangesOfTile of_tile(const Ranges &ranges, int i0) {
         return {ranges.keys, ranges.tiles + i0 / kRangeTile, ranges.rows + i0, i0};
     }
@@ -102,6 +111,8 @@ struct TileScheduler {
     // Work tile n. A head's last rows come first: under a causal mask they see the most keys. The first tile may be
     // short. With ranges the last one may be: tiles begin where those of the tables do.
     __device__ WorkTileOf<Mask> tile(int n) const {
+        if constexpr (kIsServed<Mask>)
+            if (p.a.by_sequence) return tile_of_sequence(n);
         if (n >= p.work_tiles) return {-1};
         const int rest = n - p.sequential_heads * p.Tr;  // below 0: a tile of a sequential head
         const int head = rest < 0 ? n / p.Tr : p.sequential_heads + rest % p.interleaved_heads;
@@ -118,7 +129,19 @@ struct TileScheduler {
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
         if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
+        if (kIsServed<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};
+    }
+    // The same by the tables of sequences.h: all heads of a tile of queries, then the next.
+    __device__ WorkTileOf<Mask> tile_of_sequence(int n) const {
+        if (n / p.Hq >= p.a.sequences.counts->tiles) return {-1};
+        const Sequence tile = p.a.sequences.tiles[n / p.Hq];
+        const Mask band = {narrow(band_of(p.a, tile))};
+        Keys visible = keys_of_any(band, tile.queries.begin, tile.queries.end);
+        if (empty(visible)) visible = {band.keys.begin, band.keys.begin + 1};
+        if (p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
+        const int h = n % p.Hq;
+        return {0, h, tile.queries.begin, tile.queries.end, visible, band, h / p.group};
     }
 };
 
@@ -129,12 +152,17 @@ struct Order {
     int64_t interleaved_heads;
 };
 
+inline int64_t tiles_of_head(const Attention &a, int Br) {
+    return a.by_sequence ? most_sequence_tiles(a, Br) : (a.Nq + Br - 1) / Br;
+}
+
 template <class Tile>
 Order order_of(const Attention &a, int multiprocessors) {
-    const int64_t Tr = (a.Nq + Tile::Br - 1) / Tile::Br, heads = a.B * a.Hq, tiles = heads * Tr;
+    const int64_t heads = a.B * a.Hq, Tr = tiles_of_head(a, Tile::Br), tiles = heads * Tr;
     const int64_t grid = std::min<int64_t>(tiles, multiprocessors * Tile::BlocksPerSM);
     const int64_t bytes_of_KV = std::max<int64_t>(a.Nk, 1) * a.d * 2 * element_size(a.dtype);  // of one key head
     const int64_t heads_in_L2 = kL2Bytes / bytes_of_KV * (a.Hq / a.Hkv);
+    if (a.by_sequence) return {grid, false, heads};  // sequences.h has the counter
     const bool is_short = is_masked(a) && has_same_band(a) && a.Nk <= kShortKeys && heads <= heads_in_L2;
     const int rounds = is_short && a.dtype != Dtype::float32 ? kFixedRoundsIfShort : kFixedRounds;
     if (tiles <= rounds * grid) return {grid, false, heads};

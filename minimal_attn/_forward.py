@@ -37,6 +37,7 @@ class _Options(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     prefix_k: Tensor | None
+    seqused_k: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -117,6 +118,7 @@ def forward(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     prefix_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -171,8 +173,12 @@ def forward(
             causal and window_size hold within it, with its last query at its last key; key_ranges count from
             key 0 of all. Queries of no document see nothing. Keys of none are seen by no query. Both may hold
             anything. Not together with seqlens_k, leftpad_k or offset. Values must never decrease, and lie
-            within 0..total: on a CPU this is checked, on a GPU they are clamped. Kernels are those of
-            key_ranges.
+            within 0..total: on a CPU this is checked, on a GPU they are clamped. Where there are more than
+            twice as many keys as queries, or with seqused_k or a block_table, each document is computed by
+            itself, by a kernel for few queries if it has few. Else kernels are those of key_ranges.
+        seqused_k: (documents,) with cu_seqlens_k, likewise: only the first seqused_k[n] keys of document n
+            count, and its last query is at the last of them. The others may hold anything. At least 0: on a
+            CPU this is checked, on a GPU clamped.
         prefix_k: (B,), or (documents,) with cu_seqlens_q, of an integer dtype on q's device: the first
             prefix_k[b] keys of a batch or document, from leftpad_k on, stay visible when the window has
             passed them (StreamingLLM's attention sinks, global tokens). It widens window_size's left alone;
@@ -192,8 +198,9 @@ def forward(
         TypeError: an argument of another type.
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
-        RuntimeError: an input requires grad together with `out` or `block_table` while grad mode is on, or is
-            a dual tensor, or this build has no code for the GPU. In each case nothing has been launched.
+        RuntimeError: an input requires grad together with `out`, `block_table` or `seqused_k` while grad mode
+            is on, or is a dual tensor, or this build has no code for the GPU. In each case nothing has been
+            launched.
 
     Gradients: autograd differentiates o, lse and the state in q, k, v, sinks and `state`. It keeps q, k, v, o
     and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),
@@ -210,7 +217,7 @@ def forward(
     # _ARGUMENTS, in their order
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
-        *(cu_seqlens_q, cu_seqlens_k, prefix_k, o, l, m, sinks, block_table),
+        *(cu_seqlens_q, cu_seqlens_k, prefix_k, o, l, m, sinks, block_table, seqused_k),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))

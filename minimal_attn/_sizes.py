@@ -1,6 +1,5 @@
 """Arithmetic of sizes. While a graph is traced they may be symbols, whose values may depend on data."""
 
-import torch
 from torch.compiler import is_compiling
 
 
@@ -13,17 +12,5 @@ def known(*conditions):
     return True in conditions
 
 
-def smaller(x, y):
-    return torch.sym_min(x, y) if _is_symbol(x, y) else min(x, y)
-
-
-def larger(x, y):
-    return torch.sym_max(x, y) if _is_symbol(x, y) else max(x, y)
-
-
 def divide_up(x, y):
     return (x + y - 1) // y
-
-
-def _is_symbol(x, y):
-    return isinstance(x, torch.SymInt) or isinstance(y, torch.SymInt)

@@ -1,7 +1,7 @@
 """What minimal_attn.flash_attn calls: attention of (B, N, H, d) tensors, and of packed sequences.
 
 Packed sequences lie one behind the other in q (total_q, Hq, d) and k, v (total_k, Hkv, d). They are forward's
-documents (attend_sequences), but over pages or long caches blocks of queries in batches (attend_packed).
+documents.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from minimal_attn._backward import backward
 from minimal_attn._forward import cast_by_autocast, forward
-from minimal_attn._sizes import divide_up, known, larger, smaller
+from minimal_attn._sizes import divide_up, known
 
 _MAX_KEYS = 1 << 28  # of a batch, and more: binding/checks.h
 
@@ -30,61 +30,7 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
     return out.transpose(1, 2), lse
 
 
-def attend_packed(q, k, v, cu_seqlens_q, begin, end, max_seqlen_q, s_aux, wants_lse, **options):
-    """Packed sequences block by block, without gradients: queries as cu_seqlens_q says, keys begin[b] <= j <
-    end[b] of k, v (1, total_k, Hkv, d), or of the pages in options' block_table (1, n).
-
-    forward gets a batch of blocks of queries, each of one sequence, which share all keys by a stride of 0.
-    The sum of the lengths bounds the number of blocks. The last block has no query and no key.
-    """
-    q, k, v = cast_by_autocast(q, k, v)
-    total, B, device = q.shape[0], begin.shape[0], q.device
-    if known(total == 0):  # forward's checks, and its empty results
-        out, lse = attend(q[None], k, v, s_aux, wants_lse, **options)
-        return out[0], lse[0] if wants_lse else None
-    if not known(total > 0):
-        q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 1))  # a row that blocks without queries can read
-    blocks_of_longest = larger(1, divide_up(max_seqlen_q, 192 if q.shape[2] <= 96 else 128))  # hopper's Br
-    rows = larger(1, divide_up(max_seqlen_q, blocks_of_longest))
-    n_blocks = smaller(B * blocks_of_longest, (total + B * (rows - 1)) // rows) + 1
-    q_begin, q_end = cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
-    blocks = divide_up(q_end - q_begin, rows)
-    next_block = blocks.cumsum(0)
-    first_block = next_block - blocks
-
-    # A sequence's blocks go from its end to its begin: under a causal mask the longest is the first. The last
-    # one may begin before the sequence, with rows that are computed for nothing.
-    block = torch.arange(n_blocks, device=device)
-    b = torch.searchsorted(next_block, block, right=True)
-    is_used = b < B
-    b = b.clamp(max=B - 1)
-    to_end = (block - first_block[b] + 1) * rows  # from the block's first query to the sequence's end
-    token = (q_end[b] - to_end)[:, None] + torch.arange(rows, device=device)
-    queries = q.index_select(0, token.clamp(0, q.shape[0] - 1).flatten()).unflatten(0, (n_blocks, rows))
-    options |= dict(seqlens_k=end[b] * is_used, leftpad_k=begin[b] * is_used, offset=end[b] - to_end)
-    # hopper splits float32 keys once a batch, here for each block: O(N^2) of workspace.
-    if q.is_cuda and q.dtype == torch.float32:
-        options["backend"] = "portable"
-    if "block_table" in options:
-        options["block_table"] = options["block_table"].expand(n_blocks, -1)
-    else:
-        k, v = (x.expand(n_blocks, -1, -1, -1) for x in (k, v))
-    out, lse = attend(queries, k, v, s_aux, wants_lse, **options)
-
-    token = torch.arange(total, device=device)
-    b = torch.searchsorted(q_end, token, right=True)
-    is_inside = (b < B) & (token >= q_begin[0])
-    b = b.clamp(max=B - 1)
-    from_end = q_end[b] - 1 - token
-    row = (first_block[b] + from_end // rows) * rows + rows - 1 - from_end % rows
-    row = torch.where(is_inside, row, n_blocks * rows - 1).clamp(0, n_blocks * rows - 1)
-    lse = lse.transpose(1, 2).flatten(0, 1).index_select(0, row).T.contiguous() if wants_lse else None
-    return out.flatten(0, 1).index_select(0, row), lse
-
-
-def attend_pages(
-    q, k, v, block_table, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, s_aux, wants_lse, **options
-):
+def attend_pages(q, k, v, block_table, cu_seqlens_q, lengths, max_seqlen_k, s_aux, wants_lse, **options):
     """Packed sequences. The keys of sequence b are the first lengths[b] of its pages in block_table (B, n).
 
     For gradients these keys are copied into packed ones.
@@ -99,8 +45,7 @@ def attend_pages(
         b, j, cu_seqlens_k = _gather_index(lengths, B * room)
         page = block_table[b, (j // page_size).clamp(0, n - 1)].clamp(0, k.shape[0] - 1)
         k, v = (x[page, j % page_size] for x in (k, v))
-        bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q
-        return attend_sequences(q, k, v, s_aux, *bounds, wants_lse, **options)
+        return attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, wants_lse, **options)
 
     if is_long and known(room >= _MAX_KEYS):
         raise ValueError(f"max_seqlen_k must be less than {_MAX_KEYS} with pages, but was {max_seqlen_k}")
@@ -114,31 +59,29 @@ def attend_pages(
             is_second = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[half]
             out = torch.where(is_second[:, None, None], second[0], first[0])
             return out, torch.where(is_second, second[1], first[1]) if wants_lse else None
-        # One row has the pages of all sequences, so that a backend that copies pages copies each once.
-        begin = torch.arange(B, device=q.device) * room
-        keys = begin, begin + lengths, max_seqlen_q, s_aux, wants_lse
-        return attend_packed(q, k, v, cu_seqlens_q, *keys, **options, block_table=table.reshape(1, -1))
+        # One row has the pages of all sequences: their keys are one batch.
+        cu_seqlens_k = torch.arange(B + 1, device=q.device, dtype=torch.int32) * room
+        documents = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=lengths)
+        documents["block_table"] = table.reshape(1, -1)
+        out, lse = attend(q[None], k, v, s_aux, wants_lse, **documents, **options)
+        return out[0], lse[0] if wants_lse else None
 
     return attend_tables(block_table, cu_seqlens_q, lengths)
 
 
-def attend_sequences(
-    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, wants_lse, seqused_k=None, **options
-):
-    """Packed sequences by forward's cu_seqlens. Long caches of keys without gradients go to attend_packed.
+def attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, wants_lse, seqused_k=None, **options):
+    """Packed sequences by forward's cu_seqlens.
 
-    seqused_k: of each sequence only the first keys count. Without attend_packed, these are copied.
+    seqused_k: of each sequence only the first keys count. For gradients these are copied.
     """
     begin, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
-    if seqused_k is not None:
-        end = begin + torch.minimum(seqused_k, end - begin)
-    if known(k.shape[0] > 2 * q.shape[0]) and not wants_grad(q, k, v, s_aux):
-        keys = k[None], v[None], cu_seqlens_q, begin, end, max_seqlen_q
-        return attend_packed(q, *keys, s_aux, wants_lse, **options)
-    if seqused_k is not None:
-        b, j, cu_seqlens_k = _gather_index(end - begin, k.shape[0])
+    if seqused_k is not None and wants_grad(q, k, v, s_aux):
+        used = torch.minimum(seqused_k.clamp(min=0), end - begin)
+        b, j, cu_seqlens_k = _gather_index(used, k.shape[0])
         row = (begin[b] + j).clamp(0, k.shape[0] - 1)
-        k, v = (x.index_select(0, row) for x in (k, v))
+        k, v, seqused_k = k.index_select(0, row), v.index_select(0, row), None
+    if seqused_k is not None:
+        options["seqused_k"] = seqused_k
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
     return out[0], lse[0] if wants_lse else None

@@ -183,7 +183,7 @@ def flash_attn_varlen_func(
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
-    max_q = _checked_longest("q", max_seqlen_q, cu_seqlens_q, q.shape[0])
+    _checked_longest("q", max_seqlen_q, cu_seqlens_q, q.shape[0])
     if seqused_k is not None:
         _check("seqused_k", seqused_k, q, (B,), _INTS)
         check_range("seqused_k", seqused_k, 2**31)
@@ -198,10 +198,10 @@ def flash_attn_varlen_func(
         if known((longest := known_max(lengths)) > room):
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
-        arguments = block_table, cu_seqlens_q, lengths, max_q, max_k, s_aux, return_attn_probs
+        arguments = block_table, cu_seqlens_q, lengths, max_k, s_aux, return_attn_probs
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        arguments = cu_seqlens_q, cu_seqlens_k, max_q, return_attn_probs, seqused_k
+        arguments = cu_seqlens_q, cu_seqlens_k, return_attn_probs, seqused_k
         out, lse = attend_sequences(q, k, v, s_aux, *arguments, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 

@@ -48,6 +48,7 @@
 #include "flash.h"
 #include "portable/portable.h"
 #include "ranges.h"
+#include "sequences.h"
 
 namespace minimal_attn {
 namespace {
@@ -103,10 +104,10 @@ struct Block {
 };
 
 template <class T, class Mask = Band>
-__device__ Block<T, Mask> block_at(const Attention &a, int64_t b, int64_t h, int i0, int rows) {
+__device__ Block<T, Mask> block_at(const Attention &a, const Mask &mask, int64_t b, int64_t h, int i0, int rows) {
     Block<T, Mask> block;
     block.b = b, block.h = h, block.i0 = i0, block.rows = rows;
-    block.mask = mask_of<Mask>(a, block.b);
+    block.mask = mask;
     block.seen = keys_of_any(block.mask, block.i0, block.i0 + block.rows);
     block.seen_by_all = keys_of_all(block.mask, block.i0, block.i0 + block.rows);
     const int64_t h_kv = block.h / (a.Hq / a.Hkv);
@@ -118,10 +119,18 @@ __device__ Block<T, Mask> block_at(const Attention &a, int64_t b, int64_t h, int
 
 template <class T, class Mask>
 __device__ Block<T, Mask> block_of(const Attention &a, int64_t index, int Br) {
+    if constexpr (!kIsRanges<Mask>)
+        if (a.by_sequence) {  // all heads of a tile of sequences.h, then the next tile
+            const int64_t n = index / a.Hq;
+            const bool exists = n < a.sequences.counts->tiles;
+            const Sequence tile = exists ? a.sequences.tiles[n] : Sequence{};
+            const int rows = tile.queries.end - tile.queries.begin;
+            return block_at<T, Mask>(a, band_of(a, tile), 0, index % a.Hq, tile.queries.begin, rows);
+        }
     const int Tr = (a.Nq + Br - 1) / Br;
     const int64_t head = index / Tr;
     const int i0 = (Tr - 1 - (int)(index % Tr)) * Br;  // the last queries, which see most keys if causal, start first
-    return block_at<T, Mask>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
+    return block_at<T, Mask>(a, mask_of<Mask>(a, head / a.Hq), head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
 }
 
 // The threads that compute a block: all threads of the grid's block. In hopper/float32/fallback.h it is 128 of them.
@@ -239,7 +248,8 @@ Plan plan_tile(const Attention &a, const Device &device, const char *name, TileL
     if constexpr (sizeof...(Smaller) > 0)
         if (Tile::NeededBytes > device.shared_memory || a.Nq <= Tile::Br / 2)
             return plan_tile<Kernels>(a, device, name, TileList<Smaller...>(), index + 1);
-    const int64_t blocks = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br);
+    const int64_t Tr = a.by_sequence ? most_sequence_tiles(a, Tile::Br) : (a.Nq + Tile::Br - 1) / Tile::Br;
+    const int64_t blocks = a.B * a.Hq * Tr;
     const bool is_long = a.Nk > 2 * Kernels::TilesOfSum * Tile::Bc;
     const int64_t workspace = is_long ? std::min(blocks * Tile::SumFloats, kMostSums) * sizeof(float) : 0;
     return {name, index, Tile::Br, Tile::Bc, Tile::D, blocks, Tile::Threads, Tile::SharedBytes, workspace};

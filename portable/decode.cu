@@ -32,9 +32,6 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kMostStages = 2;  // three were slower
-// Whole rows are items where they fill at least this part of all waves of resident blocks. Below, too many
-// multiprocessors are idle in the last wave.
-constexpr double kLeastFull = 0.8;
 
 // ------------------------------------------------------------------------------ step 6: a warp's steps
 
@@ -53,11 +50,11 @@ __device__ void stream16(unsigned to, const void *from, bool exists) {
 
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
 // and columns past d become zeros.
-template <class Tile, class T>
-__device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride,
-                          const WorkItem &item, int j) {
+template <class Tile, class T, class Item>
+__device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride, const Item &item,
+                          int j) {
     constexpr int Element = 16 / sizeof(T), PerRow = Tile::D / Element;
-    const T *const from = KeyRows<T>(a, tensor, stride, item.b, item.h_kv)[j];  // a page has all rows of a step
+    const T *const from = KeyRows<T>(a, tensor, stride, item.batch(), item.h_kv)[j];  // a page has all rows of a step
     const Keys seen = item.chunks.seen;
 #pragma unroll
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
@@ -68,15 +65,15 @@ __device__ void load_step(const Attention &a, unsigned to, const void *tensor, c
 }
 
 // A warp's loads. They run ahead of its products, into the block's next items.
-template <class T, class Tile>
+template <class T, class Tile, class Item>
 struct Loader {
     static constexpr int StageBytes = Tile::template StageBytes<T>, Step = kWarps * Tile::Bc;
     const unsigned stages;  // this warp's, in shared memory
     const int warp;
-    WorkItem item;
+    Item item;
     int j = 0, j_end = 0, loaded = 0, used = 0;  // the next step's first key; the item's end; steps
 
-    __device__ Loader(unsigned stages, int warp, const WorkItem &first) : stages(stages), warp(warp), item(first) {
+    __device__ Loader(unsigned stages, int warp, const Item &first) : stages(stages), warp(warp), item(first) {
         begin();
     }
     __device__ void begin() { j = item.begin() + warp * Tile::Bc, j_end = item.end(); }
@@ -109,8 +106,8 @@ struct Loader {
 // ------------------------------------------------------------------------------ the kernel
 
 // Adds a step to Oi, li, mi of the warp. Then the load of a later step may take its stage.
-template <class Tile, class T, class MmaOrFmaRows>
-__device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &loader, MmaOrFmaRows &rows,
+template <class Tile, class T, class Item, class MmaOrFmaRows>
+__device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile, Item> &loader, MmaOrFmaRows &rows,
                          const unsigned char *stages, int j) {
     constexpr int StageBytes = Tile::template StageBytes<T>;
     const T *const Kj = (const T *)(stages + loader.wait(p) * StageBytes);
@@ -122,13 +119,13 @@ __device__ void add_step(const Attention &a, const Decode &p, Loader<T, Tile> &l
 
 // 12. - 13. The block joins the warps' sums of four chunks, which are in shared memory. At the row's end it also joins
 // the fours. The order is that of join_kernel, so the bits are the same.
-template <class T, class Tile>
-__device__ void join_four(const Attention &a, const Decode &p, const WorkItem &item, int four,
+template <class T, class Tile, class Item>
+__device__ void join_four(const Attention &a, const Decode &p, const Item &item, int four,
                           const float2 (*lm)[kWarps][Tile::Rows], float2 (*lm_of_fours)[Tile::Rows], float *O) {
     constexpr int D = Tile::D;
-    const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), rows_of_O = min(p.rows, Tile::Rows);
-    const int chunks = min(kFour, p.chunks_of_row.count - four * kFour);
-    const bool row_ends = (four + 1) * kFour >= p.chunks_of_row.count;
+    const int count = min(Tile::Rows, item.rows(p) - item.tile * Tile::Rows), rows_of_O = min(p.rows, Tile::Rows);
+    const int chunks = min(kFour, item.chunks.count - four * kFour);
+    const bool row_ends = (four + 1) * kFour >= item.chunks.count;
     for (int n = threadIdx.x; n < count * (D / 4); n += kThreads) {
         const int r = n / (D / 4), x = n % (D / 4) * 4;
         Part part[kFour];
@@ -143,18 +140,19 @@ __device__ void join_four(const Attention &a, const Decode &p, const WorkItem &i
             O_of_fours[four * rows_of_O * (D / 4)] = sum.o4();
             continue;
         }
-        const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + r);
+        const Row row = item.row(p, item.tile * Tile::Rows + r);
         const Part whole = join<Groups<D>>(
             0, Groups<D>, four + 1, [&](int n) { return n < four ? lm_of_fours[n][r] : sum.lm(); },
             [&](int n) { return n < four ? O_of_fours[n * rows_of_O * (D / 4)] : sum.o4(); });
-        for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.b, row.h, row.i + 1, past);
-        finish_row(a, p, block_of<T>(a, item.b, row), row.i, x / 4, whole);
+        for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.batch(), row.h, row.i + 1, past);
+        finish_row(a, p, block_of<T>(item.batch(), item.band(a), row), row.i, x / 4, whole);
     }
 }
 
-template <class T, class Tile, Share share>
+template <class T, class Tile, Share share, bool BySequence>
 __device__ void decode_block(const Attention &a, const Decode &p) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
+    using Item = WorkItem<share, BySequence>;
     using MmaOrFmaRows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
@@ -163,25 +161,27 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
     unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
     T *const Q_tile = (T *)(shared + kWarps * p.stages * StageBytes);
     float *const O = (float *)((unsigned char *)Q_tile + Tile::template QBytes<T>);
-    if (!p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();  // which may write the lengths
-    WorkItem item(a, p);
-    if (p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
-    Loader<T, Tile> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
+    if (!BySequence && !p.same_chunks)
+        let_next_kernel_start(), wait_for_kernel_before();  // which may write the lengths
+    Item item(a, p);
+    if (!BySequence && p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
+    Loader<T, Tile, Item> loader((unsigned)__cvta_generic_to_shared(stages), warp, item);
     loader.fill(a, p);
     MmaOrFmaRows rows;
     rows.load_queries(a, p, item);
     rows.take_queries(a, p, item, Q_tile);
     __syncthreads();
     while (item.exists) {
-        WorkItem next = item;
+        Item next = item;
         next.advance(a, p);
         rows.load_queries(a, p, next);
         int j = item.begin() + warp * Bc;
         if constexpr (share == kOneChunk) {
             rows.clear();
             for (; j < item.end(); j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
-            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows);
-            const int64_t first = (item.output_tile(a, p) * p.most_chunks + item.chunk) * Tile::Rows;
+            const int count = min(Tile::Rows, item.rows(p) - item.tile * Tile::Rows);
+            const int64_t first =
+                slots_of<Tile, BySequence>(a, p, item.b, item.h_kv, item.tile, item.chunks.count)[item.chunk];
             rows.store(O + warp * rows_of_O * D, lm[0][warp], count);
             __syncthreads();
             rows.take_queries(a, p, next, Q_tile);
@@ -194,11 +194,11 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
             __syncthreads();
         } else {
             static_assert(kLeastChunk % Step == 0);  // so a warp's next step is its first one of the next chunk
-            const int count = min(Tile::Rows, p.rows - item.tile * Tile::Rows), chunks = p.chunks_of_row.count;
+            const int count = min(Tile::Rows, item.rows(p) - item.tile * Tile::Rows), chunks = item.chunks.count;
             for (int four = 0; four * kFour < chunks; ++four) {
                 const int first = four * kFour, chunks_of_four = min(kFour, chunks - first);
                 for (int k = 0; k < chunks_of_four; ++k) {
-                    const int end = min(item.begin() + (first + k + 1) * p.chunks_of_row.size, item.end());
+                    const int end = min(item.begin() + (first + k + 1) * item.chunks.size, item.end());
                     rows.clear();
                     for (; j < end; j += Step) add_step<Tile>(a, p, loader, rows, stages, j);
                     rows.store(O + (k * kWarps + warp) * rows_of_O * D, lm[k][warp], count);
@@ -216,7 +216,20 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
 template <class T, class Tile, Share share>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile, share>(a, p);
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile, share, false>(a, p);
+}
+
+// Documents with few queries. fill_sequences_cuda has chosen what the items are.
+template <class T, class Tile>
+__global__ void __launch_bounds__(kThreads, 2)
+    decode_sequences_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) {
+        wait_for_kernel_before();
+        let_next_kernel_start();
+        if constexpr (Tile::HasWholeRows)
+            if (a.sequences.counts->whole_rows) return decode_block<T, Tile, kWholeRow, true>(a, p);
+        decode_block<T, Tile, kOneChunk, true>(a, p);
+    }
 }
 
 // ------------------------------------------------------------------------------ on the host: plan and launch
@@ -248,18 +261,24 @@ Size describe(const Attention &a, char *workspace, Share share, Decode &p) {
     p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + Tile::Rows - 1) / Tile::Rows;
     p.same_chunks = !a.seqlens_k && !a.leftpad_k && !a.offset;
     if (p.same_chunks) {
-        p.chunks = chunks_of(a, 0), p.most_chunks = p.chunks.count;
+        p.chunks = chunks_of<false>(a, 0), p.most_chunks = p.chunks.count;
     } else {
         const auto chunks = [&](int64_t size) { return (a.Nk + 15 + size - 1) / size; };
         p.most_chunks = (int)std::max(chunks(kMostChunk), std::min(chunks(kLeastChunk), kChunks / a.Hkv + 1));
     }
-    if (share == kWholeRow) {  // an item's one chunk then is all keys of the row
-        p.chunks_of_row = p.chunks;
-        p.chunks.size *= p.chunks.count, p.chunks.count = p.most_chunks = 1;
-    }
-    const int64_t tiles = a.B * a.Hkv * p.tiles, items = tiles * p.most_chunks, rows = items * Tile::Rows;
+    const int64_t tiles = a.B * a.Hkv * p.tiles, rows = tiles * p.most_chunks * Tile::Rows;
     p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
-    return {items, share == kWholeRow ? 0 : rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+    if (share == kWholeRow) return {tiles, 0};
+    return {tiles * p.most_chunks, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
+}
+
+// The same for the documents with few queries. The items are an upper bound.
+template <class Tile>
+Size describe_sequences(const Attention &a, const SequencePlan &plan, char *workspace, Decode &p) {
+    p = Decode{(int)(a.Hq / a.Hkv), plan.rows, plan.tiles};
+    const int64_t items = most_chunks_of_documents(a) * a.Hkv * p.tiles, rows = items * std::min(p.rows, Tile::Rows);
+    p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
+    return {items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
 }
 
 template <class Tile, class T>
@@ -306,7 +325,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
         !is_aligned(a.v, a.v_stride, element, a.d) || rows > most_rows || a.Nk < 128)
         return false;
-    if (has_ranges(a) || (a.block_table && a.page_size % 16 != 0)) return false;
+    if (a.key_ranges || a.cu_seqlens_q || (a.block_table && a.page_size % 16 != 0)) return false;
     const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
@@ -356,7 +375,51 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
         const cudaError_t error = launch_overlapping(kernel, plan.grid, kThreads, plan.shared_memory, stream, a, p);
         if (error != cudaSuccess || share == kWholeRow) return error;
-        return launch_overlapping(join_kernel<T, Tile>, a.B * a.Hkv * p.rows, kJoinThreads, 0, stream, a, p);
+        return launch_overlapping(join_kernel<T, Tile, false>, a.B * a.Hkv * p.rows, kJoinThreads, 0, stream, a, p);
+    }));
+}
+
+// Few queries: those of all heads that share a key head are one tile of rows.
+FewQueries plan_few_queries(const Attention &a, const Device &device, bool on_tensor_cores) {
+    const int64_t element = element_size(a.dtype), group = a.Hq / a.Hkv;
+    if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
+        !is_aligned(a.v, a.v_stride, element, a.d) || (a.block_table && a.page_size % 16 != 0))
+        return {};
+    return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) -> FewQueries {
+        using Tile = decltype(tile);
+        using T = decltype(element);
+        const bool each_query = each_query_is_few(a);
+        const int few = each_query ? 1 : std::max<int>(1, Tile::Rows / group), rows = (int)group * few;
+        SequencePlan plan{0, few, rows, (rows + Tile::Rows - 1) / Tile::Rows, 0, each_query};
+        Decode p;
+        const Size size = describe_sequences<Tile>(a, plan, nullptr, p);
+        const int stages = stages_for<Tile, T>(device, rows);
+        if (stages == 0 || a.documents == 0 || size.items > int64_t(1) << 26) return {};
+        int64_t blocks = resident_blocks<Tile, T>(device, stages, rows, kOneChunk);
+        int shared = shared_bytes<Tile, T>(stages, rows, kOneChunk) - static_bytes<Tile>(kOneChunk);
+        if (const int64_t resident = resident_blocks<Tile, T>(device, stages, rows, kWholeRow);
+            Tile::HasWholeRows && resident > 0) {
+            plan.resident = blocks = std::min(blocks, resident);
+            shared = std::max(shared, shared_bytes<Tile, T>(stages, rows, kWholeRow) - static_bytes<Tile>(kWholeRow));
+        }
+        blocks = std::min(blocks, size.items);
+        return {plan, {kDecode, stages, Tile::Rows, Tile::Bc, Tile::D, blocks, kThreads, shared, size.bytes}};
+    });
+}
+
+const char *launch_few_queries(const Attention &a, const FewQueries &few, void *workspace, CUstream_st *stream) {
+    return why_not(with_kernel(a, few.decode.Br == 16, [&](auto tile, auto element) {
+        using Tile = decltype(tile);
+        using T = decltype(element);
+        Decode p;
+        describe_sequences<Tile>(a, few.sequences, (char *)workspace, p);
+        p.stages = few.decode.tile;
+        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+        const cudaError_t error = launch_overlapping(decode_sequences_kernel<T, Tile>, few.decode.grid, kThreads,
+                                                     few.decode.shared_memory, stream, a, p);
+        if (error != cudaSuccess) return error;
+        const int64_t rows = most_few(a) * a.Hkv * p.rows;
+        return launch_overlapping(join_kernel<T, Tile, true>, rows, kJoinThreads, 0, stream, a, p);
     }));
 }
 

@@ -78,9 +78,9 @@ __device__ Part join_warps(const float2 (*lm)[Tile::Rows], const float *O, int r
 
 // The fields of a row's Block that end_row and store_o read. Others are not set.
 template <class T>
-__device__ Block<T> block_of(const Attention &a, int b, const Row &row) {
+__device__ Block<T> block_of(int b, const Band &band, const Row &row) {
     Block<T> block;
-    block.b = b, block.h = row.h, block.mask = band_of(a, b);
+    block.b = b, block.h = row.h, block.mask = band;
     return block;
 }
 
@@ -94,22 +94,29 @@ __device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &
 
 // 12. - 13. A block joins the chunks of one row. A group of D / 4 threads, 4 columns each, joins every Groups-th four.
 // Then the first group joins the groups' sums.
-template <class T, class Tile>
+template <class T, class Tile, bool BySequence>
 __global__ void __launch_bounds__(kJoinThreads)
     join_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
     if (Tile::OnTensorCores != on_tensor_cores<T>()) return;  // decode_kernel has no code for these, either
     constexpr int D = Tile::D, Groups = minimal_attn::Groups<D>;
     __shared__ float2 lm[Groups];
     __shared__ float4 O[Groups][D / 4];
+    // fill_sequences has ended before decode_sequences_kernel lets this one start. One block waits for that kernel.
+    if (BySequence && a.sequences.counts->whole_rows && blockIdx.x > 0) return;
     if (!p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;
-    const int x = threadIdx.x % (D / 4), group = threadIdx.x / (D / 4), count = chunks_of(a, p, b).count;
-    const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
-    const Row row = row_of(p, head - b * (int)a.Hkv, r);
-    const Block<T> block = block_of<T>(a, b, row);
+    const int h_kv = head - b * (int)a.Hkv, x = threadIdx.x % (D / 4), group = threadIdx.x / (D / 4);
+    if (BySequence && (b >= a.sequences.counts->few || a.sequences.counts->whole_rows)) return;
+    const Interval queries = queries_of<BySequence>(a, b);
+    if (BySequence && r / p.group >= queries.end - queries.begin) return;
+    const int count = chunks_of<BySequence>(a, p, b).count;
+    const Slots slots = slots_of<Tile, BySequence>(a, p, b, h_kv, r / Tile::Rows, count);
+    const Row row = {queries.begin + r / p.group, (int64_t)h_kv * p.group + r % p.group, true};
+    const int batch = BySequence ? 0 : b;
+    const Block<T> block = block_of<T>(batch, band_of_item<BySequence>(a, b), row);
     if (p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
-    pad_lse(a, b, row.h, row.i + 1, threadIdx.x);
-    const auto at = [&](int chunk) { return first + (int64_t)chunk * Tile::Rows; };
+    pad_lse(a, batch, row.h, row.i + 1, threadIdx.x);
+    const auto at = [&](int chunk) { return slots[chunk] + r % Tile::Rows; };
     Part sum = join<kFour>(
         kFour * group, kFour * Groups, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
         [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });

@@ -53,15 +53,17 @@ struct MmaRows {
     Keys keys[2];
 
     // This thread's n-th 16 bytes of Qi
-    __device__ uint4 part_of_Qi(const Attention &a, const Decode &p, const WorkItem &item, int n) const {
+    template <class Item>
+    __device__ uint4 part_of_Qi(const Attention &a, const Decode &p, const Item &item, int n) const {
         const int at = threadIdx.x + n * kThreads, x = at % PerRow * 8;
-        const Row row = row_of(p, item.h_kv, item.tile * Tile::Rows + at / PerRow);
+        const Row row = item.row(p, item.tile * Tile::Rows + at / PerRow);
         const bool exists = item.exists && row.exists && x < a.d;
-        return exists ? *(const uint4 *)(query<T>(a, item.b, row) + x) : uint4{};
+        return exists ? *(const uint4 *)(query<T>(a, item.batch(), row) + x) : uint4{};
     }
 
     // 8. Qi of the next item to registers, while the last item's Qi is in use. On Turing there are no registers for it.
-    __device__ void load_queries(const Attention &a, const Decode &p, const WorkItem &item) {
+    template <class Item>
+    __device__ void load_queries(const Attention &a, const Decode &p, const Item &item) {
 #if __CUDA_ARCH__ >= 800
 #pragma unroll
         for (int n = 0; n < Vectors; ++n) next_Qi[n] = part_of_Qi(a, p, item, n);
@@ -69,7 +71,8 @@ struct MmaRows {
     }
 
     // 8. ... then to shared memory, once all have read the last item's Qi
-    __device__ void take_queries(const Attention &a, const Decode &p, const WorkItem &item, T *Q_tile) {
+    template <class Item>
+    __device__ void take_queries(const Attention &a, const Decode &p, const Item &item, T *Q_tile) {
         if (!item.exists) return;
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -80,9 +83,9 @@ struct MmaRows {
 #endif
             *(uint4 *)(Q_tile + swizzle<D, T>(at / PerRow, at % PerRow)) = next_Qi[n];
         }
-        const BandOf<int> band = narrow(band_of(a, item.b));
+        const BandOf<int> band = narrow(item.band(a));
         for (int r = 0; r < 2; ++r)
-            keys[r] = keys_of_row(band, row_of(p, item.h_kv, item.tile * Tile::Rows + lane / 4 + 8 * r).i);
+            keys[r] = keys_of_row(band, item.row(p, item.tile * Tile::Rows + lane / 4 + 8 * r).i);
         Qi = lane_address<D>(Q_tile, lane % 16, lane / 16);
     }
 
@@ -209,21 +212,23 @@ struct FmaRows {
         load4(x, tile + swizzle<D, T>(row, column(c) / Element) + column(c) % Element);
     }
 
-    __device__ void load_queries(const Attention &, const Decode &, const WorkItem &) {}
+    template <class Item>
+    __device__ void load_queries(const Attention &, const Decode &, const Item &) {}
 
     // 8. Qi to registers
-    __device__ void take_queries(const Attention &a, const Decode &p, const WorkItem &item, T *) {
+    template <class Item>
+    __device__ void take_queries(const Attention &a, const Decode &p, const Item &item, T *) {
         if (!item.exists) return;
-        const BandOf<int> band = narrow(band_of(a, item.b));
-        rows = min(Rows, p.rows - item.tile * Rows);
+        const BandOf<int> band = narrow(item.band(a));
+        rows = min(Rows, item.rows(p) - item.tile * Rows);
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
-            const Row row = row_of(p, item.h_kv, item.tile * Rows + r);
+            const Row row = item.row(p, item.tile * Rows + r);
             keys[r] = keys_of_row(band, row.i);
 #pragma unroll
             for (int c = 0; c < C; ++c) {
                 q[r][c][0] = q[r][c][1] = q[r][c][2] = q[r][c][3] = 0.f;
-                if (row.exists && column(c) < a.d) load4(q[r][c], query<T>(a, item.b, row) + column(c));
+                if (row.exists && column(c) < a.d) load4(q[r][c], query<T>(a, item.batch(), row) + column(c));
             }
         }
     }

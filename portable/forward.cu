@@ -28,11 +28,15 @@ Plan plan_many_queries(const Attention &a, const Device &device) {
     return plan;
 }
 
+// Whether this GPU's decode.cu multiplies on tensor cores; an error if there is no code for it.
+const char *find_tensor_cores(const Attention &a, bool &on_tensor_cores) {
+    on_tensor_cores = a.dtype != Dtype::float32;
+    return a.dtype == Dtype::bfloat16 ? portable::is_code_since_ampere(on_tensor_cores) : nullptr;
+}
+
 // Whether decode.cu takes the call, and on tensor cores.
 bool takes_decode(const Attention &a, const Device &device, bool &on_tensor_cores) {
-    on_tensor_cores = a.dtype != Dtype::float32;
-    if (a.dtype == Dtype::bfloat16 && portable::is_code_since_ampere(on_tensor_cores)) return false;  // an error
-    return portable::takes_decode(a, device, on_tensor_cores);
+    return !find_tensor_cores(a, on_tensor_cores) && portable::takes_decode(a, device, on_tensor_cores);
 }
 
 }  // namespace
@@ -40,6 +44,11 @@ bool takes_decode(const Attention &a, const Device &device, bool &on_tensor_core
 bool portable::reads_pages(const Attention &a, const Device &device) {
     bool on_tensor_cores;
     return minimal_attn::takes_decode(a, device, on_tensor_cores);
+}
+
+portable::FewQueries portable::plan_few_queries(const Attention &a, const Device &device) {
+    bool on_tensor_cores;
+    return find_tensor_cores(a, on_tensor_cores) ? FewQueries{} : plan_few_queries(a, device, on_tensor_cores);
 }
 
 Plan plan_portable(const Attention &a, const Device &device) {

@@ -167,7 +167,7 @@ __device__ void store_rows_with_state(const Attention &a, const Block<T, Mask> &
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
         const int i = block.i0 + warp_row + lane / 4 + 8 * r;
         const float li = row_sum<4>(rows.li[r]);
-        if (i >= a.Nq) continue;
+        if (i >= block.i0 + block.rows) continue;
         const RowEnd end = end_row(a, block, i, li, scaled_max(a, rows.mi[r]));
         if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
         const auto store = [&](int x, const float *Oi) {

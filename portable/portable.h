@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash.h"
+#include "sequences.h"
 
 namespace minimal_attn::portable {
 
@@ -42,6 +43,15 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
 const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 inline bool is_decode(const Plan &plan) { return plan.kernel == kDecode || plan.kernel == kDecodeRows; }
+
+// decode.cu for the documents with few queries. sequences.few is 0 if it can't read q, k or v.
+struct FewQueries {
+    SequencePlan sequences;
+    Plan decode;
+};
+FewQueries plan_few_queries(const Attention &a, const Device &device, bool on_tensor_cores);
+FewQueries plan_few_queries(const Attention &a, const Device &device);  // forward.cu
+const char *launch_few_queries(const Attention &a, const FewQueries &few, void *workspace, CUstream_st *stream);
 
 // Whether the kernel that takes the call reads k and v page by page: only decode.cu does.
 bool reads_pages(const Attention &a, const Device &device);

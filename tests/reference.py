@@ -27,12 +27,15 @@ def visible_keys(
     cu_seqlens_q=None,
     cu_seqlens_k=None,
     prefix_k=None,
+    seqused_k=None,
 ):
     """Which keys each query sees, (B, 1, Nq, Nk); rows are told in Python's ints, which can't overflow."""
     if cu_seqlens_q is not None:
         seen = torch.zeros(B, 1, Nq, Nk, dtype=torch.bool)
         bounds = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
         for n, ((q0, k0), (q1, k1)) in enumerate(pairwise(bounds)):
+            if seqused_k is not None:
+                k1 = min(k1, k0 + int(seqused_k[n]))
             ranges = None if key_ranges is None else key_ranges[:, q0:q1] - k0
             prefix = None if prefix_k is None else prefix_k[n : n + 1]
             options = dict(causal=causal, window_size=window_size, key_ranges=ranges, prefix_k=prefix)
@@ -74,6 +77,8 @@ def attention(q, k, v, *, softmax_scale=None, sinks=None, dtype=torch.float64, *
             (torch.arange(N) >= cu[0]) & (torch.arange(N) < cu[-1])
             for cu, N in ((band["cu_seqlens_q"].cpu(), Nq), (band["cu_seqlens_k"].cpu(), Nk))
         ]
+        if band.get("seqused_k") is not None:
+            in_document[1] = seen.any(dim=(0, 1, 2)).cpu()
         q = q.masked_fill(~in_document[0][:, None].to(q.device), 0)
         inside = in_document[1][:, None].to(q.device)
     k, v = (t.to(dtype).masked_fill(~inside, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for t in (k, v))

@@ -361,15 +361,6 @@ def test_rows_of_no_sequence_are_zero(forced_backend):
         check(out[rows][None], lse[:, rows][None], q.dtype, expected_of(*(x[rows][None] for x in (q, k, v))))
 
 
-def test_wrong_lengths_read_nothing_out_of_bounds():
-    """On a GPU nobody checks them, and an index out of bounds would end all later work there."""
-    q, k = torch.randn(9, 2, 8), torch.randn(1, 30, 2, 8)
-    for cu_q, max_q in ([4, 20], 5), ([9, 3, 8], 4), ([2, 2, 7], 1), ([-9, 40], 40):
-        cu = torch.tensor(cu_q)
-        out, _ = _varlen.attend_packed(q, k, k, cu, cu[:-1] - 3, cu[1:] + 9, max_q, None, True)
-        assert out.isfinite().all()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_lengths_beyond_their_room_reach_no_other_sequence(backend, with_gradients):
@@ -414,7 +405,7 @@ def test_nothing_packed(forced_backend):
 
 
 def test_one_long_sequence_among_short_ones_takes_little_memory(backend, monkeypatch):
-    """Nothing is copied or padded. With few queries over many keys, q is: in blocks of at most 192."""
+    """Nothing is copied or padded."""
     seen = []
 
     def spy(*tensors, **options):
@@ -424,13 +415,10 @@ def test_one_long_sequence_among_short_ones_takes_little_memory(backend, monkeyp
     forward = _varlen.forward
     monkeypatch.setattr(_varlen, "forward", spy)
     q, k, v, cu_seqlens = packed(backend, [1] * 30 + [1000] + [5] * 30)
-    flash_attn_varlen_func(q.requires_grad_(), k, v, cu_seqlens, cu_seqlens, 1000, 1000, causal=True)
-    assert all(x.data_ptr() == y.data_ptr() for x, y in zip(seen.pop(), (q, k, v), strict=True))
     few = torch.arange(62, device=q.device, dtype=torch.int32)
-    flash_attn_varlen_func(q.detach()[:61], k, v, few, cu_seqlens, 1, 1000, causal=True)
-    [(blocks, keys, values)] = seen
-    assert blocks.numel() <= 2 * 62 * 2 * 32
-    assert keys.data_ptr() == k.data_ptr() and values.data_ptr() == v.data_ptr()
+    for queries, cu_seqlens_q, longest in (q, cu_seqlens, 1000), (q[:61], few, 1):
+        flash_attn_varlen_func(queries, k, v, cu_seqlens_q, cu_seqlens, longest, 1000, causal=True)
+        assert all(x.data_ptr() == y.data_ptr() for x, y in zip(seen.pop(), (q, k, v), strict=True))
 
 
 @pytest.mark.parametrize("room", [64, 2**27])
