@@ -11,6 +11,8 @@
   bench.py --packed    causal documents in one batch, by cu_seqlens, beside PyTorch's varlen_attn and, if they
                        are installed, FlashAttention-3 and -4, or beside SDPA for each document; also with
                        --backward and --step. TFLOP/s count what is seen; errors are those of o or dq
+  bench.py --serving   packed queries over caches of keys, contiguous and in pages, beside FlashAttention-3 if
+                       it is installed. GB/s count the keys that are seen
   bench.py --overhead  host time of one call, on an input so small that little else counts
 
 The extension is built first if it is missing or older than its sources.
@@ -46,9 +48,11 @@ HERE = Path(__file__).resolve().parent
 
 # ------------------------------------------------------------------------------------------ options
 DTYPES = ["float32", "bfloat16", "float16"]
-USED_BY = {"dtype": ["sweep", "ladder", "decode", "packed", "overhead"]}  # the modes that an option needs
+USED_BY = {
+    "dtype": ["sweep", "ladder", "decode", "packed", "serving", "overhead"]
+}  # the modes that an option needs
 USED_BY |= dict.fromkeys(["shape", "causal", "full"], ["sweep", "ladder"])
-USED_BY |= {"graph": ["sweep", "ladder", "decode"]}
+USED_BY |= {"graph": ["sweep", "ladder", "decode", "serving"]}
 USED_BY |= dict.fromkeys(["d", "n", "quick", "json", "load", "plot"], ["sweep"])
 
 
@@ -61,7 +65,7 @@ class Parser(ArgumentParser):
 def parse() -> Namespace:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group()
-    for name in "sweep", "ladder", "decode", "packed", "overhead":
+    for name in "sweep", "ladder", "decode", "packed", "serving", "overhead":
         mode.add_argument(f"--{name}", action="store_const", dest="mode", const=name, help="see above")
     part = parser.add_mutually_exclusive_group()
     for name in "backward", "step":

@@ -54,19 +54,19 @@ struct RangeTables {
     BatchFlags *batches;  // of each batch
 };
 
-// The tables of sequences.h, which says what they hold, in memory of q's device. Packed queries `queries`, which see the
-// keys of `keys` with i + position + first <= j <= i + position + last. i and j count from the first of all.
+// An entry of the tables of sequences.h: packed queries and the keys that they see, those of `keys` with
+// i + position + first <= j <= i + position + last. i and j count from the first of all.
 struct Sequence {
     Interval queries;
     Keys keys;
-    int position, first_item, pieces;
+    int position, first_item, entries;
 };
 struct SequenceCounts {
     int few, tiles;
     bool whole_rows;
     int tiles_taken;
 };
-struct SequenceTables {
+struct SequenceTables {  // in memory of q's device
     SequenceCounts *counts;
     Sequence *few, *tiles;
 };
@@ -158,6 +158,9 @@ struct Gradient {
 MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, float bound = 16.f) {
     return fabsf(lse) > (a.Nk <= 8 ? 0.f : bound) && fabsf(lse) < INFINITY && a.softmax_scale != 0.f;
 }
+
+// Whether there are many keys for each query: then a tile of queries of two documents would meet too many.
+inline bool has_many_keys(int64_t Nq, int64_t Nk) { return Nk > 2 * Nq; }
 
 // Whether causal or a window bounds what a query sees.
 inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
@@ -314,7 +317,7 @@ struct Plan {
     const char *error = nullptr;  // why this device can't run it
 };
 
-// The backends, which binding/call.cpp lists. Each computes the whole contract on its device. A launch gets the plan's
+// The backends, which binding/backends.h lists. Each computes the whole contract on its device. A launch gets the plan's
 // workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
 Plan plan_paper(const Attention &attention, const Device &device);
 const char *launch_paper(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);

@@ -1,7 +1,16 @@
-// sequences.cu: fills the tables of sequences.h. One block walks all documents, each thread has one of up to 1024.
+// sequences.cu: fills the tables of sequences.h. One block walks all documents.
 //
-// Uses sequences.h: Sequence, band_of; ranges.h: used_keys, first_keys; portable/chunks.h: chunks_of; device.h:
-// launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
+//     role          | does
+//     every thread  | one document of up to 1024, then the one behind these: its queries and keys, its entries, their items
+//
+//     barrier in scan        | then
+//     __syncthreads, first   | the sum of each warp is in shared memory
+//     __syncthreads, second  | warp 0 has scanned these sums
+//     __syncthreads, third   | all have read them: the next scan may overwrite them
+//
+// Uses sequences.h: Sequence, SequencePlan, band_of; flash.h: keys_of_any; ranges.h: used_keys, first_keys;
+// portable/chunks.h: chunks_of, items_of, kMostOfRow, kLeastFull; device.h: launch_overlapping, let_next_kernel_start,
+// wait_for_kernel_before, why_not.
 #include "sequences.h"
 
 #include "device.h"
@@ -49,7 +58,7 @@ __device__ T scan_warp(T x) {
     return x;
 }
 
-// `before` and x of all threads up to this one. `before` becomes that of all threads.
+// The sum of `before` and x of all threads up to this one. `before` becomes that of all threads.
 template <class T>
 __device__ T scan(T x, T &before) {
     __shared__ T of_warps[kMostWarps];
@@ -69,70 +78,67 @@ __device__ T scan(T x, T &before) {
     return x;
 }
 
-// Where part n ends.
-__device__ Ends end_of_part(const Attention &a, int n) {
+// Where span n ends.
+__device__ Ends end_of_span(const Attention &a, int n) {
     if (n < 0) return {0, 0};
     if (n > a.documents) return {a.Nq, a.Nk};
     return {clamp(a.cu_seqlens_q[n], 0, a.Nq), clamp(a.cu_seqlens_k[n], 0, a.Nk)};
 }
 
-// Whether whole rows fill the GPU evenly: all blocks take about as long as the one with the longest rows.
+// share_for's rule (decode.cu), for rows of different lengths: all blocks take about as long as the one with the longest.
 __device__ bool rows_fill(const Attention &a, const SequencePlan &plan, const Work &work) {
     if (plan.resident == 0 || work.few == 0 || work.most_chunks > kMostOfRow) return false;
-    const int64_t rows_of_entry = a.Hkv * plan.tiles, rows = work.few * rows_of_entry;
+    const int64_t rows_of_entry = a.Hkv * plan.row_tiles, rows = work.few * rows_of_entry;
     const int64_t waves = (rows + plan.resident - 1) / plan.resident;
     return rows_of_entry * work.keys >= (float)kLeastFull * (waves * plan.resident) * work.most_keys;
 }
 
-// Documents are parts 1 to D. Part 0 has the queries before them, part D + 1 those behind. A part begins where the
-// furthest one before it ends: so parts are disjoint, whatever cu_seqlens holds.
+// Documents are spans 1 to D. Span 0 has the queries before them, span D + 1 those behind. A span begins where the
+// furthest one before it ends: so spans are disjoint, whatever cu_seqlens holds.
 __global__ void __launch_bounds__(kMostThreads)
     fill_sequences(const __grid_constant__ Attention a, const __grid_constant__ SequencePlan plan) {
     let_next_kernel_start();
     wait_for_kernel_before();
     Ends ends = {};
-    Counts counts = {};  // of all parts so far
-    Work work = {};      // of this thread's parts
+    Counts counts = {};  // of all spans so far
+    Work work = {};      // of this thread's spans
     for (int n0 = 0; n0 < a.documents + 2; n0 += blockDim.x) {
         const int n = n0 + threadIdx.x;
-        const Ends begin = scan(end_of_part(a, n - 1), ends), end = begin + end_of_part(a, n);
+        const Ends begin = scan(end_of_span(a, n - 1), ends), end = begin + end_of_span(a, n);
         const bool is_document = n >= 1 && n <= a.documents;
-        Sequence part = {{begin.q, end.q}, {end.k, end.k}, 0, 0};
+        Sequence span = {{begin.q, end.q}, {end.k, end.k}};
         if (is_document) {
             const Keys keys = used_keys(a, n - 1, {begin.k, end.k});
-            part.keys = first_keys(a, n - 1, keys), part.position = keys.end - end.q;
+            span.keys = first_keys(a, n - 1, keys), span.position = keys.end - end.q;
         }
         const int queries = end.q - begin.q;
-        const bool is_few = plan.each_query || (is_document && queries <= plan.few);
-        const int step = plan.each_query ? 1 : is_few ? max(queries, 1) : plan.Br, pieces = (queries + step - 1) / step;
-        part.pieces = max(pieces, 1);
-        // Piece x of the part. The last queries come first: if causal, they see the most keys.
-        const auto piece = [&](int x) {
-            Sequence piece = part;
-            piece.queries = {max(end.q - (x + 1) * step, begin.q), end.q - x * step};
-            return piece;
+        const bool is_few = plan.each_query || (is_document && queries <= plan.most_queries);
+        const int step = plan.each_query ? 1 : is_few ? max(queries, 1) : plan.Br;
+        span.entries = (queries + step - 1) / step;
+        // Entry x of the span. The last queries come first: if causal, they see the most keys.
+        const auto entry_at = [&](int x) {
+            Sequence entry = span;
+            entry.queries = {max(end.q - (x + 1) * step, begin.q), end.q - x * step};
+            return entry;
         };
-        const auto keys_of = [&](const Sequence &piece) {
-            return keys_of_any(band_of(a, piece), piece.queries.begin, piece.queries.end);
+        const auto chunks = [&](const Sequence &entry) {
+            const Keys seen = keys_of_any(band_of(a, entry), entry.queries.begin, entry.queries.end);
+            return chunks_of(a, seen, entry.entries);
         };
-        const auto items_of = [&](int chunks) { return chunks * (int)a.Hkv * plan.tiles; };
-        Counts own = {is_few ? pieces : 0, is_few ? 0 : pieces, 0};
+        Counts own = {is_few ? span.entries : 0, is_few ? 0 : span.entries, 0};
         for (int x = 0; x < own.few; ++x) {
-            const Keys seen = keys_of(piece(x));
-            const int keys = seen.end - seen.begin, chunks = chunks_of(a, seen, part.pieces).count;
-            own.items += items_of(chunks), work = work + Work{1, keys, chunks, (float)keys};
+            const Chunks c = chunks(entry_at(x));
+            const int keys = c.seen.end - c.seen.begin;
+            own.items += items_of(a, c.count, plan.row_tiles), work = work + Work{1, keys, c.count, (float)keys};
         }
         const Counts next = scan(own, counts);
         int item = next.items - own.items;
-        for (int x = 0; x < pieces; ++x) {
-            Sequence entry = piece(x);
-            if (is_few) {
-                entry.first_item = item, item += items_of(chunks_of(a, keys_of(entry), part.pieces).count);
-                a.sequences.few[next.few - own.few + x] = entry;
-            } else {
-                a.sequences.tiles[next.tiles - own.tiles + x] = entry;
-            }
+        for (int x = 0; x < own.few; ++x) {
+            Sequence entry = entry_at(x);
+            entry.first_item = item, item += items_of(a, chunks(entry).count, plan.row_tiles);
+            a.sequences.few[next.few - own.few + x] = entry;
         }
+        for (int x = 0; x < own.tiles; ++x) a.sequences.tiles[next.tiles - own.tiles + x] = entry_at(x);
     }
     Work all = {};
     scan(work, all);

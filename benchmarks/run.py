@@ -14,11 +14,13 @@ from .clock import progress
 from .ladder import run_ladder
 from .packed import run_packed
 from .peers import backends_for
+from .serving import run_serving
 from .small import run_overhead, run_profile
 from .sweep import run_sweep
 from .workloads import cells_for
 
 RUNS = {"profile": run_profile, "ladder": run_ladder, "overhead": run_overhead, "packed": run_packed}
+RUNS |= {"serving": run_serving}
 RUNS |= {"sweep": run_sweep, "decode": run_sweep}
 
 
@@ -36,7 +38,9 @@ def complete(args) -> str:
         args.dtype = args.dtype or (["float32", "bfloat16"] if args.device == "cuda" else ["float32"])
         args.full |= not args.causal
     args.backend = backends_for(args)
-    args.cells = [] if args.mode in ("profile", "packed", "overhead") or args.load else cells_for(args)
+    args.cells = (
+        [] if args.mode in ("profile", "packed", "serving", "overhead") or args.load else cells_for(args)
+    )
     if args.threads:
         torch.set_num_threads(args.threads)
     on_cpu = f"the CPU, {torch.get_num_threads()} threads"

@@ -1,5 +1,5 @@
-// call.cpp: the list of backends, and a call's way to one: checks, memory for the results, flash.h's `Attention` or
-// `Gradient`, the backend's `Plan`, its launch.
+// call.cpp: a call's way to a backend: checks, memory for the results, flash.h's `Attention` or `Gradient`, the backend's
+// `Plan`, its launch.
 
 #define AT_PER_OPERATOR_HEADERS  // torch's headers then include what they need, not all operators: 5 s of compiling
 
@@ -18,6 +18,7 @@
 #include <string_view>
 #include <utility>
 
+#include "binding/backends.h"
 #include "binding/checks.h"
 #include "binding/tensors.h"
 #include "portable/portable.h"
@@ -33,91 +34,6 @@ namespace minimal_attn {
 namespace {
 
 std::atomic<int> shared_memory_limit{std::numeric_limits<int>::max()};
-
-// ---------------------------------------------------------------------------------------------- backends
-
-#ifdef WITH_CUDA
-std::string refusal_of_hopper(const Tensor &q) {
-    const auto *gpu = at::cuda::getDeviceProperties(q.device().index());
-    if (gpu->major != 9 || gpu->minor != 0)
-        return c10::str("compute capability 9.0, but q is on ", q.device(), ", a ", gpu->name,
-                        " of compute capability ", gpu->major, ".", gpu->minor);
-    if (std::string_view(cuda_architectures()).find("9.0a") == std::string_view::npos)
-        return c10::str("compute capability 9.0, but this build has code for ", cuda_architectures(),
-                        "; code for it is built by TORCH_CUDA_ARCH_LIST=9.0 make build");
-    const SymInt tiles = q.sym_size(0) * q.sym_size(1) * ((q.sym_size(2) + 63) / 64);
-    if (!may_hold(tiles.sym_le(int64_t(1) << 30)))
-        return c10::str("at most 2^30 tiles of 64 queries, but q has shape ", q.sym_sizes(), ": pass fewer batches");
-    return "";
-}
-
-// The hopper backend. It takes kernels of portable for few queries, and where it has no kernel: for some gradients.
-bool hopper_takes_decode(const Attention &a, const Device &device) {
-    return portable::takes_decode(a, device, a.dtype != Dtype::float32);
-}
-
-// In half types TMA reads pages of a multiple of 16 keys. Tiles begin where a page does: behind leftpad_k they can't.
-bool hopper_reads_pages(const Attention &a, const Device &device) {
-    return hopper_takes_decode(a, device) ||
-           (a.dtype != Dtype::float32 && a.page_size % 16 == 0 && !a.leftpad_k && !has_ranges(a));
-}
-
-Plan plan_hopper(const Attention &a, const Device &device) {
-    if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
-    if (a.by_sequence && a.dtype == Dtype::float32) return plan_portable(a, device);
-    return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
-}
-
-const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
-    if (a.by_sequence && a.dtype == Dtype::float32) return launch_portable(a, plan, workspace, stream);
-    return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
-                                     : hopper::launch_half(a, plan, workspace, stream);
-}
-
-Plan plan_hopper_backward(const Gradient &g, const Device &device) {
-    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
-}
-
-const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
-                                      : launch_portable_backward(g, plan, workspace, stream);
-}
-#endif
-
-// How this build computes attention. docs/reading.md says how one is added.
-struct Backend {
-    std::string name;
-    at::DeviceType device;
-    std::string (*refusal)(const Tensor &q);  // empty, or which tensors it serves instead of q
-    bool (*reads)(const Tensor &);            // whether it reads q, k or v where they are; else they are copied
-    bool (*reads_pages)(const Attention &, const Device &);  // likewise the pages of this call
-    Plan (*plan)(const Attention &, const Device &);
-    const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
-    Plan (*plan_backward)(const Gradient &, const Device &);
-    const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    bool serves_sequences = false;  // Attention::by_sequence
-    int rows_alike = 0;             // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
-};
-
-// The fastest of each device first: "auto" takes the first that serves q.
-const std::vector<Backend> &backends() {
-    static const auto serves_all = [](const Tensor &) { return std::string(); };
-    static const auto always = [](const Attention &, const Device &) { return true; };
-    static const std::vector<Backend> list = {
-#ifdef WITH_CUDA
-        {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward, true, 64},  // rows of a warpgroup
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, true, 16},  // rows of a warp
-        {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, false, 1},  // a row skips tiles of keys that it doesn't see
-#endif
-        {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward},
-    };
-    return list;
-}
 
 // The backend that "auto" or the name means; null for meta tensors, which need none.
 const Backend *check_backend(const Arguments &a) {
@@ -321,10 +237,11 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     return attention;
 }
 
-// Whether documents are computed one by one. Where documents have about as many keys as queries, ranges are faster.
+// Whether documents are computed one by one. Where they have about as many keys as queries, ranges are faster. With pages
+// or seqused_k no such ratio is known.
 bool is_by_sequence(const Arguments &a, const Backend &backend) {
     return backend.serves_sequences && a.cu_seqlens_q && !a.key_ranges &&
-           (a.seqused_k || a.block_table || a.k.size(2) > 2 * a.q.size(2));
+           (a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2)));
 }
 
 #ifdef WITH_CUDA
@@ -333,8 +250,8 @@ void run_by_sequence(Attention &attention, const Backend &backend, const Tensor 
     const Device device = gpu_of(q);
     portable::FewQueries few = portable::plan_few_queries(attention, device);
     const Plan plan = backend.plan(attention, device);  // of documents with more queries
-    const bool has_few = few.sequences.few > 0, has_others = !has_few || !few.sequences.each_query;
-    check_launch(plan.error, q);
+    const bool has_few = few.sequences.most_queries > 0, has_others = !has_few || !few.sequences.each_query;
+    if (has_others) check_launch(plan.error, q);
     few.sequences.Br = plan.Br;
     const c10::DataPtr tables = allocate_bytes(place_sequences(attention, plan.Br, nullptr), q);
     place_sequences(attention, plan.Br, (char *)tables.get());
@@ -554,8 +471,13 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         if (has_ranges(call)) plan.workspace += place_ranges(call, backward, nullptr);
 #ifdef WITH_CUDA
         if (call.by_sequence) {
-            plan.workspace += place_sequences(call, plan.Br, nullptr);
-            plan.workspace += portable::plan_few_queries(call, gpu_of(a.q)).decode.workspace;
+            const auto few = portable::plan_few_queries(call, gpu_of(a.q));
+            const int Br = plan.Br;
+            if (few.sequences.each_query)
+                plan = few.decode;
+            else
+                plan.workspace += few.decode.workspace;
+            plan.workspace += place_sequences(call, Br, nullptr);
         }
 #endif
         return plan;

@@ -95,7 +95,7 @@ Rows rows_at(const Attention &a, int64_t tile, int Br) {
 }
 
 // Documents with many keys for each query: no tile has queries of two, since it would meet all keys between theirs.
-bool cuts_at_documents(const Attention &a) { return a.cu_seqlens_q && a.Nk > 2 * (int64_t)a.Nq; }
+bool cuts_at_documents(const Attention &a) { return a.cu_seqlens_q && has_many_keys(a.Nq, a.Nk); }
 
 // The queries before the first document, those of each, those behind the last one.
 std::vector<Rows> rows_of_documents(const Attention &a, int Br) {

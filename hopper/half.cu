@@ -43,7 +43,7 @@
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
 // |             | pack_operand: Pij to the half type                                                                  |
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
-// |             | ServedBand: the mask of the kernel that reads pages and the tables of sequences.h                   |
+// |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                   |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
@@ -249,6 +249,12 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
 
+        if constexpr (kIsPaged<Mask>)  // the rows of a page before the first key may hold anything
+            if (j0 < work.mask.keys.begin) {
+                V.consumer_wait();
+                zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,
+                                                   Tile::kVZeroed + warpgroup);
+            }
         for (; j0 + Bc < my_end; j0 += Bc) {  // step 5: for j
             K.consumer_wait();
             ping_pong.wait_turn();
@@ -388,7 +394,7 @@ constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
 template <class Use>
 auto with_mask_of(const Attention &a, const Use &use) {
     if (has_ranges(a)) return use(Ranges());
-    return a.block_table || a.by_sequence ? use(ServedBand()) : use(BandOf<int>());
+    return a.block_table || a.by_sequence ? use(PagedBand()) : use(BandOf<int>());
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const W
                            Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
                            const BeforeLoad &before_load) {
     constexpr int Rows = Tile::Bc;
-    if constexpr (kIsServed<Mask>)
+    if constexpr (kIsPaged<Mask>)
         if (p.rows_of_piece) {
             for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows, pipeline.advance()) {
                 const PagedTile<Rows, Tile::Boxes> paged(p, work.b, j0);  // the table is read while a stage gets free

@@ -30,9 +30,9 @@ constexpr int64_t kL2Bytes = 32 << 20;
 constexpr int kFixedRounds = 2, kFixedRoundsIfShort = 4, kShortKeys = 2048;
 
 // The mask type of kernels that may read pages and the tables of sequences.h. Others are compiled without.
-struct ServedBand : BandOf<int> {};
+struct PagedBand : BandOf<int> {};
 template <class Mask>
-constexpr bool kIsServed = std::is_same_v<Mask, ServedBand>;
+constexpr bool kIsPaged = std::is_same_v<Mask, PagedBand>;
 
 // The entries of a work tile in the tables of ranges. The pointers are to global memory, or to a copy in shared memory
 // that schedule (half.h) has made.
@@ -111,7 +111,7 @@ struct TileScheduler {
     // Work tile n. A head's last rows come first: under a causal mask they see the most keys. The first tile may be
     // short. With ranges the last one may be: tiles begin where those of the tables do.
     __device__ WorkTileOf<Mask> tile(int n) const {
-        if constexpr (kIsServed<Mask>)
+        if constexpr (kIsPaged<Mask>)
             if (p.a.by_sequence) return tile_of_sequence(n);
         if (n >= p.work_tiles) return {-1};
         const int rest = n - p.sequential_heads * p.Tr;  // below 0: a tile of a sequential head
@@ -129,7 +129,7 @@ struct TileScheduler {
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
         if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
-        if (kIsServed<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
+        if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};
     }
     // The same by the tables of sequences.h: all heads of a tile of queries, then the next.

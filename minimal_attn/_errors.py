@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "cu_seqlens": "use cu_seqlens_q and cu_seqlens_k, with all sequences in one batch",
     "cache_seqlens": "use seqlens_k",
     "cache_leftpad": "use leftpad_k",
-    "seqused_k": "use seqlens_k",
+    "seqused_k": "pack the keys in use, by cu_seqlens_k; without cu_seqlens use seqlens_k",
     "key_padding_mask": "use seqlens_k and leftpad_k",
     "sliding_window": "use window_size=(sliding_window - 1, 0)",
     "window_size_left": "use window_size=(left, right)",

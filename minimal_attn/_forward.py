@@ -160,13 +160,15 @@ def forward(
             page_size, d), at least one. Keys p * page_size .. of batch b are page block_table[b, p], so that
             Nk is n * page_size. Numbers outside 0..pages - 1 count as the nearest page. Behind seqlens_k they
             may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
-            pass x.transpose(1, 2). "hopper" and "portable" read pages in place where `explain` says a kernel
-            "decode..." (pages of a multiple of 16 keys); else they copy the keys of the whole table first.
+            pass x.transpose(1, 2). Pages of a multiple of 16 keys are read in place by "hopper" in half types
+            (not with key_ranges), and where `explain` says a kernel "decode...". Else "hopper" and "portable"
+            copy the keys of the whole table first. With cu_seqlens one row has the pages of all documents.
         key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
             key_ranges[b, i], clamped to 0..Nk. Chunks, prefixes and images within text are such ranges. Any
             ranges are right. Those that only grow with i are fast: a tile of queries computes all keys from
-            the first to the last one that it sees. There is no kernel for few queries yet.
+            the first to the last one that it sees. With them there is no kernel
+            for few queries yet.
         cu_seqlens_q, cu_seqlens_k: (documents + 1,), of an integer dtype on q's device, both or none: packed
             documents, one behind the other in one batch, q (1, Hq, total_q, d), k and v (1, Hkv, total_k, d).
             Document n has the queries cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1], and the keys likewise.

@@ -15,9 +15,9 @@ flash_attn/flash_attn_interface.py). What differs:
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
     flash_attn_func         nothing
-    ..._varlen_func         nothing; with few queries over many keys q and the result, once each
+    ..._varlen_func         nothing
     ..._with_kvcache        k and v into the cache; with rotary_cos q and k besides, rotated by PyTorch
-    seqused_k               k and v; nothing without gradients, where total_k is more than twice total_q
+    seqused_k               nothing; for gradients k and v
     block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
     and cache_batch_idx     pages (minimal_attn.explain says so), and for gradients: up to max_seqlen_k each
 
@@ -150,8 +150,7 @@ def flash_attn_varlen_func(
 ):
     """flash_attn_func of B sequences of different lengths that lie packed, one behind the other.
 
-    It is forward with cu_seqlens. Without gradients, and with a block_table or more than twice as many keys
-    as queries, queries are copied into blocks of at most 192 of one sequence, and the result back.
+    It is forward with cu_seqlens.
 
     Args:
         q: queries (total_q, Hq, d). Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].

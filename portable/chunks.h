@@ -1,6 +1,8 @@
 // chunks.h: how the keys of few queries are cut into chunks, for decode.cu and for the tables that it reads
 // (sequences.cu).
 #pragma once
+#include <algorithm>
+
 #include "flash.h"
 
 namespace minimal_attn {
@@ -23,22 +25,28 @@ struct Chunks {
     int begin, size, count;  // the first chunk's first key, a multiple of 16; keys of a chunk; chunks
 };
 
-// Chunks of one of several pieces of a document are larger: all pieces have about as many as one would.
-MINIMAL_ATTN_HOST_DEVICE inline Chunks chunks_of(const Attention &a, Keys seen, int pieces = 1) {
+// If a document has several entries (sequences.h), chunks are that much larger: all have about as many as one would.
+MINIMAL_ATTN_HOST_DEVICE inline Chunks chunks_of(const Attention &a, Keys seen, int entries = 1) {
     Chunks chunks;
     chunks.seen = seen;
     chunks.begin = seen.begin / 16 * 16;
     const int n = empty(seen) ? 0 : seen.end - chunks.begin;
     const int64_t size = (n * a.Hkv + kChunks * kLeastChunk - 1) / (kChunks * kLeastChunk) * kLeastChunk;
-    chunks.size = (int)clamp(size, (int64_t)kLeastChunk, (int64_t)kMostChunk) * pieces;
+    chunks.size = (int)clamp(size, (int64_t)kLeastChunk, (int64_t)kMostChunk) * entries;
     chunks.count = n > 0 ? (n + chunks.size - 1) / chunks.size : 1;  // without a key: an empty one, since O is written
     return chunks;
 }
 
-// The most chunks of all documents together: of one, kChunks / Hkv, or n / kMostChunk of its n keys, and 3 for ends. If
-// it has several pieces, one more each: there are no more pieces than documents.
+// Work items of a batch or entry: by key head, chunk, tile of rows.
+MINIMAL_ATTN_HOST_DEVICE inline int items_of(const Attention &a, int chunks, int row_tiles) {
+    return chunks * (int)a.Hkv * row_tiles;
+}
+
+// An upper bound. A document of n keys has at most kChunks / Hkv or n / kMostChunk chunks, whichever is more, and never
+// more than n / kLeastChunk; 3 for rounding and ends. Each of several entries adds one, and there is one for each query.
 inline int64_t most_chunks_of_documents(const Attention &a) {
-    return a.documents * (kChunks / a.Hkv + 4) + a.Nk / kMostChunk;
+    return std::min<int64_t>(a.documents * (kChunks / a.Hkv + 4) + a.Nk / kMostChunk,
+                             a.documents * int64_t(4) + a.Nk / kLeastChunk);
 }
 
 }  // namespace minimal_attn

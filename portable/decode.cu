@@ -6,7 +6,9 @@
 // on each GPU.
 // A block of decode_kernel takes one item after another. For a tile of rows an item covers (Share):
 //     a chunk       its Oi, li, mi go to the workspace. Then join_kernel joins the chunks of a row and writes O, l, m
-//     a whole row   all chunks: decode_kernel joins them and writes O, l, m. Taken where rows fill the GPU (share_for)
+//     a whole row   all chunks: decode_kernel joins them and writes O, l, m. Taken where rows fill the GPU (share_for;
+//                   of documents rows_fill in sequences.cu)
+// decode_sequences_kernel does the same for documents with few queries (sequences.h).
 // Both join the sums of a chunk's warps, then those of four chunks, then the fours: so the bits are the same.
 //
 //     role        | warps | registers            | does
@@ -149,13 +151,15 @@ __device__ void join_four(const Attention &a, const Decode &p, const Item &item,
     }
 }
 
+// lm_of_parts: memory for (li, mi) of the warps, for a chunk or for four; behind them those of the fours of a row.
 template <class T, class Tile, Share share, bool BySequence>
-__device__ void decode_block(const Attention &a, const Decode &p) {
+__device__ void decode_block(const Attention &a, const Decode &p, float2 (*lm_of_parts)[Tile::Rows]) {
     constexpr int Bc = Tile::Bc, D = Tile::D, StageBytes = Tile::template StageBytes<T>, Step = kWarps * Bc;
     using Item = WorkItem<share, BySequence>;
+    const auto lm = (float2(*)[kWarps][Tile::Rows])lm_of_parts;
+    float2(*const lm_of_fours)[Tile::Rows] = lm_of_parts + kWarps * chunks_at_once(share);
     using MmaOrFmaRows = std::conditional_t<Tile::OnTensorCores, MmaRows<T, Tile>, FmaRows<T, Tile>>;
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float2 lm[chunks_at_once(share)][kWarps][Tile::Rows], lm_of_fours[kFour - 1][Tile::Rows];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rows_of_O = min(p.rows, Tile::Rows);
     // Not `warp`, a uniform register: with it ptxas puts stream16's policy into an odd one (docs/ptxas.md).
     unsigned char *const stages = shared + threadIdx.x / 32 * p.stages * StageBytes;
@@ -216,19 +220,22 @@ __device__ void decode_block(const Attention &a, const Decode &p) {
 template <class T, class Tile, Share share>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
-    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile, share, false>(a, p);
+    __shared__ float2 lm[parts_in_shared(share)][Tile::Rows];
+    if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) decode_block<T, Tile, share, false>(a, p, lm);
 }
 
-// Documents with few queries. fill_sequences_cuda has chosen what the items are.
+// Documents with few queries (sequences.h). fill_sequences has chosen what the items are. It must have ended before
+// join_kernel starts, which reads the tables before it waits.
 template <class T, class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_sequences_kernel(const __grid_constant__ Attention a, const __grid_constant__ Decode p) {
+    __shared__ float2 lm[parts_in_shared(Tile::HasWholeRows ? kWholeRow : kOneChunk)][Tile::Rows];
     if constexpr (Tile::OnTensorCores == on_tensor_cores<T>()) {
         wait_for_kernel_before();
         let_next_kernel_start();
         if constexpr (Tile::HasWholeRows)
-            if (a.sequences.counts->whole_rows) return decode_block<T, Tile, kWholeRow, true>(a, p);
-        decode_block<T, Tile, kOneChunk, true>(a, p);
+            if (a.sequences.counts->whole_rows) return decode_block<T, Tile, kWholeRow, true>(a, p, lm);
+        decode_block<T, Tile, kOneChunk, true>(a, p, lm);
     }
 }
 
@@ -275,7 +282,7 @@ Size describe(const Attention &a, char *workspace, Share share, Decode &p) {
 // The same for the documents with few queries. The items are an upper bound.
 template <class Tile>
 Size describe_sequences(const Attention &a, const SequencePlan &plan, char *workspace, Decode &p) {
-    p = Decode{(int)(a.Hq / a.Hkv), plan.rows, plan.tiles};
+    p.group = (int)(a.Hq / a.Hkv), p.rows = plan.rows, p.tiles = plan.row_tiles, p.same_chunks = false;
     const int64_t items = most_chunks_of_documents(a) * a.Hkv * p.tiles, rows = items * std::min(p.rows, Tile::Rows);
     p.Oi = (float *)workspace, p.lm = (float2 *)(p.Oi + rows * Tile::D);
     return {items, rows * (Tile::D + 2) * (int64_t)sizeof(float)};
@@ -306,8 +313,8 @@ Share share_for(const Attention &a, const Device &device, const Decode &p, int s
     return rows >= kLeastFull * waves * resident ? kWholeRow : kOneChunk;
 }
 
-// Whether all batches share their keys, and differ in seqlens_k and leftpad_k, as packed sequences do (_varlen.py). Each
-// could see all of the keys, so the workspace would grow with the square of the number of sequences.
+// Whether all batches share their keys (a stride of 0), and differ in seqlens_k and leftpad_k. Each could see all of the
+// keys, so the workspace would grow with the square of the number of batches.
 bool share_keys(const Attention &a) {
     return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);
 }
@@ -383,19 +390,28 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
 FewQueries plan_few_queries(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), group = a.Hq / a.Hkv;
     if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
-        !is_aligned(a.v, a.v_stride, element, a.d) || (a.block_table && a.page_size % 16 != 0))
+        !is_aligned(a.v, a.v_stride, element, a.d))
         return {};
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) -> FewQueries {
         using Tile = decltype(tile);
         using T = decltype(element);
         const bool each_query = each_query_is_few(a);
-        const int few = each_query ? 1 : std::max<int>(1, Tile::Rows / group), rows = (int)group * few;
-        SequencePlan plan{0, few, rows, (rows + Tile::Rows - 1) / Tile::Rows, 0, each_query};
+        const int most_queries = each_query ? 1 : std::max<int>(1, Tile::Rows / group),
+                  rows = (int)group * most_queries;
+        SequencePlan plan;
+        plan.most_queries = most_queries, plan.each_query = each_query;
+        plan.rows = rows, plan.row_tiles = (rows + Tile::Rows - 1) / Tile::Rows;
         Decode p;
         const Size size = describe_sequences<Tile>(a, plan, nullptr, p);
-        const int stages = stages_for<Tile, T>(device, rows);
-        if (stages == 0 || a.documents == 0 || size.items > int64_t(1) << 26) return {};
-        int64_t blocks = resident_blocks<Tile, T>(device, stages, rows, kOneChunk);
+        Device for_chunks = device;  // where shared memory has the sums of whole rows, too
+        if (Tile::HasWholeRows)
+            for_chunks.shared_memory -= static_bytes<Tile>(kWholeRow) - static_bytes<Tile>(kOneChunk);
+        const int stages = stages_for<Tile, T>(for_chunks, rows);
+        const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * sizeof(T);
+        if (stages == 0 || a.documents == 0 || size.items > int64_t(1) << 26 ||
+            size.bytes > std::max(kv_bytes / 4, kLittleWorkspace))
+            return {};
+        int64_t blocks = resident_blocks<Tile, T>(for_chunks, stages, rows, kOneChunk);
         int shared = shared_bytes<Tile, T>(stages, rows, kOneChunk) - static_bytes<Tile>(kOneChunk);
         if (const int64_t resident = resident_blocks<Tile, T>(device, stages, rows, kWholeRow);
             Tile::HasWholeRows && resident > 0) {

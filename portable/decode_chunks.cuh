@@ -1,4 +1,4 @@
-// decode_chunks.cuh: how decode.cu cuts the keys into chunks, and which chunks a block takes.
+// decode_chunks.cuh: which chunks of keys (chunks.h) a block of decode.cu takes, and where their results are.
 #pragma once
 #include "portable/chunks.h"
 #include "portable/common.cuh"
@@ -33,19 +33,19 @@ template <bool BySequence>
 MINIMAL_ATTN_HOST_DEVICE Chunks chunks_of(const Attention &a, int b) {
     const Interval queries = queries_of<BySequence>(a, b);
     const Keys seen = keys_of_any(band_of_item<BySequence>(a, b), queries.begin, queries.end);
-    return chunks_of(a, seen, BySequence ? a.sequences.few[b].pieces : 1);
+    return chunks_of(a, seen, BySequence ? a.sequences.few[b].entries : 1);
 }
 
 // What the kernels need beside flash.h's struct.
 struct Decode {
     int group;         // Hq / Hkv
-    int rows, tiles;   // queries of a key head, group * Nq; tiles of them. By sequence: of the most queries
-    int most_chunks;   // of any batch
+    int rows, tiles;   // of a key head, group * Nq; tiles of them. By sequence: of SequencePlan
+    int most_chunks;   // of any batch; not by sequence
     bool same_chunks;  // whether all batches have the same chunks: then the host has computed `chunks`
     Chunks chunks;
     int stages;  // of a warp
     bool aligned_o;
-    // Partial results, in the workspace. first_slot says where an item's are.
+    // Partial results, in the workspace. slots_of says where an item's are.
     float2 *lm;
     float *Oi;
 };
@@ -88,7 +88,7 @@ struct Row {
 template <Share share, bool BySequence>
 struct WorkItem {
     int b = 0, h_kv, chunk, tile = 0;
-    Interval queries;  // of the document
+    Interval queries;  // by sequence: the entry's
     Chunks chunks;
     unsigned index, before = 0;  // this item's number; how many items the batches before b have
     bool exists;
@@ -99,7 +99,7 @@ struct WorkItem {
     __device__ int end() const {
         return share == kWholeRow ? chunks.seen.end : min(begin() + chunks.size, chunks.seen.end);
     }
-    __device__ static int items_of(const Chunks &chunks) { return share == kWholeRow ? 1 : chunks.count; }
+    __device__ static int items_of_row(const Chunks &chunks) { return share == kWholeRow ? 1 : chunks.count; }
     __device__ int rows(const Decode &p) const { return BySequence ? p.group * (queries.end - queries.begin) : p.rows; }
     // Row r of the key head
     __device__ Row row(const Decode &p, int r) const {
@@ -113,7 +113,7 @@ struct WorkItem {
     __device__ void find(const Attention &a, const Decode &p) {
         const int lane = threadIdx.x % 32, B = BySequence ? a.sequences.counts->few : (int)a.B;
         const auto items_of_batch = [&](int b) {
-            return (unsigned)(items_of(chunks_of<BySequence>(a, p, b)) * a.Hkv * p.tiles);
+            return (unsigned)minimal_attn::items_of(a, items_of_row(chunks_of<BySequence>(a, p, b)), p.tiles);
         };
         if (!BySequence && p.same_chunks) {
             const unsigned items = items_of_batch(0);
@@ -142,7 +142,7 @@ struct WorkItem {
         if (BySequence) queries = queries_of<BySequence>(a, b);
         unsigned n = index - before;
         if (p.tiles > 1) tile = n % p.tiles, n /= p.tiles;
-        const int items = items_of(chunks);
+        const int items = items_of_row(chunks);
         h_kv = n / items, chunk = n - h_kv * items;
     }
 };

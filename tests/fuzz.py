@@ -198,6 +198,9 @@ def draw_mask(call):
         for name, total in ("cu_seqlens_q", Nq), ("cu_seqlens_k", Nk):
             cu = sorted(call.random.randint(0, total) for _ in range(n))
             a[name] = torch.tensor(cu).to(call.device, call.choice(torch.int32, torch.int64))
+        if call.chance(0.3):
+            values = [call.choice(0, 1, call.random.randint(0, Nk), 2**31 - 1) for _ in range(n - 1)]
+            a["seqused_k"] = torch.tensor(values, dtype=torch.int64).to(call.device)
     if call.chance(0.3):
         n = len(a["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in a else a["q"].shape[0]
         values = [call.choice(0, 1, 4, call.random.randint(0, Nk), 2**31 - 1) for _ in range(n)]
@@ -257,7 +260,7 @@ def expected(call):
         name: plain(a[name]) if isinstance(a[name], torch.Tensor) else a[name]
         for name in (
             *("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks"),
-            *("key_ranges", "cu_seqlens_q", "cu_seqlens_k", "prefix_k"),
+            *("key_ranges", "cu_seqlens_q", "cu_seqlens_k", "prefix_k", "seqused_k"),
         )
         if a.get(name) is not None
     }

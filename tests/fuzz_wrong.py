@@ -35,6 +35,7 @@ def replace(call):
         "cu_seqlens_q": bad_cu_seqlens,
         "cu_seqlens_k": bad_cu_seqlens,
         "prefix_k": bad_prefix,
+        "seqused_k": bad_seqused,
         "backend": bad_backend,
         "unknown": bad_keyword,
     }
@@ -156,6 +157,11 @@ def bad_cu_seqlens(call, name):
     shape = call.choice((), (2, 1), (0,), (7,))
     dtypes = torch.float32, torch.bool, torch.uint64, torch.complex64
     set_argument(call, name, call.zeros(*shape, dtype=call.choice(*dtypes) if shape == (7,) else torch.int32))
+
+
+def bad_seqused(call, name):
+    shape = call.choice((), (2, 1), (9,))
+    set_argument(call, name, no_tensor(call) if call.chance(0.3) else call.zeros(*shape, dtype=torch.int32))
 
 
 def bad_prefix(call, name):

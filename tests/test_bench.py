@@ -68,14 +68,18 @@ def test_nan_is_wrong(monkeypatch):
         assert found["minimal_attn (cpu)"]["ratio"] == 0
 
 
-def test_packed():
+@pytest.mark.parametrize(
+    "options, first, count, last",
+    [("--packed --backward", ("| 4096, ", "| 2048, "), 2, "x"), ("--serving", ("| 8 x", "| 7 x"), 6, "")],
+)
+def test_packed(options, first, count, last):
     """A line for each kind of documents, and each is right."""
     done = subprocess.run(
-        [sys.executable, ROOT / "bench.py", *"--packed --backward --device cpu".split()],
+        [sys.executable, ROOT / "bench.py", *f"{options} --device cpu".split()],
         capture_output=True,
         text=True,
         env=os.environ | {"MINIMAL_ATTN_BENCH": "built"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("| 4096, ", "| 2048, "))]
-    assert len(lines) == 2 and all(line.rstrip(" |").endswith("x") for line in lines), done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith(first)]
+    assert len(lines) == count and all(line.rstrip(" |").endswith(last) for line in lines), done.stdout
