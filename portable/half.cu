@@ -31,7 +31,7 @@
 // Names from other files:
 //     accumulators.cuh  ThreadRows: Oi, li, mi of a thread; change_scores: the mask; update_rows, scale_Oi; scaled_max
 //     mma.cuh           mma; load_matrices, lane_address, swizzle: operands in shared memory; load_swizzled: a tile
-//     common.cuh        Block, block_of; wait_for_tiles; end_row, store_o; is_needed; plan_kernel, launch_kernel
+//     common.cuh        Block, block_of, end_of_queries; wait_for_tiles; end_row, store_o; is_needed; plan_kernel, launch_kernel
 //     flash.h           end_of_row: how a row ends; store_l_m_lse
 //     ranges.h          keys_of_row, keys_of_any, keys_of_all (of a band: flash.h); Narrow: the mask in registers
 //     device.h          scale_of: c; exp2_fast, pack, row_sum, opaque, broadcast_lane0, pad_lse
@@ -167,7 +167,7 @@ __device__ void store_rows_with_state(const Attention &a, const Block<T, Mask> &
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
         const int i = block.i0 + warp_row + lane / 4 + 8 * r;
         const float li = row_sum<4>(rows.li[r]);
-        if (i >= block.i0 + block.rows) continue;
+        if (i >= end_of_queries(a, block)) continue;
         const RowEnd end = end_row(a, block, i, li, scaled_max(a, rows.mi[r]));
         if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
         const auto store = [&](int x, const float *Oi) {

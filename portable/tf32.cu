@@ -117,7 +117,7 @@ template <class Tile, class Mask>
 __device__ void store_rows(const Attention &a, const Block<float, Mask> &block, const ThreadRows<Tile> &rows,
                            float *Q_tile, int warp_row, bool aligned) {
     constexpr int R = ThreadRows<Tile>::R, XAtOnce = Tile::XAtOnce, Columns = 2 * XAtOnce;
-    const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / 4, i1 = block.i0 + block.rows;
+    const int lane = threadIdx.x % 32, i = block.i0 + warp_row + lane / 4;
     float4 *const staged = (float4 *)Q_tile + threadIdx.x;
     RowEnd end[R];
 #pragma unroll
@@ -132,7 +132,7 @@ __device__ void store_rows(const Attention &a, const Block<float, Mask> &block, 
                 staged[((2 * x + y) / 4 * R + r) * Tile::Threads] = {o[y], o[y + 1], o[y + 2], o[y + 3]};
         }
         const float li = row_sum<4>(rows.li[r]);
-        if (i + 8 * r >= i1) continue;
+        if (i + 8 * r >= end_of_queries(a, block)) continue;
         end[r] = end_row(a, block, i + 8 * r, li, scaled_max(a, rows.mi[r]));
         if (lane % 4 == 0) store_l_m_lse(a, block.b, block.h, i + 8 * r, end[r].l, end[r].m);
     }
@@ -140,7 +140,7 @@ __device__ void store_rows(const Attention &a, const Block<float, Mask> &block, 
     for (int x = 0; x < 2 * Tile::X; x += 4)
 #pragma unroll
         for (int r = 0; r < R; ++r)
-            if (i + 8 * r < i1)
+            if (i + 8 * r < end_of_queries(a, block))
                 store_o<4>(a, block, i + 8 * r, x / Columns * 4 * Columns + lane % 4 * Columns + x % Columns, end[r],
                            &staged[(x / 4 * R + r) * Tile::Threads].x, aligned);
 }
@@ -163,7 +163,7 @@ __device__ void end_block(const Attention &a, const Block<float, Mask> block, co
 #pragma unroll 1
     for (int row = 0; row < block.rows; row += Fallback::Br) {
         const int count = min(Fallback::Br, block.rows - row);
-        float_block<Fallback>(a, block_at<float>(a, block.mask, block.b, block.h, block.i0 + row, count), aligned,
+        float_block<Fallback>(a, block_at<float, Mask>(a, block.b, block.h, block.i0 + row, count, block.mask), aligned,
                               shared, sums, OneBlock());
         __syncthreads();  // shared memory has been read
     }

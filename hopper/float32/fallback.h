@@ -49,8 +49,7 @@ __device__ void run_deferred(const Float32Parameters &p, SharedStorage<Tile, Mas
         const int i1 = min(work.i0 + 64 * (warpgroup + 1), work.i1);
         for (int i0 = work.i0 + 64 * warpgroup; i0 < i1; i0 += Fallback::Br) {
             threads.sync();  // every thread has read n, which O may overwrite, and has stored O of the block before
-            const auto block =
-                block_at<float>(p.a, mask_of<WideMask>(p.a, work.b), work.b, work.h, i0, min(Fallback::Br, i1 - i0));
+            const auto block = block_at<float, WideMask>(p.a, work.b, work.h, i0, min(Fallback::Br, i1 - i0));
             float_block<Fallback>(p.a, block, p.aligned, memory, p.workspace.sums, threads);
         }
     }
