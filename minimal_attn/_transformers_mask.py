@@ -414,11 +414,11 @@ def within_window(window, ranges, token):
 
 def _runs(values):
     """(B, N, 2): begin and end of the run of equal values (B, N) in which a token is."""
-    at = torch.arange(values.shape[1], device=values.device)
-    changes = pad(values.diff() != 0, (1, 1), value=True)
-    begin = (at * changes[:, :-1]).cummax(1).values
-    end = (at + 1).where(changes[:, 1:], values.shape[1]).flip(1).cummin(1).values.flip(1)
-    return torch.stack((begin, end), -1)
+    at = torch.arange(values.shape[1], device=values.device).expand(values.shape)
+    run = pad(values.diff() != 0, (1, 0)).long().cumsum(1)
+    begin = torch.full_like(at, values.shape[1]).scatter_reduce(1, run, at, "amin")
+    end = torch.zeros_like(at).scatter_reduce(1, run, at + 1, "amax")
+    return torch.stack((begin.gather(1, run), end.gather(1, run)), -1)
 
 
 def _blocks(ids, token):

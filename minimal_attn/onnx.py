@@ -5,8 +5,8 @@ are no sinks. Other calls, and older opsets, get one operator for each step. Att
 with the first key, and runtimes differ in what a row without keys gets. So other alignments, windows and
 lengths become a bool mask, and rows that see no key become 0.
 
-Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences and
-key_ranges can't be exported yet.
+Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
+exported yet, but as key_ranges, which transformers' models give.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 
 _FAR = 2**40  # beyond all positions; sums of a few stay within int64
 _TRANSLATED = {"q", "k", "v", "causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset"}
-_TRANSLATED |= {"offsets", "backend", "sinks"}
+_TRANSLATED |= {"offsets", "backend", "sinks", "key_ranges"}
 _FLOAT, _INT64 = 1, 7  # onnx.TensorProto's
 
 
@@ -113,6 +113,7 @@ class _Call:
         self.left, self.right = left, 0 if given["causal"] else right
         self.seqlens_k, self.leftpad_k = given["seqlens_k"], given["leftpad_k"]
         self.offset, self.offsets = given["offset"], given["offsets"]
+        self.key_ranges = given["key_ranges"]
 
     def constant(self, *values):
         """A node of one float, or of a list of ints, such as axes."""
@@ -123,7 +124,7 @@ class _Call:
         """Whether query i sees keys 0 to i: ONNX's is_causal."""
         is_square = isinstance(self.q.shape[2], int) and self.q.shape[2] == self.k.shape[2]
         is_aligned = self.offset == 0 if isinstance(self.offset, int) else self.offset is None and is_square
-        others = self.seqlens_k, self.leftpad_k, self.offsets
+        others = self.seqlens_k, self.leftpad_k, self.offsets, self.key_ranges
         return is_aligned and (self.left, self.right) == (-1, 0) and all(x is None for x in others)
 
     def visible(self):
@@ -158,6 +159,10 @@ class _Call:
             conditions.append(op.GreaterOrEqual(j, op.Sub(position, number(min(self.left, _FAR)))))
         if self.right >= 0:
             conditions.append(op.LessOrEqual(j, op.Add(position, number(min(self.right, _FAR)))))
+        if self.key_ranges is not None:
+            ranges = op.Unsqueeze(op.Cast(self.key_ranges, to=_INT64), number(1))
+            begin, end = (op.Gather(ranges, number(n), axis=-1) for n in (0, 1))
+            conditions += [op.GreaterOrEqual(j, begin), op.Less(j, end)]
         if not conditions:
             return None
         visible = conditions[0]

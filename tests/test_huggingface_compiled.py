@@ -110,3 +110,28 @@ def test_exported_with_sizes_of_any_kind(name, seed):
         found = graph.module()(input_ids=ids, attention_mask=mask)[0]
         expected = model(input_ids=ids, attention_mask=mask)[0]
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_compiled_ahead_of_time(seed, tmp_path):
+    """AOTInductor's package calls the operator, for any batch, length and padding."""
+    register()
+    model = decoder("mistral", seed, use_cache=False)
+    model.set_attn_implementation("minimal_attn")
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask):
+            return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    sizes = {0: torch.export.Dim("B", min=2, max=64), 1: torch.export.Dim("N", min=3, max=512)}
+    with torch.no_grad():
+        graph = torch.export.export(Logits(), ragged(2, 20), dynamic_shapes=dict(ids=sizes, mask=sizes))
+        package = torch._inductor.aoti_compile_and_package(graph, package_path=str(tmp_path / "model.pt2"))
+        compiled = torch._inductor.aoti_load_package(package)
+        for given in ragged(2, 20), ragged(3, 33):
+            seen = given[1].bool()
+            torch.testing.assert_close(compiled(*given)[seen], Logits()(*given)[seen], rtol=1e-4, atol=1e-5)

@@ -144,6 +144,68 @@ def test_causal_without_a_mask(seed, tmp_path):
         check_o(o, attention(*inputs, causal=True, **options), o.dtype)
 
 
+@pytest.mark.parametrize("opset", [18, 23])
+def test_key_ranges(seed, tmp_path, opset):
+    """One row for all batches, or one for each; with other parts of the mask; rows that see no key."""
+    backend = Backend("cpu", seed)
+
+    class Ranges(torch.nn.Module):
+        def forward(self, q, k, v, ranges, of_all):
+            alone = minimal_attn.forward(q, k, v, key_ranges=ranges)
+            return alone, minimal_attn.forward(q, k, v, key_ranges=of_all, causal=True, window_size=(9, 0))
+
+    dynamic = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+    rows = {1: torch.export.Dim.DYNAMIC}
+    shapes = dict(q=dynamic, k=dynamic, v=dynamic, ranges={0: torch.export.Dim.DYNAMIC} | rows, of_all=rows)
+
+    def inputs(B, Nq, Nk):
+        ranges = [backend.integers(-9, Nk + 9, n, Nq, 2, dtype=torch.int32) for n in (B, 1)]
+        return *backend.qkv(B=B, Nq=Nq, Nk=Nk, d=16), *ranges
+
+    path = str(tmp_path / "model.onnx")
+    run = export(Ranges(), inputs(2, 70, 90), path, opset, dynamic_shapes=shapes)
+    assert operators(path).count("Attention") == (2 if opset >= 23 else 0)
+    for sizes in (2, 70, 90), (3, 5, 40):
+        q, k, v, ranges, of_all = inputs(*sizes)
+        alone, banded = run(q, k, v, ranges, of_all)
+        check_o(alone, attention(q, k, v, key_ranges=ranges), q.dtype)
+        check_o(banded, attention(q, k, v, key_ranges=of_all, causal=True, window_size=(9, 0)), q.dtype)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_a_model_of_transformers(seed, tmp_path, name):
+    """Each layer keeps one operator. Without an attention_mask packed position_ids count."""
+    pytest.importorskip("transformers")
+    from test_huggingface import decoder
+
+    from minimal_attn.huggingface import register
+
+    register()
+    model = decoder(name, seed, use_cache=False)
+    model.set_attn_implementation("minimal_attn")
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, positions):
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    def inputs(B, N, first):  # two documents
+        positions = torch.cat((torch.arange(first), torch.arange(N - first)))
+        return torch.randint(0, 90, (B, N)), positions[None].expand(B, -1).contiguous()
+
+    B, N = torch.export.Dim("B", min=2, max=64), torch.export.Dim("N", min=3, max=512)
+    path = str(tmp_path / "model.onnx")
+    sizes = dict.fromkeys(("ids", "positions"), {0: B, 1: N})
+    with torch.no_grad():
+        run = export(Logits().eval(), inputs(2, 20, 8), path, 23, dynamic_shapes=sizes)
+        assert operators(path).count("Attention") == model.config.num_hidden_layers
+        for given in inputs(2, 20, 8), inputs(3, 33, 33), inputs(4, 9, 1):
+            torch.testing.assert_close(run(*given)[0], Logits()(*given), rtol=1e-4, atol=1e-5)
+
+
 def test_drop_ins(seed, tmp_path):
     """flash_attn's function, with and without gradients of the same bits, PyTorch's function, merge."""
     backend = Backend("cpu", seed)
