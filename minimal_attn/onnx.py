@@ -6,7 +6,8 @@ with the first key, and runtimes differ in what a row without keys gets. So othe
 lengths become a bool mask, and rows that see no key become 0.
 
 Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
-exported yet, but as key_ranges, which transformers' models give.
+exported yet, but as key_ranges, which transformers' models give. Pass these models position_ids (B, N): the
+exporter makes RotaryEmbedding of their rotary embeddings, whose tables onnxruntime doesn't broadcast.
 """
 
 import math

@@ -111,13 +111,20 @@ __global__ void __launch_bounds__(kJoinThreads)
     const Interval queries = queries_of<BySequence>(a, b);
     if (BySequence && r / p.group >= queries.end - queries.begin) return;
     const int count = chunks_of<BySequence>(a, p, b).count;
+    const int64_t first = ((int64_t)head * p.tiles + r / Tile::Rows) * p.most_chunks * Tile::Rows + r % Tile::Rows;
     const Slots slots = slots_of<Tile, BySequence>(a, p, b, h_kv, r / Tile::Rows, count);
     const Row row = {queries.begin + r / p.group, (int64_t)h_kv * p.group + r % p.group, true};
     const int batch = BySequence ? 0 : b;
     const Block<T> block = block_of<T>(batch, band_of_item<BySequence>(a, b), row);
     if (p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
     pad_lse(a, batch, row.h, row.i + 1, threadIdx.x);
-    const auto at = [&](int chunk) { return slots[chunk] + r % Tile::Rows; };
+    // Of batches slots[chunk] gives the same, by more instructions.
+    const auto at = [&](int chunk) {
+        if constexpr (BySequence)
+            return slots[chunk] + r % Tile::Rows;
+        else
+            return first + (int64_t)chunk * Tile::Rows;
+    };
     Part sum = join<kFour>(
         kFour * group, kFour * Groups, count, [&](int chunk) { return __ldcg(&p.lm[at(chunk)]); },
         [&](int chunk) { return __ldcg((const float4 *)(p.Oi + at(chunk) * D) + x); });
