@@ -41,9 +41,10 @@
 // |-------------|-----------------------------------------------------------------------------------------------------|
 // | half.h      | load_K: thread 0. schedule: thread 96. for_each_work_tile: how a thread follows the tile queue.     |
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
-// |             | pack_operand: Pij to the half type                                                                  |
+// |             | PagedTile: a Kj or Vj from pages. pack_operand: Pij to the half type                                |
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
-// |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                   |
+// |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
+// | ranges.h    | Ranges: the mask of the kernel for ranges. sort_tiles_cuda: the order of its tiles                  |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |

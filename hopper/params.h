@@ -25,10 +25,6 @@ struct Parameters {
     Attention a;
     TensorMap Q, K, V, O;
     Divisor Hq, Hkv, group;  // a's heads; group: query heads of a key head
-    // With a block_table TMA loads so many rows at a time, each within a page, and tiles of keys begin at multiples of
-    // them; else 0. K and V are maps of the pages then.
-    int rows_of_piece, last_page;
-    Divisor page_size;
     Divisor Tr;      // work tiles of a head
     Divisor grid;    // blocks
     int work_tiles;  // of all heads
@@ -43,8 +39,12 @@ struct Parameters {
     bool tma_stores_O;    // TMA stores O wherever stages_O allows it
     bool aligned;         // rows of O begin and end at multiples of 16 bytes
     bool stores_O_alone;  // aligned, and there is no l, m, lse or earlier state
-    int zeros_from;       // from this key on TMA sets rows of K and V to 0
     int *order;           // with ranges, of the interleaved heads: sort_tiles_cuda's, or null
+    int zeros_from;       // from this key on TMA sets rows of K and V to 0
+    // With a block_table TMA loads so many rows at a time, each within a page, and tiles of keys begin at multiples of
+    // them; else 0. K and V are maps of the pages then.
+    int rows_of_piece, last_page;
+    Divisor page_size;
 };
 
 }  // namespace minimal_attn::hopper

@@ -7,6 +7,8 @@
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
 //
+// By sequence (sequences.h) blocks take tiles from a counter in the tables: all heads of a tile of queries, then the next.
+//
 // With a float32 workspace (float32/forward.cu, produce), in backward_fused.cu and in backward_dq.cu, blocks always
 // take work tiles from a counter. In backward_dk_dv.cu each block has one work tile.
 #pragma once
@@ -52,7 +54,7 @@ __device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
 }
 
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
-// BandOf<int> (flash.h) or Ranges (ranges.h).
+// BandOf<int> (flash.h), PagedBand or Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
     int b, h, i0, i1;                                              // b < 0: no more work tiles
@@ -132,7 +134,7 @@ struct TileScheduler {
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};
     }
-    // The same by the tables of sequences.h: all heads of a tile of queries, then the next.
+    // Work tile n by the tables of sequences.h.
     __device__ WorkTileOf<Mask> tile_of_sequence(int n) const {
         if (n / p.Hq >= p.a.sequences.counts->tiles) return {-1};
         const Sequence tile = p.a.sequences.tiles[n / p.Hq];
