@@ -25,9 +25,9 @@ struct Parameters {
     Attention a;
     TensorMap Q, K, V, O;
     Divisor Hq, Hkv, group;  // a's heads; group: query heads of a key head
-    Divisor Tr;      // work tiles of a head
-    Divisor grid;    // blocks
-    int work_tiles;  // of all heads
+    Divisor Tr;              // work tiles of a head
+    Divisor grid;            // blocks
+    int work_tiles;          // of all heads
     // The scheduler takes the tiles of the first heads head after head, and those of the rest interleaved.
     int sequential_heads;
     Divisor interleaved_heads;
