@@ -231,7 +231,8 @@ def forward(
         if return_state or state is not None:
             return operator.state(q, k, v, **options)
         return operator.default(q, k, v, **options)
-    if has_torch_function_variadic(q, k, v):  # a subclass of Tensor, or a TorchFunctionMode
+    # A subclass of Tensor, or a TorchFunctionMode. The class torch.Tensor itself has __torch_function__, too.
+    if has_torch_function_variadic(q, k, v) and not any(isinstance(x, type) for x in (q, k, v)):
         given = locals()
         given = {x: given[x] for x, default in forward.__kwdefaults__.items() if given[x] is not default}
         return handle_torch_function(forward, (q, k, v), q, k, v, **given)

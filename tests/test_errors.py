@@ -245,6 +245,7 @@ def test_lists_and_arrays(backend, name):
     numbers = zeros(backend, 2, 2, 7, 8).cpu()
     refuses(backend, TypeError, rf"^{name} must be a dense tensor", "list", **{name: numbers.tolist()})
     refuses(backend, TypeError, rf"^{name} must be a dense tensor", "None", **{name: None})
+    refuses(backend, TypeError, rf"^{name} must be a dense tensor", "torch.Tensor", **{name: torch.Tensor})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
