@@ -125,6 +125,13 @@ inline bool is_aligned(const void *tensor, const Strides &stride, int64_t elemen
     return (uintptr_t)tensor % 16 == 0 && bytes(stride.batch) && bytes(stride.head) && bytes(stride.row) && bytes(d);
 }
 
+// Likewise q, k and v.
+inline bool has_aligned_inputs(const Attention &a) {
+    const int element = element_size(a.dtype);
+    return is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
+           is_aligned(a.v, a.v_stride, element, a.d);
+}
+
 template <class... Tiles>
 struct TileList {};
 

@@ -167,8 +167,7 @@ def forward(
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
             key_ranges[b, i], clamped to 0..Nk. Chunks, prefixes and images within text are such ranges. Any
             ranges are right. Those that only grow with i are fast: a tile of queries computes all keys from
-            the first to the last one that it sees. With them there is no kernel
-            for few queries yet.
+            the first to the last one that it sees. With them there is no kernel for few queries yet.
         cu_seqlens_q, cu_seqlens_k: (documents + 1,), of an integer dtype on q's device, both or none: packed
             documents, one behind the other in one batch, q (1, Hq, total_q, d), k and v (1, Hkv, total_k, d).
             Document n has the queries cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1], and the keys likewise.

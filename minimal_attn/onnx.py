@@ -7,7 +7,8 @@ lengths become a bool mask, and rows that see no key become 0.
 
 Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
 exported yet, but as key_ranges, which transformers' models give. Pass these models position_ids (B, N): the
-exporter makes RotaryEmbedding of their rotary embeddings, whose tables onnxruntime doesn't broadcast.
+exporter replaces their rotary embeddings by ONNX's RotaryEmbedding, and onnxruntime doesn't broadcast the
+tables of that operator over the batch.
 """
 
 import math

@@ -103,8 +103,8 @@ struct Block {
     const T *Q, *K, *V;
 };
 
-// The mask of kernels whose blocks are tiles of sequences.h. With a branch in the kernels for a band these were up to 5 %
-// slower (half types, d 128, H200).
+// The mask type of kernels whose blocks compute tiles of sequences.h. It is a type of its own, since a branch made the
+// kernels for a band 5 % slower (half types, d 128, H200).
 struct SequenceBand : Band {};
 
 // `band`: the block's own, if Mask is SequenceBand. Others are their batch's.
@@ -136,8 +136,8 @@ __device__ Block<T, Mask> block_of(const Attention &a, int64_t index, int Br) {
     } else {
         const int Tr = (a.Nq + Br - 1) / Br;
         const int64_t head = index / Tr;
-        const int i0 =
-            (Tr - 1 - (int)(index % Tr)) * Br;  // the last queries, which see most keys if causal, start first
+        // The last queries start first: if causal, they see the most keys.
+        const int i0 = (Tr - 1 - (int)(index % Tr)) * Br;
         return block_at<T, Mask>(a, head / a.Hq, head % a.Hq, i0, min(Br, a.Nq - i0));
     }
 }
@@ -296,10 +296,7 @@ auto with_mask_of(const Attention &a, const Use &use) {
 
 template <class Kernels, class T>
 const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    const int64_t element = sizeof(T);
-    const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
-                         is_aligned(a.v, a.v_stride, element, a.d) &&
-                         is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+    const bool aligned = has_aligned_inputs(a) && is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
     return why_not(with_tiles_for<Kernels>(a.d, [&](auto tiles) {
         return with_tile(plan.tile, tiles, [&](auto tile) {
             return with_mask_of(a, [&](auto mask) {

@@ -329,9 +329,7 @@ namespace portable {
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;
-    if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
-        !is_aligned(a.v, a.v_stride, element, a.d) || rows > most_rows || a.Nk < 128)
-        return false;
+    if (!has_aligned_inputs(a) || rows > most_rows || a.Nk < 128) return false;
     if (a.key_ranges || a.cu_seqlens_q || (a.block_table && a.page_size % 16 != 0)) return false;
     const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
@@ -388,10 +386,8 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
 
 // Few queries: those of all heads that share a key head are one tile of rows.
 FewQueries plan_few_queries(const Attention &a, const Device &device, bool on_tensor_cores) {
-    const int64_t element = element_size(a.dtype), group = a.Hq / a.Hkv;
-    if (!is_aligned(a.q, a.q_stride, element, a.d) || !is_aligned(a.k, a.k_stride, element, a.d) ||
-        !is_aligned(a.v, a.v_stride, element, a.d))
-        return {};
+    const int64_t group = a.Hq / a.Hkv;
+    if (!has_aligned_inputs(a)) return {};
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) -> FewQueries {
         using Tile = decltype(tile);
         using T = decltype(element);

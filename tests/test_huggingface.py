@@ -110,6 +110,22 @@ def decoder(name, seed, device="cpu", **options):
     return build(transformers.AutoModelForCausalLM.from_config, config, seed, device)
 
 
+class Logits(torch.nn.Module):
+    """A model's logits, of token ids and one more argument, by name."""
+
+    def __init__(self, model, name):
+        super().__init__()
+        self.model, self.name = model.eval(), name
+
+    def forward(self, ids, other):
+        return self.model(input_ids=ids, use_cache=False, **{self.name: other}).logits
+
+
+def sizes_of_any_kind():
+    """Of two arguments (B, N), for torch.export."""
+    return {0: torch.export.Dim("B", min=2, max=64), 1: torch.export.Dim("N", min=3, max=512)}
+
+
 def ragged(rows, length, device="cpu", right=False):
     """Token ids and a padding mask, the first row without padding."""
     ids = torch.randint(3, SIZES["vocab_size"], (rows, length), device=device)

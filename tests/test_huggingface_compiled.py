@@ -7,7 +7,18 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
-from test_huggingface import NEW, SERVED, SIZES, build, by_each, decoder, ragged, small  # noqa: E402
+from test_huggingface import (  # noqa: E402
+    NEW,
+    SERVED,
+    SIZES,
+    Logits,
+    build,
+    by_each,
+    decoder,
+    ragged,
+    sizes_of_any_kind,
+    small,
+)
 
 import minimal_attn  # noqa: E402
 import minimal_attn.huggingface as huggingface  # noqa: E402
@@ -98,8 +109,7 @@ def test_exported_with_sizes_of_any_kind(name, seed):
         model = decoder(name, seed, use_cache=False)
     model.set_attn_implementation("minimal_attn")
     ids, mask = ragged(2, 20)
-    B, N = torch.export.Dim("B", min=2, max=64), torch.export.Dim("N", min=3, max=512)
-    sizes = dict.fromkeys(("input_ids", "attention_mask"), {0: B, 1: N})
+    sizes = dict.fromkeys(("input_ids", "attention_mask"), sizes_of_any_kind())
     with torch.no_grad():
         graph = torch.export.export(
             model, (), dict(input_ids=ids, attention_mask=mask), dynamic_shapes=sizes, strict=False
@@ -118,20 +128,11 @@ def test_compiled_ahead_of_time(seed, tmp_path):
     register()
     model = decoder("mistral", seed, use_cache=False)
     model.set_attn_implementation("minimal_attn")
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids, mask):
-            return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-
-    sizes = {0: torch.export.Dim("B", min=2, max=64), 1: torch.export.Dim("N", min=3, max=512)}
+    logits, sizes = Logits(model, "attention_mask"), sizes_of_any_kind()
     with torch.no_grad():
-        graph = torch.export.export(Logits(), ragged(2, 20), dynamic_shapes=dict(ids=sizes, mask=sizes))
+        graph = torch.export.export(logits, ragged(2, 20), dynamic_shapes=dict(ids=sizes, other=sizes))
         package = torch._inductor.aoti_compile_and_package(graph, package_path=str(tmp_path / "model.pt2"))
         compiled = torch._inductor.aoti_load_package(package)
         for given in ragged(2, 20), ragged(3, 33):
             seen = given[1].bool()
-            torch.testing.assert_close(compiled(*given)[seen], Logits()(*given)[seen], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(compiled(*given)[seen], logits(*given)[seen], rtol=1e-4, atol=1e-5)

@@ -176,7 +176,7 @@ def test_key_ranges(seed, tmp_path, opset):
 def test_a_model_of_transformers(seed, tmp_path, name):
     """Each layer keeps one operator. Without an attention_mask packed position_ids count."""
     pytest.importorskip("transformers")
-    from test_huggingface import decoder
+    from test_huggingface import Logits, decoder, sizes_of_any_kind
 
     from minimal_attn.huggingface import register
 
@@ -184,26 +184,19 @@ def test_a_model_of_transformers(seed, tmp_path, name):
     model = decoder(name, seed, use_cache=False)
     model.set_attn_implementation("minimal_attn")
 
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids, positions):
-            return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    logits = Logits(model, "position_ids")
 
     def inputs(B, N, first):  # two documents
         positions = torch.cat((torch.arange(first), torch.arange(N - first)))
         return torch.randint(0, 90, (B, N)), positions[None].expand(B, -1).contiguous()
 
-    B, N = torch.export.Dim("B", min=2, max=64), torch.export.Dim("N", min=3, max=512)
     path = str(tmp_path / "model.onnx")
-    sizes = dict.fromkeys(("ids", "positions"), {0: B, 1: N})
+    sizes = dict.fromkeys(("ids", "other"), sizes_of_any_kind())
     with torch.no_grad():
-        run = export(Logits().eval(), inputs(2, 20, 8), path, 23, dynamic_shapes=sizes)
+        run = export(logits, inputs(2, 20, 8), path, 23, dynamic_shapes=sizes)
         assert operators(path).count("Attention") == model.config.num_hidden_layers
         for given in inputs(2, 20, 8), inputs(3, 33, 33), inputs(4, 9, 1):
-            torch.testing.assert_close(run(*given)[0], Logits()(*given), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(run(*given)[0], logits(*given), rtol=1e-4, atol=1e-5)
 
 
 def test_drop_ins(seed, tmp_path):
