@@ -52,6 +52,8 @@ template <class T>
 __device__ T opaque(T x) {
     if constexpr (sizeof(T) == 8)
         asm volatile("" : "+l"(x));
+    else if constexpr (std::is_same_v<T, float>)
+        asm volatile("" : "+f"(x));
     else
         asm volatile("" : "+r"(x));
     return x;

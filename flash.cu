@@ -41,6 +41,7 @@
 #include "device.h"
 #include "flash.h"
 #include "ranges.h"
+#include "scores.h"
 
 namespace minimal_attn {
 namespace {
@@ -212,11 +213,11 @@ __global__ void __launch_bounds__(kThreads, 2)
             for (int row = threadIdx.x; row < rows; row += kThreads) li[row] = l[i0 + row], mi[row] = m[i0 + row];
             __syncthreads();
 
-            // 9. Sij = softmax_scale * Qi Kj^T
+            // 9. Sij = softmax_scale * Qi Kj^T, or what scores.h makes of it
             for_patches<4>(rows, keys, [&](int row, int x, int step) {
                 Patch S = multiply(&Qi[row * Q_stride], step * Q_stride, &Kj_T[x], Bc, D);
                 for (int r = 0; r < 4; ++r) {
-                    for (int c = 0; c < 4; ++c) S.row[r].x[c] *= a.softmax_scale;
+                    for (int c = 0; c < 4; ++c) S.row[r].x[c] = a.softmax_scale * unscaled(a, S.row[r].x[c]);
                     floats_at(&Sij[(row + r * step) * S_stride + x]) = S.row[r];
                 }
             });

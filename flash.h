@@ -71,6 +71,13 @@ struct SequenceTables {  // in memory of q's device
     Sequence *few, *tiles;
 };
 
+// What makes a score of a product Qi Kj^T: scores.h computes it.
+struct Scores {
+    float scale;    // the caller's softmax_scale
+    float softcap;  // 0: there is none, and scores don't change
+    float ratio;    // scale / softcap
+};
+
 struct Attention {
     // q (B, Hq, Nq, d); k, v (B, Hkv, Nk, d). Query head h reads key head h / (Hq / Hkv).
     Dtype dtype;
@@ -78,7 +85,7 @@ struct Attention {
     int Nq, Nk, d;
     const void *q, *k, *v;
     Strides q_stride, k_stride, v_stride;
-    float softmax_scale;
+    float softmax_scale;  // or softcap, if scores change (`scores`, below)
 
     // With a block_table (else null) k and v are (pages, Hkv, page_size, d). Key j of batch b is row j % page_size of
     // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's
@@ -130,6 +137,10 @@ struct Attention {
     // Whether documents are computed one by one, by the tables of sequences.h, and not by ranges.
     bool by_sequence;
     SequenceTables sequences;
+
+    // How scores change before the mask, and whether the kernel that computes it is general: it reads tables of ranges.
+    Scores scores;
+    bool is_general;
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
@@ -166,7 +177,7 @@ inline bool has_many_keys(int64_t Nq, int64_t Nk) { return Nk > 2 * Nq; }
 inline bool is_banded(const Attention &a) { return a.first > -kNoBound || a.last < kNoBound; }
 // Whether the mask is in tables (ranges.h).
 MINIMAL_ATTN_HOST_DEVICE inline bool has_ranges(const Attention &a) {
-    return a.key_ranges || (a.cu_seqlens_q && !a.by_sequence);
+    return a.key_ranges || (a.cu_seqlens_q && !a.by_sequence) || a.is_general;
 }
 // Whether anything but the number of keys does.
 inline bool is_masked(const Attention &a) {

@@ -24,7 +24,7 @@
 //     before step 10    all reads of the last Qi, dOi, m_i, Pij, dSij    -> these are overwritten
 //     after step 10     Kj, Vj, Qi, dOi, m_i are loaded                  -> step 11 reads them
 //     after step 13     Pij is complete                                  -> steps 16 and 20 read it
-//     after step 19     dPij and Di are complete                         -> step 20 reads them
+//     after step 19     Di is complete                                   -> step 20 reads it
 //     after step 20     dSij is complete                                 -> steps 21 and 22 read it
 //     before step 24    dKj and dVj are complete                         -> they are read
 //     before step 26    dQ is complete                                   -> it is read
@@ -42,6 +42,7 @@
 #include "device.h"
 #include "flash.h"
 #include "ranges.h"
+#include "scores.h"
 
 namespace minimal_attn {
 namespace {
@@ -138,7 +139,7 @@ struct Shared {
     float *log_l_i, *Di, *Di_low;
 };
 
-// In HBM, of a row: P = exp(softmax_scale (QK - m) - log_l), with m a score before the scaling. Where lse is not large,
+// In HBM, of a row: P = exp(softmax_scale (S - m) - log_l), with m a score before the scaling. Where lse is not large,
 // m = 0 and log_l is lse. D + D_low is what normalize_rows has computed; for other rows step 19 computes D.
 struct RowState {
     double m;
@@ -189,7 +190,7 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
         multiply(rows, keys, a.d, shared.dOi, shared.Vj.transposed(),
                  [&](int row, int key, float dP) { shared.dSij.at(row, key) = dP; });
         multiply(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, float QK) {
-            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? sign * QK : -INFINITY;
+            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? sign * unscaled(a, QK) : -INFINITY;
         });
         __syncthreads();
         const auto max_of_row = [&](int row) {
@@ -207,7 +208,8 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
         // beyond 1e9 need a second subtraction, of what the float64 maximum is more.
         for (int subtraction = 0; subtraction < 2; ++subtraction) {
             multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
-                shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)(sign * QK - shared.m_i[row]) : -INFINITY;
+                const double S = sign * unscaled(a, QK) - shared.m_i[row];
+                shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)S : -INFINITY;
             });
             __syncthreads();
             for_rows([&](int row, int) {
@@ -346,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
                 any_large = __syncthreads_or(any_large);
 
-                // 11. Sij = softmax_scale * Qi Kj^T
+                // 11. Sij = softmax_scale * Qi Kj^T; dSij keeps what step 20 multiplies by: the slope of scores that change
                 // 12. The mask: Sij = -inf where it hides the key
                 // 13. Pij = exp(Sij - lse_i), at most 1
                 // In float64 for large rows alone: the float32 scores of others have the bits of the forward pass
@@ -354,7 +356,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                     if ((m_i[row] != 0.) != std::is_same_v<decltype(QK), double>) return;
                     const Keys seen_by_row = keys_of_row(mask, i0 + row);
                     const bool is_seen = seen_by_row.begin <= j0 + key && j0 + key < seen_by_row.end;
-                    const float exponent = a.softmax_scale * (QK - (decltype(QK))m_i[row]) - log_l_i[row];
+                    const auto S = unscaled(a, QK);
+                    const float exponent = a.softmax_scale * (S - (decltype(QK))m_i[row]) - log_l_i[row];
+                    dSij.at(row, key) = slope_in(a, (float)S);
                     Pij.at(row, key) = is_seen ? expf(exponent > 0.f ? 0.f : exponent) : 0.f;
                 };
                 multiply(rows, keys, a.d, Qi, Kj.transposed(), set_P);
@@ -364,9 +368,6 @@ __global__ void __launch_bounds__(kThreads, 1)
                 // 16. dVj = dVj + Pij^T dOi
                 multiply(keys, a.d, rows, Pij.transposed(), dOi,
                          [&](int key, int x, float PdO) { dVj.at(key, x) += PdO; });
-                // 17. dPij = dOi Vj^T
-                multiply(rows, keys, a.d, dOi, Vj.transposed(),
-                         [&](int row, int key, float dP) { dSij.at(row, key) = dP; });
                 // 19. Di = rowsum(dOi o Oi), less the gradient of lse, unless normalize_rows has it
                 const int lane = threadIdx.x % kRowLanes;
                 for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
@@ -379,19 +380,20 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
                 __syncthreads();
 
+                // 17. dPij = dOi Vj^T
                 // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, even if a hidden number is NaN
-                for_numbers(rows, keys, [&](int row, int key) {
+                multiply(rows, keys, a.d, dOi, Vj.transposed(), [&](int row, int key, float dP) {
                     const float p = Pij.at(row, key);
-                    dSij.at(row, key) = p == 0.f ? 0.f : p * (dSij.at(row, key) - Di[row] - Di_low[row]);
+                    dSij.at(row, key) = p == 0.f ? 0.f : p * (dP - Di[row] - Di_low[row]) * dSij.at(row, key);
                 });
                 __syncthreads();
 
                 // 21. dQi = dQi + softmax_scale * dSij Kj, to HBM
                 multiply(rows, a.d, keys, dSij, Kj,
-                         [&](int row, int x, float dSK) { dQ.at(i0 + row, x) += a.softmax_scale * dSK; });
+                         [&](int row, int x, float dSK) { dQ.at(i0 + row, x) += a.scores.scale * dSK; });
                 // 22. dKj = dKj + softmax_scale * dSij^T Qi
                 multiply(keys, a.d, rows, dSij.transposed(), Qi,
-                         [&](int key, int x, float dSQ) { dKj.at(key, x) += a.softmax_scale * dSQ; });
+                         [&](int key, int x, float dSQ) { dKj.at(key, x) += a.scores.scale * dSQ; });
             }  // 23. end for
         }
         // 24. dKj, dVj to HBM

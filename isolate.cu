@@ -5,10 +5,11 @@
 //     warp       some of the heads, one row at a time
 //     lane       of a row, each 32nd column; in compute_alone also one of 32 keys
 //
-// Uses ranges.h: ranges_of, keys_of_row; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum, launch_all,
+// Uses ranges.h: ranges_of, keys_of_row; scores.h: unscaled; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum, launch_all,
 // launch_overlapping, wait_for_kernel_before, why_not.
 #include "device.h"
 #include "ranges.h"
+#include "scores.h"
 
 namespace minimal_attn {
 namespace {
@@ -49,7 +50,7 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
         float Sij = 0.f;
         if (lane < count)
             for (int c = 0; c < a.d; ++c) Sij = fmaf((float)q[c], (float)K[j0 + lane][c], Sij);
-        Sij = lane < count ? a.softmax_scale * Sij : -INFINITY;
+        Sij = lane < count ? a.softmax_scale * unscaled(a, Sij) : -INFINITY;
         const float mi_new = fmaxf(mi, row_max<32>(Sij)), origin = mi_new == -INFINITY ? 0.f : mi_new;
         const float Pij = lane < count ? expf(Sij - origin) : 0.f, alpha = expf(mi - origin);
         mi = mi_new, li = alpha * li + row_sum<32>(Pij);

@@ -115,7 +115,13 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
     return {queries.begin, queries.end < Nq ? queries.end : Nq};
 }
 
+// The mask of general kernels, in which scores change, too (scores.h).
+struct General : Ranges {};
+template <class Mask>
+constexpr bool kIsGeneral = std::is_same_v<Mask, General>;
+
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
+MINIMAL_ATTN_HOST_DEVICE inline General narrow(const General &ranges) { return ranges; }
 
 // Of all batches, for a kernel that another one replaces where some don't grow.
 struct GrowingRanges : Ranges {};
@@ -138,6 +144,12 @@ using Narrow = decltype(narrow(std::declval<Mask>()));
 template <class Use>
 auto with_mask(const Attention &a, const Use &use) {
     return has_ranges(a) ? use(Ranges()) : use(Band());
+}
+
+// The same for kernels that have a general form.
+template <class Use>
+auto with_mask_and_scores(const Attention &a, const Use &use) {
+    return a.is_general ? use(General()) : with_mask(a, use);
 }
 
 // Either, chosen at run time: for the backends in which that costs nothing.

@@ -11,6 +11,7 @@
 #include "binding/checks.h"
 #include "binding/tensors.h"
 #include "portable/portable.h"
+#include "scores.h"
 
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
@@ -38,6 +39,11 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
+// In float32 no kernel here reads the tables of sequences.h, or is general (scores.h).
+bool hopper_passes_on(const Attention &a) {
+    if (a.dtype == Dtype::float32) return a.by_sequence || a.is_general;
+    return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
+}
 
 // In half types TMA reads pages of a multiple of 16 keys.
 bool hopper_reads_pages(const Attention &a, const Device &device) {
@@ -46,24 +52,26 @@ bool hopper_reads_pages(const Attention &a, const Device &device) {
 
 Plan plan_hopper(const Attention &a, const Device &device) {
     if (hopper_takes_decode(a, device)) return portable::plan_decode(a, device, a.dtype != Dtype::float32);
-    if (a.by_sequence && a.dtype == Dtype::float32) return plan_portable(a, device);
+    if (hopper_passes_on(a)) return plan_portable(a, device);
     return a.dtype == Dtype::float32 ? hopper::plan_float32(a, device) : hopper::plan_half(a, device);
 }
 
 const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
     if (portable::is_decode(plan)) return portable::launch_decode(a, plan, workspace, stream);
-    if (a.by_sequence && a.dtype == Dtype::float32) return launch_portable(a, plan, workspace, stream);
+    if (hopper_passes_on(a)) return launch_portable(a, plan, workspace, stream);
     return a.dtype == Dtype::float32 ? hopper::launch_float32(a, plan, workspace, stream)
                                      : hopper::launch_half(a, plan, workspace, stream);
 }
 
 Plan plan_hopper_backward(const Gradient &g, const Device &device) {
-    return hopper::serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
+    const bool serves = hopper::serves_backward(g) && !hopper_passes_on(g.a);
+    return serves ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
 }
 
 const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return hopper::serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
-                                      : launch_portable_backward(g, plan, workspace, stream);
+    const bool serves = hopper::serves_backward(g) && !hopper_passes_on(g.a);
+    return serves ? hopper::launch_half_backward(g, plan, workspace, stream)
+                  : launch_portable_backward(g, plan, workspace, stream);
 }
 #endif
 
@@ -78,8 +86,9 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    bool serves_sequences = false;  // whether its kernels read the tables of sequences.h
-    int rows_alike = 0;             // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
+    // Whether decode.cu takes the call. Null where no kernel reads the tables of sequences.h, or is general (scores.h).
+    bool (*takes_decode)(const Attention &, const Device &) = nullptr;
+    int rows_alike = 0;  // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
 };
 
 // The fastest of each device first: "auto" takes the first that serves q.
@@ -89,11 +98,11 @@ const std::vector<Backend> &backends() {
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward, true, 64},  // rows of a warpgroup
-        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::reads_pages, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, true, 16},  // rows of a warp
+         plan_hopper_backward, launch_hopper_backward, hopper_takes_decode, 64},  // rows of a warpgroup
+        {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::takes_decode, plan_portable, launch_portable,
+         plan_portable_backward, launch_portable_backward, portable::takes_decode, 16},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, false, 1},  // a row skips tiles of keys that it doesn't see
+         launch_paper_backward, nullptr, 1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
          launch_cpu_backward},

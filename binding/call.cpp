@@ -23,6 +23,7 @@
 #include "binding/tensors.h"
 #include "portable/portable.h"
 #include "ranges.h"
+#include "scores.h"
 
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
@@ -87,6 +88,14 @@ void set_mask(Attention &attention, const Arguments &a) {
     attention.first = left < 0 ? -kNoBound : sum_within(offset, -left);
     attention.last = right < 0 ? kNoBound : sum_within(offset, right);
     attention.offset_from_end = !a.offset && !a.offsets;
+}
+
+void set_scores(Attention &attention, const Arguments &a) {
+    const float scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
+    attention.softmax_scale = scale, attention.scores = {scale};
+    if (!a.softcap || *a.softcap == 0.) return;
+    const float softcap = (float)*a.softcap, most = std::numeric_limits<float>::max();
+    attention.softmax_scale = softcap, attention.scores = {scale, softcap, std::clamp(scale / softcap, -most, most)};
 }
 
 // With prefix_k and a window a call has two parts, which see different keys: those of the window, and of the first
@@ -223,7 +232,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
         attention.block_table_stride = block_table.stride(0);
         attention.pages = k.size(0), attention.page_size = (int)k.size(2);
     }
-    attention.softmax_scale = (float)a.softmax_scale.value_or(1.0 / std::sqrt((double)attention.d));
+    set_scores(attention, a);
     set_mask(attention, a);
     if (a.cu_seqlens_q) attention.documents = (int)(a.cu_seqlens_q->size(0) - 1);
     // Of any integer dtype: plans ask only whether they are there. set_int32s() sets them anew.
@@ -237,11 +246,15 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     return attention;
 }
 
-// Whether documents are computed one by one. Where they have about as many keys as queries, ranges are faster. With pages
-// or seqused_k no such ratio is known.
-bool is_by_sequence(const Arguments &a, const Backend &backend) {
-    return backend.serves_sequences && a.cu_seqlens_q && !a.key_ranges &&
-           (a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2)));
+// Which tables the backend's kernels read: those of sequences.h, of ranges.h, or none.
+void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
+    if (!backend.takes_decode) return;
+    // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no
+    // such ratio is known.
+    const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
+    attention.by_sequence =
+        a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward && !changes_scores(attention);
+    attention.is_general = changes_scores(attention) && (backward || !backend.takes_decode(attention, gpu_of(a.q)));
 }
 
 #ifdef WITH_CUDA
@@ -270,13 +283,21 @@ void run_by_sequence(Attention &, const Backend &, const Tensor &) {}
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
     if (has_two_parts(a) && !a.sees_prefix && !reads_pages(second_part_of(a), backend, block_table)) return false;
     Attention attention = describe(a, Returns::o, a.q, a.k, a.v, block_table);
-    attention.by_sequence = is_by_sequence(a, backend);
+    choose_tables(attention, a, backend);
     return backend.reads(a.k) && backend.reads(a.v) && backend.reads_pages(attention, gpu_of(a.q));
 }
 
 // ---------------------------------------------------------------------------------------------- explain
 
 using Reasons = decltype(Explanation::others);
+
+// What follows the kernel's name: which tables it reads.
+const char *tables_of(const Attention &a) {
+    return a.by_sequence                    ? ", by sequence"
+           : a.is_general                   ? ", general"
+           : a.key_ranges || a.cu_seqlens_q ? ", ranges"
+                                            : "";
+}
 
 // Why each backend but `taken` isn't taken, by name. `plan_of` gives a backend's plan of the call.
 template <class PlanOf>
@@ -336,7 +357,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     k = readable(k), v = readable(v);
     const auto compute = [&](const Arguments &part, Returns returns, const Results &before, const Results &results) {
         Attention attention = describe(part, returns, q, k, v, block_table);
-        attention.by_sequence = is_by_sequence(part, *backend);
+        choose_tables(attention, part, *backend);
         const auto ints = set_int32s(part, attention);
         const c10::DataPtr tables = make_tables(attention, /*backward=*/false, q);
         if (before.o.defined()) attention.o_in_stride = strides_of(before.o);
@@ -355,8 +376,10 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         else
             plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-        if (q.is_cuda() && has_ranges(attention))
-            check_launch(isolate_rows_cuda(attention, backend->rows_alike, stream_of(q)), q);
+        // The rows alike are portable's, which hopper takes where scores change in float32.
+        const int rows_alike = attention.is_general ? std::min(backend->rows_alike, 16) : backend->rows_alike;
+        if (q.is_cuda() && (attention.key_ranges || (attention.cu_seqlens_q && !attention.by_sequence)))
+            check_launch(isolate_rows_cuda(attention, rows_alike, stream_of(q)), q);
 #endif
         if (is_converted) results.o.copy_(o);
     };
@@ -400,6 +423,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     const auto compute = [&](const Arguments &part, const Gradients &found) {
         const auto &[dq, dk, dv] = found;
         Gradient g{describe(part, Returns::o, q_read, k_read, v_read, {})};
+        choose_tables(g.a, part, *backend, /*backward=*/true);
         const auto ints = set_int32s(part, g.a);
         const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, q);
         g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
@@ -462,12 +486,13 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         if (returns == Returns::lse) call.lse = &any;
         if (a.o || a.sinks || part.sees_prefix) call.o_in = call.l_in = call.m_in = &any;
         if (a.o) call.o_in_stride = strides_of(*a.o);
-        call.by_sequence = is_by_sequence(part, by) && !backward;
+        choose_tables(call, part, by, backward);
         if (gathers(by)) call.block_table = nullptr;
         Gradient gradient{call};
         gradient.out_dtype = has_prefix ? Dtype::float32 : call.dtype;
         gradient.deterministic = at::globalContext().deterministicAlgorithms();
         Plan plan = backward ? by.plan_backward(gradient, gpu_of(a.q)) : by.plan(call, gpu_of(a.q));
+        if (&by == taken) found.mask = tables_of(call);
         if (has_ranges(call)) plan.workspace += place_ranges(call, backward, nullptr);
 #ifdef WITH_CUDA
         if (call.by_sequence) {
@@ -489,8 +514,6 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         found.prefix_kernel = prefix.kernel;
         found.plan.workspace = std::max(found.plan.workspace, prefix.workspace);
     }
-    const bool has_tables = (a.key_ranges || a.cu_seqlens_q) && !is_empty;
-    found.mask = !has_tables ? "" : !backward && is_by_sequence(a, *taken) ? ", by sequence" : ", ranges";
     found.others = why_not_others(a, *taken, plan_of);
     return found;
 }

@@ -158,6 +158,9 @@ inline void check_options(const Arguments &a) {
                       "window_size must be (left, right), each at least 0, or -1 for no bound, but was ", window);
     TORCH_CHECK_VALUE(!a.softmax_scale || std::isfinite((float)*a.softmax_scale),
                       "softmax_scale must be a finite float32, but was ", *a.softmax_scale);
+    const double softcap = a.softcap.value_or(0.);
+    TORCH_CHECK_VALUE(softcap == 0. || (softcap >= 1e-30 && softcap <= 1e30),
+                      "softcap must be None, 0 (both: none) or from 1e-30 to 1e30, but was ", softcap);
     TORCH_CHECK_VALUE(!(a.offset && a.offsets), "offset must be an int or a tensor, but was both");
     check_per_batch(a.q, a.seqlens_k, "seqlens_k");
     check_per_batch(a.q, a.leftpad_k, "leftpad_k");

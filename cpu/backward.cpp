@@ -44,6 +44,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
     float *Qi_double, *Sij_double;  // in float64, of tiles that have a row with a large lse
+    float *slopes;                  // of scores that change; else null
     float *dQi;                     // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
@@ -58,6 +59,8 @@ struct GradientBuffers {
         take(Qi, Br * D), take(dOi, Br * D), take(Pij, Br * Bc), take(dSij, Br * Bc);
         take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
+        take(slopes, Br * Bc);
+        if (!changes_scores(a)) slopes = nullptr;
     }
 
     // The buffers of a tile that begins so many keys later. In the transposed ones it ends behind Bc columns, which are

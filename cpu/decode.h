@@ -21,11 +21,12 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     const int64_t D = round_up(a.d, 16);
     const int j = tile.keys.begin, n = tile.keys.end - j;
     float *const Si = buffers.Sij + row * Bc;
-    dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, a.softmax_scale, Si, [&](int key) {
+    dot_products(n, D, buffers.rows + row * D, tile.Kj, tile.K_row, scale_of_products(a), Si, [&](int key) {
         if (row > 0 || tile.keys.end + key >= prefetch_end) return;
         prefetch(tile.Kj + (n + key) * tile.K_row, D * sizeof(float));
         prefetch(tile.Vj + (n + key) * tile.V_row, D * sizeof(float));
     });
+    if (changes_scores(a)) change_scores(a, n, Si);
     const Keys keys = keys_of_row(mask, t.query(row));
     std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
     std::fill(Si + clamp(keys.end - j, 0, n), Si + round_up(n, W), -INFINITY);

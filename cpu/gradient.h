@@ -124,6 +124,18 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
     return exp(min(Vec{}, x));
 }
 
+// Changes n products of a row (scores.h), and keeps the slopes.
+template <class Real>
+[[gnu::noinline]] void change_scores(const Attention &a, int n, Real *S, float *slopes) {
+    if constexpr (std::is_same_v<Real, double>)
+        for (int c = 0; c < n; ++c) S[c] = minimal_attn::changed(a.scores, S[c]), slopes[c] = slope_of(S[c]);
+    else
+        for (int c = 0; c < n; c += W) {
+            const Vec t = vec(S + c) = changed(a.scores, vec(S + c));
+            vec(slopes + c) = 1.f - t * t;
+        }
+}
+
 // Steps 11 and 13 for a tile: Pij, without the mask.
 void compute_P(const Attention &a, const GradientRow *rows, int count, int keys, const GradientBuffers &buffers) {
     const auto large = std::count_if(rows, rows + count, [&](const GradientRow &row) { return is_large(a, row.lse); });
@@ -132,8 +144,11 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
     for (int lane = 0; lane < count; ++lane) {
         const GradientRow &row = rows[lane];
         float *const P = buffers.Pij + lane * Bc;
-        const double *const S = (const double *)buffers.Sij_double + lane * Bc;
-        if (large > 0 && is_large(a, row.lse)) {
+        double *const S = (double *)buffers.Sij_double + lane * Bc;
+        const bool row_is_large = large > 0 && is_large(a, row.lse);
+        if (changes_scores(a) && row_is_large) change_scores(a, keys, S, buffers.slopes + lane * Bc);
+        if (changes_scores(a) && !row_is_large) change_scores(a, keys, P, buffers.slopes + lane * Bc);
+        if (row_is_large) {
             for (int c = 0; c < keys; c += W) vec(P + c) = exp_double(S + c, a.softmax_scale, row.m, row.log_l);
             continue;
         }
@@ -164,7 +179,11 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
         for (int c = 0; c < vectors; c += W) {
             const Vec p = vec(P + lane * Bc + c);
             Vec &ds = vec(dS + lane * Bc + c);
-            ds = p == 0.f ? Vec{} : a.softmax_scale * p * (ds - D_of_row - D_low);
+            if (buffers.slopes)
+                ds = vec(buffers.slopes + lane * Bc + c) * (ds - D_of_row - D_low);
+            else
+                ds = ds - D_of_row - D_low;
+            ds = p == 0.f ? Vec{} : a.scores.scale * p * ds;
         }
     }
     multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
@@ -297,7 +316,7 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;
-            for (int c = begin; c < end; ++c) S[c] *= sign;
+            for (int c = begin; c < end; ++c) S[c] = sign * unscaled(a, S[c]);
             std::fill(S, S + begin, -INFINITY), std::fill(S + end, S + Bc, -INFINITY);
             std::fill(dP, dP + begin, 0.f), std::fill(dP + end, dP + Bc, 0.f);
             add_scores(sign * a.softmax_scale, S, dP, sums[lane]);

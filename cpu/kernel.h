@@ -73,14 +73,14 @@ void compute_S(const Attention &a, const Strip<R> &strip, const KeyTile &tile, i
         const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
         const float *Qi = buffers.Qi_split + strip.lane * tiles_of_d * y_tile * 3 / 2;
         multiply_split(2 * tiles_of_n, R, tiles_of_d, buffers.Kj_split, Qi, Sij, P);
-        for (int64_t at = 0; at < n * P; at += W) vec(Sij + at) *= a.softmax_scale;
+        for (int64_t at = 0; at < n * P; at += W) vec(Sij + at) *= scale_of_products(a);
         return;
     }
     const float *Kj = tile.Kj + skip * tile.K_row;
     const int channels = channels_per_sum(a);
     for (int c = 0; c < a.d; c += channels) {
         const bool is_last = c + channels >= a.d;
-        const float scale = is_last ? a.softmax_scale : 1.f;  // of the whole sum: a part may overflow
+        const float scale = is_last ? scale_of_products(a) : 1.f;  // of the whole sum: a part may overflow
         const auto add = [&](int j, int r, Vec sum) {
             Vec &s = vec(Sij + j * P + r * W);
             s = scale * ((c == 0 ? Vec{} : s) + sum);
@@ -126,6 +126,7 @@ template <int R>
     if (with_amx) keys = tile.keys;  // split as a whole
     const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
     compute_S(a, strip, tile, skip, n, with_amx, buffers);
+    if (changes_scores(a)) change_scores(a, n * R * W, buffers.Sij);
     if (keys.begin < strip.seen.all.begin || keys.end > strip.seen.all.end)
         hide_keys(mask, t, strip, keys, buffers.Sij);
     Vec alpha[R];

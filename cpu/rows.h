@@ -100,7 +100,7 @@ inline bool is_finite(const float *row, int d) {
             convert((const T *)K[j], k.data(), a.d), convert((const T *)V[j], v.data(), a.d);
             float Sij = 0.f;
             for (int c = 0; c < a.d; ++c) Sij += q[c] * k[c];
-            const float Pij = std::exp(a.softmax_scale * Sij - (mi == -INFINITY ? 0.f : mi));
+            const float Pij = std::exp(a.softmax_scale * unscaled(a, Sij) - (mi == -INFINITY ? 0.f : mi));
             for (int c = 0; c < a.d; ++c) sum[c] += Pij * v[c];
             all_finite = is_finite(k.data(), a.d) && is_finite(v.data(), a.d);
         }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ranges.h"
+#include "scores.h"
 
 #include <algorithm>
 

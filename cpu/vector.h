@@ -49,6 +49,20 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
     return p * (Vec)((VecInt)shifted << 23);
 }
 
+// The error is at most 2 units in the last place.
+[[gnu::always_inline]] inline Vec tanh(Vec x) {
+    const Vec z = x * x, magnitude = x < 0.f ? -x : x;
+    Vec p = z * -0x1.72edd2p-8f + 0x1.515ce8p-6f;
+    p = p * z - 0x1.b8152ap-5f;
+    p = p * z + 0x1.110586p-3f;
+    p = p * z - 0x1.55553ep-2f;
+    const Vec near_0 = x + x * z * p, e = exp(-2.f * magnitude), far = (1.f - e) / (1.f + e);
+    return magnitude < 0.625f ? near_0 : x < 0.f ? -far : far;
+}
+
+// `changed` of scores.h.
+[[gnu::always_inline]] inline Vec changed(const Scores &scores, Vec QK) { return tanh(QK * scores.ratio); }
+
 template <class From, class To>
 [[gnu::flatten]] void convert(const From *from, To *to, int n) {
     for (int c = 0; c < n; ++c) to[c] = from[c];

@@ -132,12 +132,20 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
+            float slopes[Br / 2];  // of a general kernel. There dS^T is P^T times these times dP^T - D
+            if constexpr (kIsGeneral<Mask>) {
+                change<T, true>(p.a.scores, S);
+#pragma unroll
+                for (int x = 0; x < Br / 2; ++x) slopes[x] = slope_of(S[x]);
+            }
             if (__builtin_expect(may_be_large, false)) subtract_m<T>(S, shared.m_l[of_S.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[of_S.stage()][1] + thread % 4 * 2, p.c);
             mask();
+            if constexpr (kIsGeneral<Mask>) multiply_elements(slopes, S);
+            const float (&P)[Br / 2] = kIsGeneral<Mask> ? slopes : S;
             P_ready.producer_acquire();
 #pragma unroll
-            for (int x = 0; x < Br / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&S[x];
+            for (int x = 0; x < Br / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&P[x];
             producer_commit(P_ready);
         } else {
             P_ready.consumer_wait();
@@ -185,7 +193,7 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     // Ranges have no slices; walk_queries relies on that, too.
     if (!keys.is_ranges && keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
     store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d,
-                      is_dV ? 1.f / kPScale<T> : p.a.softmax_scale, sum,
+                      is_dV ? 1.f / kPScale<T> : p.a.scores.scale, sum,
                       [&](int key) { return keys.is_seen(key, p.a.Nq); });
 }
 
@@ -253,7 +261,7 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
         p.slices = (float4 *)((char *)memory + workspace.counter_bytes), p.steps_stored = (int *)counters.memory;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
-        return with_mask(a, [&](auto mask) {
+        return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
             const auto kernel =
                 a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask> : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;

@@ -148,6 +148,12 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             const Keys all_see = keys_of_all(work.mask, i64, i64 + 64);
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
+            if constexpr (kIsGeneral<Mask>) {  // dP waits for no P, which takes the place of S
+                change<T, true>(p.a.scores, S);
+                wgmma_wait<0>(dP);
+#pragma unroll
+                for (int x = 0; x < Bc / 2; ++x) dP[x] = slope_of(S[x]) * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);
+            }
             if (__builtin_expect(may_be_large, false)) {
                 const float *const m = p.rows.m + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
                 const float m_of_rows[2] = {__ldcg(m), __ldcg(m + 8)};
@@ -156,10 +162,11 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             }
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -log2_l[x / 2 % 2]));  // P
-            wgmma_wait<0>(dP);
+            if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
             V.consumer_release();
 #pragma unroll
-            for (int x = 0; x < Bc / 2; ++x) dP[x] = S[x] * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);  // dS
+            for (int x = 0; x < Bc / 2; ++x)  // dS
+                dP[x] = S[x] * (kIsGeneral<Mask> ? dP[x] : subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]));
             if (masked) mask_columns(dP, {keys_of_row(work.mask, i), keys_of_row(work.mask, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
             if (n == needed && work.mask.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
@@ -192,7 +199,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             ping_pong.wait_turn();
             ping_pong.pass_turn();
         }
-        store_gradient<T>(p.dq, work.b, work.h, work.i0 + row, work.i1, p.a.d, p.a.softmax_scale, dQ,
+        store_gradient<T>(p.dq, work.b, work.h, work.i0 + row, work.i1, p.a.d, p.a.scores.scale, dQ,
                           [&](int i) { return !empty(keys_of_row(work.mask, i)); });
         __syncwarp();  // all lanes have read `work`
     }
@@ -215,7 +222,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 32) load_Q_and_dO(p, shared);
         if (threadIdx.x == 64) load_V(p, shared);
         if constexpr (kIsRanges<Mask>)
-            if (threadIdx.x == 96) schedule<Tile>(p, shared);
+            if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
         if (threadIdx.x == 96) cudaGridDependencySynchronize();
     };
     // It is launched behind dK and dV. What it reads was written before these began.
@@ -243,7 +250,7 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
         p.tile_counter = rows.tile_counter;
         if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
             return "cuTensorMapEncodeTiled refused do";
-        return with_mask(a, [&](auto mask) {
+        return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
             const Plan plan =
                 make_plan<Tile, SharedStorage<Tile, Mask>>(a, {multiprocessors, 0}, "half backward, dQ", tile_of(a));

@@ -237,7 +237,7 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, const
     const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
     const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
     store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d, 1.f / kPScale<T>, dV, is_seen);
-    store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.softmax_scale, dK, is_seen);
+    store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.scores.scale, dK, is_seen);
 }
 
 // A consumer's mask: P^T = 0 where a query doesn't see key j, or j + 8. Tiles of queries that see all of the 64 keys
@@ -273,12 +273,17 @@ struct Hide<Tile, GrowingRanges> {
 template <class Tile>
 struct Hide<Tile, Ranges> {
     int j64;
-    __device__ Hide(const KeySlice<Tile, Ranges> &, int j64, int) : j64(j64) {}
-    template <int Count>
-    __device__ void operator()(float (&P)[Count], const KeySlice<Tile, Ranges> &keys, int i0, int j) const {
+    template <class Slice>
+    __device__ Hide(const Slice &, int j64, int) : j64(j64) {}
+    template <int Count, class Slice>
+    __device__ void operator()(float (&P)[Count], const Slice &keys, int i0, int j) const {
         const Keys all = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
         if (all.begin > j64 || all.end < j64 + 64) hide_keys(P, keys.mask(), i0, j);
     }
+};
+template <class Tile>
+struct Hide<Tile, General> : Hide<Tile, Ranges> {
+    using Hide<Tile, Ranges>::Hide;
 };
 
 template <class T, class Tile, class Mask, bool has_large_rows>
@@ -293,6 +298,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
     Pipeline<Tile::dOStages> dO{shared.dO};
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};  // of this tile; of the previous
 
+    const bool may_be_large = kIsGeneral<Mask> && __ldcg(p.rows.any_large);
     for_each_key_work(shared, [&](const KeyWorkOf<Mask> &published) {
         const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
         const KeySlice<Tile, Mask> keys = KeySlice<Tile, Mask>(p, work, published).of_warp();
@@ -341,14 +347,23 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if constexpr (has_large_rows) subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
+            if constexpr (kIsGeneral<Mask>) {  // dP^T waits for no P^T, which takes the place of S^T
+                change<T, true>(a.scores, S);
+                wgmma_wait<0>(dP);
+                multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
+            }
+            if (has_large_rows && (!kIsGeneral<Mask> || may_be_large))
+                subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
             hide(S, keys, i0, j);
             pack_operand<T>(P, S);
-            wgmma_wait<0>(dP);
+            if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
-            __syncwarp();                                                     // keeps what follows behind the products
-            compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
+            __syncwarp();  // keeps what follows behind the products
+            if constexpr (kIsGeneral<Mask>)
+                multiply_elements(dP, S);
+            else
+                compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);
@@ -374,25 +389,26 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
     });
 }
 
-// Whether the general kernel runs: a row is large (large_rows.cu sets any_large), or a batch has ranges that don't grow.
-// All threads of a block call it.
+// Whether the kernel with large rows runs: a row is large (large_rows.cu sets any_large), or a batch has ranges that don't
+// grow. All threads of a block call it.
 template <class Mask>
-__device__ bool is_general(const FusedParameters &p) {
-    bool is_general = __ldcg(p.rows.any_large);
+__device__ bool is_unusual(const FusedParameters &p) {
+    if constexpr (kIsGeneral<Mask>) return true;
+    bool is_unusual = __ldcg(p.rows.any_large);
     if constexpr (kIsRanges<Mask>) {
-        for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) is_general |= !p.a.ranges.batches[b].grows;
-        is_general = __syncthreads_or(is_general);
+        for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) is_unusual |= !p.a.ranges.batches[b].grows;
+        is_unusual = __syncthreads_or(is_unusual);
     }
-    return is_general;
+    return is_unusual;
 }
 
-// Each call launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m for all rows,
+// Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m for all rows,
 // made d 128 6 to 9 % slower (docs/backward.md).
 template <class T, class Tile, class Mask, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     wait_for_kernel_before();
-    if (is_general<Mask>(p) != has_large_rows) return;
+    if (is_unusual<Mask>(p) != has_large_rows) return;
     auto &shared = shared_storage<FusedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -436,7 +452,7 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
 
 template <class Tile, bool has_large_rows>
 auto kernel_for(const Attention &a) {
-    return with_mask(a, [&](auto mask) {
+    return with_mask_and_scores(a, [&](auto mask) {
         using Any = Narrow<decltype(mask)>;
         using Mask = std::conditional_t<kIsRanges<Any> && !has_large_rows, GrowingRanges, Any>;
         return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
@@ -510,8 +526,9 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
-        return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64,
-                                    workspace.split.work_tiles());
+        const int work_tiles = workspace.split.work_tiles();
+        if (a.is_general) return launch_kernels<Tile>({with_large_rows}, p, plan, counters, stream, 64, work_tiles);
+        return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64, work_tiles);
     });
 }
 

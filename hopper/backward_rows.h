@@ -95,7 +95,7 @@ __device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &s
     const Interval seeing = queries_that_see<Mask>(p, unit);
     const int begin = seeing.begin, end = seeing.end;
     const bool is_usual = p.dq.dtype != Dtype::float32 && p.dq.aligned && begin <= unit.i0 && unit.i0 + 64 <= end;
-    const float scale = p.a.softmax_scale;
+    const float scale = p.a.scores.scale;
     const int64_t step = kRows * p.dq.stride.row;
     int rows = p.a.Nq - unit.i0 - lane / kLanes;  // of the head, from this lane's next row on
     int64_t to =

@@ -44,7 +44,7 @@
 // |             | PagedTile: a Kj or Vj from pages. pack_operand: Pij to the half type                                |
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
 // |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
-// | ranges.h    | Ranges: the mask of the kernel for ranges. sort_tiles_cuda: the order of its tiles                  |
+// | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles         |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
@@ -79,6 +79,7 @@ struct Tile {
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     static constexpr bool AlignKeys = false;
+    static constexpr bool is_general = (D == 64 && Br > 64) || D == 128 || D == 256;  // whether it has a general kernel
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && Br % 64 == 0);
     static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2));
@@ -192,12 +193,25 @@ __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], S
     return needs_max;
 }
 
-// Steps 10 and 11 by the maximum of earlier tiles, for the scores Begin to End of a thread. Adds them to sum.
-template <int Begin, int End, int Count>
-__device__ void stale_softmax(float (&P)[Count], float (&sum)[2], const float (&Sij)[Count],
-                              const SoftmaxState &softmax, float c) {
+// Whether scores change beside the exponentials, unless the mask hides some or the state is wanted. Else they change
+// before. With the polynomial of float16 three consumers have no registers for it.
+template <class T, class Tile, class Mask>
+constexpr bool kChangesLate = kIsGeneral<Mask> && (kApproximates<T> || Tile::Consumers == 2);
+
+// Steps 10 and 11 by the maximum of earlier tiles, for the scores Begin to End of a thread. Adds them to sum. If they
+// change here, Sij are products. In float16 `largest`, of their absolute values, tells whether all were near 0 (scores.h).
+template <class T, int Begin, int End, bool changes_here, int Count>
+__device__ void stale_softmax(float (&P)[Count], float (&sum)[2], float (&largest)[2], const float (&Sij)[Count],
+                              const SoftmaxState &softmax, float c, const Scores &scores, float last) {
 #pragma unroll
-    for (int x = Begin; x < End; ++x) sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(Sij[x], c, -softmax.cm[x / 2 % 2]));
+    for (int x = Begin; x < End; ++x) {
+        float s = Sij[x];
+        if constexpr (changes_here && kApproximates<T>)
+            s = changed_approximately(scores, s);
+        else if constexpr (changes_here)
+            largest[x / 2 % 2] = fmaxf(largest[x / 2 % 2], fabsf(s)), s = changed_near_0(scores, s, last);
+        sum[x / 2 % 2] += P[x] = exp2_fast(fmaf(s, c, -softmax.cm[x / 2 % 2]));
+    }
 }
 
 // With a stale maximum a thread's Pij of a tile add up to at most this, those of a row (4 threads) to 4 times this.
@@ -225,6 +239,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     float Oi[D / 2], Sij[Bc / 2];
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
+    constexpr bool changes_late = kChangesLate<T, Tile, Mask>;
+    const float last = changes_late ? opaque(kLast) : 0.f;  // for changed_near_0
 
     // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
     // isn't read: inside an if, ptxas would wait for it at once (C7517, docs/ptxas.md).
@@ -245,6 +261,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         int j0 = work.visible.begin;
         K.consumer_release();
         softmax = SoftmaxState();
+        if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
         mask_and_track_max(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
 #pragma unroll
@@ -265,22 +282,33 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));  // step 12 for j
             ping_pong.pass_turn();
             wgmma_wait<1>(Sij);
-            mask_and_track_max(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+            if constexpr (changes_late) {
+                needs_max |= a.l || j0 + Bc < fully_visible.begin || j0 + 2 * Bc > fully_visible.end;
+            } else {
+                if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
+                mask_and_track_max(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+            }
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
-            float P[Bc / 2], sum[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
-            if (!needs_max) stale_softmax<0, kEarly<Tile>>(P, sum, Sij, softmax, c);
+            float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
+            if (!needs_max)
+                stale_softmax<T, 0, kEarly<Tile>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
             K.consumer_release(sum[0] + sum[1]);  // the sum keeps ptxas from moving the wait up
             wgmma_wait<0>(Oi);
             V.consumer_release();
             if (!needs_max) {
-                stale_softmax<kEarly<Tile>, Bc / 2>(P, sum, Sij, softmax, c);
+                stale_softmax<T, kEarly<Tile>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
                 pack_operand<T>(Pij, P);
             }
-            const bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
+            bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
+            if constexpr (changes_late && !kApproximates<T>) fits &= is_near_0(a.scores, fmaxf(largest[0], largest[1]));
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
+                if constexpr (changes_late) {
+                    change<T, true>(a.scores, Sij);
+                    mask_and_track_max(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+                }
                 needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
                 rescale(Oi, softmax);
             }
@@ -355,9 +383,10 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 32) load_Q_and_store_O(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O(p, shared);
         if constexpr (kIsRanges<Mask>)
-            if (threadIdx.x == 96) schedule<Tile>(p, shared);
+            if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
+    if constexpr (!kIsGeneral<Mask> || Tile::is_general)
+        run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -379,6 +408,7 @@ using Tiles = TileList<
 enum TileOf { few_queries, d64, d96, d128, d192, d256 };  // its place in Tiles
 
 TileOf tile_of(const Attention &a) {
+    if (a.is_general) return a.d <= 64 ? d64 : a.d <= 128 ? d128 : d256;
     if (a.d <= 64) return a.Nq <= 64 ? few_queries : d64;
     return a.d <= 96 ? d96 : a.d <= 128 ? d128 : a.d <= 192 ? d192 : d256;
 }
@@ -391,9 +421,10 @@ bool sorts_tiles(const Attention &a, const Plan &plan) {
 }
 constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
 
-// use(a Mask) for one of three kernels.
+// use(a Mask) for one of four kernels.
 template <class Use>
 auto with_mask_of(const Attention &a, const Use &use) {
+    if (a.is_general) return use(General());
     if (has_ranges(a)) return use(Ranges());
     return a.block_table || a.by_sequence ? use(PagedBand()) : use(BandOf<int>());
 }

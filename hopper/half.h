@@ -79,10 +79,10 @@ struct RangeEntries {
 
 // With ranges thread 96 is the scheduler: the reads of tables would delay thread 0's loads of Kj. Thread 96 takes a work
 // tile as soon as the queue has a place. TMA copies the tile's entries to shared memory.
-template <class Tile, class SharedStorage>
+template <class Tile, class Mask, class SharedStorage>
 __device__ void schedule(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};
-    const TileScheduler<Tile, Ranges> scheduler{p};
+    const TileScheduler<Tile, Mask> scheduler{p};
     for (int n = -1;; tile_queue.advance()) {
         tile_queue.producer_acquire();
         n = scheduler.next(n);

@@ -216,4 +216,22 @@ __device__ void compute_dS(float (&dP)[Count], const float (&P)[Count], const fl
     }
 }
 
+// Of a general kernel: dP^T - D, times the slopes of the scores S^T, in place of dP^T. Then dS^T is P^T times that.
+template <class T, int Count>
+__device__ void multiply_by_slopes(float (&dP)[Count], const float (&S)[Count], const float *D) {
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = *(const float2 *)(D + 2 * x);
+#pragma unroll
+        for (int y = x; y < x + 4; ++y) dP[y] = slope_of(S[y]) * subtract_D<T>(dP[y], y % 2 ? two.y : two.x);
+    }
+}
+
+// A = A o B
+template <int Count>
+__device__ void multiply_elements(float (&A)[Count], const float (&B)[Count]) {
+#pragma unroll
+    for (int x = 0; x < Count; ++x) A[x] *= B[x];
+}
+
 }  // namespace minimal_attn::hopper

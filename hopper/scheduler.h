@@ -95,12 +95,11 @@ template <class Tile, class Mask>
 struct TileScheduler {
     const Parameters &p;
 
-    template <class Band>
-    __device__ static Band of_tile(const Band &band, int) {
-        return band;
-    }
-    __device__ static RangesOfTile of_tile(const Ranges &ranges, int i0) {
-        return {ranges.keys, ranges.tiles + i0 / kRangeTile, ranges.rows + i0, i0};
+    __device__ static auto of_tile(const Mask &mask, int i0) {
+        if constexpr (kIsRanges<Mask>)
+            return RangesOfTile{mask.keys, mask.tiles + i0 / kRangeTile, mask.rows + i0, i0};
+        else
+            return mask;
     }
 
     // The number of the block's work tile after n; n = -1 asks for the first one.

@@ -38,6 +38,7 @@ class _Options(TypedDict, total=False):
     cu_seqlens_k: Tensor | None
     prefix_k: Tensor | None
     seqused_k: Tensor | None
+    softcap: float | None
 
 
 class _AllOptions(_Options, total=False):
@@ -119,6 +120,7 @@ def forward(
     cu_seqlens_k: Tensor | None = None,
     prefix_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    softcap: float | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -186,6 +188,9 @@ def forward(
             all else still hides. No other library has a name for it; a prefix-LM is key_ranges. At least 0:
             on a CPU this is checked, on a GPU clamped. The call then computes the window's keys, and joins
             the first ones with their state: two float32 o cost memory besides.
+        softcap: scaled scores s become softcap * tanh(s / softcap), before the mask (Gemma 2, Grok). sinks
+            stay as they are. From 1e-30 to 1e30; None or 0: none. On a GPU any mask is then read from tables,
+            as with key_ranges, but where `explain` says "decode".
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -218,7 +223,7 @@ def forward(
     # _ARGUMENTS, in their order
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
-        *(cu_seqlens_q, cu_seqlens_k, prefix_k, o, l, m, sinks, block_table, seqused_k),
+        *(cu_seqlens_q, cu_seqlens_k, prefix_k, softcap, o, l, m, sinks, block_table, seqused_k),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))

@@ -10,7 +10,7 @@ flash_attn/flash_attn_interface.py). What differs:
     gradients               of all but flash_attn_with_kvcache, as there; in s_aux and with a block_table, too
     num_splits              accepted and not used
     rotary_cos, rotary_sin  of any rotary dimension, in any dtype
-    NotImplementedError     dropout_p > 0, softcap > 0, alibi_slopes
+    NotImplementedError     dropout_p > 0, alibi_slopes
 
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
@@ -46,7 +46,7 @@ def install(replace: bool = False) -> None:
     (private functions included, which take half types alone), flash_attn.bert_padding, and the metadata of
     version 2.8.3. flash_attn.layers, .ops, .losses and others are not there. transformers'
     attn_implementation="flash_attention_2", diffusers' attention backend "flash" and ring-flash-attn's
-    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (dropout, softcap, ALiBi) is
+    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (dropout, ALiBi) is
     a NotImplementedError: no other kernel takes the call.
 
     Without a GPU this imports transformers, if it is there, and adds CPUs to the devices that it lets use it.
@@ -89,7 +89,8 @@ def flash_attn_func(
         q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU or a CUDA GPU.
         k, v: keys and values (B, Nk, Hkv, d), of q's dtype and device. Hkv divides Hq: query head h reads key
             head h // (Hq // Hkv).
-        dropout_p, softcap: must be 0.
+        dropout_p: must be 0.
+        softcap: scaled scores s become softcap * tanh(s / softcap). None, or 0 and less: none.
         softmax_scale: any finite float32. None: 1 / sqrt(d).
         causal: query i sees the keys j <= i + Nk - Nq: the last query sees the last key.
         window_size: (left, right): query i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right. A negative
@@ -106,11 +107,11 @@ def flash_attn_func(
         has out = 0, softmax_lse = -inf.
 
     Raises:
-        NotImplementedError: dropout_p, softcap or alibi_slopes is given.
+        NotImplementedError: dropout_p or alibi_slopes is given.
         TypeError, ValueError: an argument of another type, shape, dtype, device or value.
     """
-    options = _options(softmax_scale, causal, window_size) | {"deterministic": bool(deterministic)}
-    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
     out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
@@ -174,8 +175,8 @@ def flash_attn_varlen_func(
 
     Raises: as flash_attn_func.
     """
-    options = _options(softmax_scale, causal, window_size) | {"deterministic": bool(deterministic)}
-    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
@@ -271,8 +272,8 @@ def flash_attn_with_kvcache(
         CPU; on a GPU they are not checked, and PyTorch's assertion ends a write behind the cache). The cache
         is then as before.
     """
-    options = _options(softmax_scale, causal, window_size)
-    _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    _refuse(alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
     refuse_grad("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = q.shape[0], k_cache.shape
@@ -340,12 +341,15 @@ def _check_pages(block_table, lengths, name, cache):
     check_range("block_table", block_table, cache.shape[0])
 
 
-def _options(softmax_scale, causal, window_size):
+def _options(softmax_scale, causal, window_size, softcap):
     try:
         window_size = tuple(max(as_int(bound), -1) for bound in window_size)
     except TypeError:
         raise TypeError(f"window_size must be two ints (left, right), but was {window_size!r}") from None
-    return dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+    options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+    if softcap is None or (isinstance(softcap, (int, float)) and softcap <= 0):
+        return options
+    return options | {"softcap": softcap}
 
 
 def _refuse(**missing):

@@ -155,12 +155,13 @@ def attention(
     if isinstance(mask, Mask) and mask.order is not None:
         order = mask.order[:, None, :, None]  # take_along_dim would fix all sizes of a traced graph
         k, v = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
-    fixed = dict(window_size=window, softmax_scale=scaling)
+    fixed = dict(window_size=window, softmax_scale=scaling, softcap=options.get("softcap"))
     if isinstance(mask, Mask) and mask.documents:
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         if bounds:
             q, k, v = (x.transpose(0, 1)[None] for x in rows)
-            o = minimal_attn.forward(q, k, v, softmax_scale=scaling, sinks=s_aux, **bounds)[0].transpose(0, 1)
+            del fixed["window_size"]  # bounds have it
+            o = minimal_attn.forward(q, k, v, sinks=s_aux, **fixed, **bounds)[0].transpose(0, 1)
         else:
             o = flash_attn_varlen_func(*rows, *mask.documents, s_aux=s_aux, **fixed)
         return o[..., :d_v].unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
@@ -247,7 +248,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     if options.get("output_attentions"):
         return "output_attentions"
     for name in options:
-        if name not in _HARMLESS:
+        if name not in _HARMLESS and name != "softcap":
             return f"argument {name}"
     is_packed = isinstance(mask, Mask) and (mask.documents or "key_ranges" in mask.bounds)
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))

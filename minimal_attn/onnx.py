@@ -1,9 +1,10 @@
 """torch.onnx.export(dynamo=True) of models that call minimal_attn.forward, or what is built on it.
 
 Opset 23 and newer have an operator Attention, which computes o where softmax_scale is positive and there
-are no sinks. Other calls, and older opsets, get one operator for each step. Attention aligns the first query
-with the first key, and runtimes differ in what a row without keys gets. So other alignments, windows and
-lengths become a bool mask, and rows that see no key become 0.
+are no sinks and no softcap, which runtimes apply before or after the mask. Other calls, and older opsets, get
+one operator for each step. Attention aligns the first query with the first key, and runtimes differ in what
+a row without keys gets. So other alignments, windows and lengths become a bool mask, and rows that see no key
+become 0.
 
 Hidden keys must be finite in the exported model: a runtime multiplies them by 0. Packed sequences can't be
 exported yet, but as key_ranges, which transformers' models give. Pass these models position_ids (B, N): the
@@ -19,7 +20,7 @@ import torch
 
 _FAR = 2**40  # beyond all positions; sums of a few stay within int64
 _TRANSLATED = {"q", "k", "v", "causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset"}
-_TRANSLATED |= {"offsets", "backend", "sinks", "key_ranges"}
+_TRANSLATED |= {"offsets", "backend", "sinks", "key_ranges", "softcap"}
 _FLOAT, _INT64 = 1, 7  # onnx.TensorProto's
 
 
@@ -42,7 +43,7 @@ def translation_table() -> dict[Callable, Callable]:
 def _forward(*arguments, **options):
     call = _Call(*arguments, **options)
     op, q, number = call.op, call.q, call.constant
-    if op.version < 23 or call.scale <= 0 or call.sinks is not None:
+    if op.version < 23 or call.scale <= 0 or call.sinks is not None or call.softcap:
         return op.CastLike(_explicit(call)[0], q)
     visible, how = None, {"scale": call.scale, "softmax_precision": _FLOAT}
     if call.is_top_left():
@@ -79,6 +80,9 @@ def _explicit(call):
         return op.Reshape(op.MatMul(grouped, y), op.Concat(B, Hq, Nq, columns, axis=0), allowzero=1)
 
     S = op.Mul(product(q, op.Transpose(k, perm=[0, 1, 3, 2]), d, Nk), number(call.scale))
+    if call.softcap:
+        cap = number(float(call.softcap))
+        S = op.Mul(op.Tanh(op.Div(S, cap)), cap)
     if (visible := call.visible()) is not None:
         S = op.Where(visible, S, number(-math.inf))
     m = op.ReduceMax(S, number(-1))
@@ -115,7 +119,7 @@ class _Call:
         self.left, self.right = left, 0 if given["causal"] else right
         self.seqlens_k, self.leftpad_k = given["seqlens_k"], given["leftpad_k"]
         self.offset, self.offsets = given["offset"], given["offsets"]
-        self.key_ranges = given["key_ranges"]
+        self.key_ranges, self.softcap = given["key_ranges"], given["softcap"]
 
     def constant(self, *values):
         """A node of one float, or of a list of ints, such as axes."""

@@ -50,6 +50,7 @@ class _Options(TypedDict, total=False):
     offset: int | None
     timeout: float
     backend: str
+    softcap: float | None
 
 
 @overload
@@ -77,6 +78,7 @@ def forward(
     return_lse: bool = False,
     timeout: float = 300.0,
     backend: str = "auto",
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """minimal_attn.forward of a sequence that is sharded over the ranks of a process group.
 
@@ -92,7 +94,7 @@ def forward(
         k, v: this rank's keys and values (B, Hkv, Nk, d), cut likewise. Hkv divides Hq. The sequence of keys
             may be longer or shorter than that of the queries.
         group: the process group. None: the default one.
-        causal, window_size, softmax_scale, backend: those of minimal_attn.forward.
+        causal, window_size, softmax_scale, softcap, backend: those of minimal_attn.forward.
         offset: position of the whole sequence's query 0 among its keys. None: the last query sees the last
             key.
         return_lse: return the log-sum-exp of the scaled scores, too.
@@ -125,13 +127,14 @@ def forward(
     try:
         if all(isinstance(x, Tensor) for x in (q, k, v)):
             q, k, v = cast_by_autocast(q, k, v)
-        mine = _described(q, k, v, group, causal, window_size, softmax_scale, offset, timeout, backend)
+        scores = dict(softmax_scale=softmax_scale, softcap=softcap)
+        mine = _described(q, k, v, group, causal, window_size, scores, offset, timeout, backend)
     except Exception as error:
         mine = {"error": [type(error).__name__, str(error)]}
     Nq, Nk = _agreed(_exchanged(peers, mine))
     band = window_size[0], 0 if causal else window_size[1]
     offset = Nk - Nq if offset is None else offset
-    options = dict(softmax_scale=softmax_scale, backend=backend)
+    options = dict(softmax_scale=softmax_scale, softcap=softcap, backend=backend)
     o, lse = _RingAttention.apply(q, k, v, Ring(peers, Nq, Nk, offset, band, options))
     return (o, lse) if return_lse else o
 
@@ -165,14 +168,14 @@ def _is_timeout(x: object) -> bool:
     return isinstance(x, (int, float)) and 0 < x < 1e6
 
 
-def _described(q, k, v, group, causal, window_size, softmax_scale, offset, timeout, backend) -> dict:
+def _described(q, k, v, group, causal, window_size, scores, offset, timeout, backend) -> dict:
     """What the other ranks must know of this one's arguments. Raises what is wrong with them."""
     if not _is_timeout(timeout):
         raise ValueError(f"timeout must be a positive number of seconds below 1e6, but was {timeout!r}")
     if isinstance(offset, Tensor):
         raise TypeError("offset must be an int or None, but was a tensor")
-    mask = dict(causal=causal, window_size=window_size, softmax_scale=softmax_scale, offset=offset)
-    minimal_attn.explain(q, k, v, **mask, backend=backend)  # which raises forward's errors
+    mask = dict(causal=causal, window_size=window_size, offset=offset)
+    minimal_attn.explain(q, k, v, **mask, **scores, backend=backend)  # which raises forward's errors
     backends = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     sender = dict(entry.split(":") for entry in backends.split(",")).get(q.device.type)
     if sender is None or (q.is_cuda and sender == "gloo"):
@@ -182,7 +185,7 @@ def _described(q, k, v, group, causal, window_size, softmax_scale, offset, timeo
     mine = {"B": B, "Hq": Hq, "Hkv": k.shape[1], "d": d, "q's length": Nq, "k's length": k.shape[2]}
     mine |= {"dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
     mine |= {"causal": bool(causal), "window_size": [int(bound) for bound in window_size]}
-    mine["softmax_scale"] = None if softmax_scale is None else float(softmax_scale)
+    mine |= {name: None if x is None else float(x) for name, x in scores.items()}
     mine["offset"] = None if offset is None else int(offset)
     mine["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return mine

@@ -15,7 +15,7 @@ from minimal_attn._errors import wrong_call
 from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
 _OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
-_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k".split()
+_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap".split()
 
 
 def forward(
@@ -101,7 +101,7 @@ def _function(q, k, v, sinks, options):
     return lambda *tensors: manual(*tensors, **options), q, k, v, sinks
 
 
-def manual(q, k, v, sinks, *, softmax_scale=None, **band):
+def manual(q, k, v, sinks, *, softmax_scale=None, softcap=None, **band):
     """(o, lse) by operators of PyTorch, in float32 or float64."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
     dtype, of_sums = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -109,6 +109,8 @@ def manual(q, k, v, sinks, *, softmax_scale=None, **band):
     is_key = seen.any(-2)[..., None]  # what no query sees may be NaN
     k, v = (x.to(of_sums).where(is_key, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for x in (k, v))
     S = (d**-0.5 if softmax_scale is None else softmax_scale) * (q.to(of_sums) @ k.mT)
+    if softcap:
+        S = softcap * torch.tanh(S / softcap)
     S = S.masked_fill(~seen, -torch.inf)
     m = S.detach().amax(-1, keepdim=True) if Nk else S.new_full((B, Hq, Nq, 1), -torch.inf)
     if sinks is not None:

@@ -3,6 +3,7 @@
 // barrier: the four lanes of a row exchange numbers by shuffles.
 #pragma once
 #include "portable/common.cuh"
+#include "portable/mma.cuh"
 
 namespace minimal_attn {
 namespace {
@@ -29,15 +30,14 @@ __device__ inline float scaled_max(const Attention &a, float mi) {
 
 // 9. The place for everything that changes a score, or hides it by -inf. This thread has rows i0 + 8 r and keys
 // j0 + 8 n + 0, 1.
-template <class Tile, class Mask>
+template <class T, class Tile, class Mask>
 __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const Mask &mask, int i0, int j0,
                               bool masked) {
-    if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
+    if constexpr (kIsGeneral<Mask>) {
+        change<T>(a.scores, flat(Sij));
+    } else if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
 #pragma unroll
-        for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
-            float &s = Sij[x / 4 / Tile::N][x / 4 % Tile::N][x % 4];
-            s = -s;
-        }
+        for (float &s : flat(Sij)) s = -s;
     }
     if (!masked) return;
 #pragma unroll

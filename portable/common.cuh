@@ -48,6 +48,7 @@
 #include "flash.h"
 #include "portable/portable.h"
 #include "ranges.h"
+#include "scores.h"
 #include "sequences.h"
 
 namespace minimal_attn {
@@ -93,7 +94,7 @@ __device__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
 // ------------------------------------------------------------------------------ a block and its tiles
 
 // What one block computes: queries i0 <= i < i0 + rows of head h in batch b.
-// Mask is Band (flash.h) or Ranges (ranges.h).
+// Mask is Band (flash.h), Ranges or General (ranges.h).
 template <class T, class Mask = Band>
 struct Block {
     int64_t b, h;
@@ -288,10 +289,10 @@ cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, floa
     });
 }
 
-// use(a Mask) for one of three kernels.
+// use(a Mask) for one of four kernels.
 template <class Use>
 auto with_mask_of(const Attention &a, const Use &use) {
-    return a.by_sequence ? use(SequenceBand()) : with_mask(a, use);
+    return a.by_sequence ? use(SequenceBand()) : with_mask_and_scores(a, use);
 }
 
 template <class Kernels, class T>

@@ -3,14 +3,17 @@
 #pragma once
 #include "portable/decode_join.cuh"
 #include "portable/mma.cuh"
+#include "scores.h"
 
 namespace minimal_attn {
 namespace {
 
-template <int D_, bool OnTensorCores_>
+// is_general: whether scores change (scores.h). The mask is a band all the same.
+template <int D_, bool OnTensorCores_, bool is_general_ = false>
 struct DecodeTile {
     static constexpr int D = D_;
-    static constexpr bool OnTensorCores = OnTensorCores_;
+    static constexpr bool OnTensorCores = OnTensorCores_, is_general = is_general_;
+    using General = DecodeTile<D, OnTensorCores, true>;
     static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
     static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
     static constexpr bool HasWholeRows = OnTensorCores && D <= 128;     // of kWholeRow
@@ -119,7 +122,10 @@ struct MmaRows {
             for (int n = 0; n < 4; ++n) {
                 float &s = Sij[n / 2][2 * r + n % 2];
                 const int key = n / 2 * 8 + n % 2;
-                s = key >= begin && key < end ? (s + odd[n / 2][2 * r + n % 2]) * a.softmax_scale : -INFINITY;
+                const auto score = [&](float QK) {
+                    return (Tile::is_general ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale;
+                };
+                s = key >= begin && key < end ? score(s + odd[n / 2][2 * r + n % 2]) : -INFINITY;
                 m_new = fmaxf(m_new, s);
             }
             alpha[r] = update_row_max(mi[r], row_max<4>(m_new), m_safe);
@@ -262,7 +268,8 @@ struct FmaRows {
                 }
 #pragma unroll
             for (int r = 0; r < R; ++r) {
-                float score = sum_and_spread<Lanes>(s[r]) * a.softmax_scale, m_safe;
+                const float QK = sum_and_spread<Lanes>(s[r]);
+                float score = (Tile::is_general ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale, m_safe;
                 if (j + key < keys[r0 + r].begin || j + key >= keys[r0 + r].end) score = -INFINITY;
                 const float m_new = fmaxf(mi[r0 + r], row_max<32>(score));
                 const float alpha = update_row_max(mi[r0 + r], m_new, m_safe);

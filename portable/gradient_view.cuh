@@ -120,5 +120,10 @@ struct View<pass, Ranges> {
     }
 };
 
+template <Pass pass>
+struct View<pass, General> : View<pass, Ranges> {
+    using View<pass, Ranges>::View;
+};
+
 }  // namespace
 }  // namespace minimal_attn

@@ -250,7 +250,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         if (Stages == 1 && !is_last) load_K(j0 + Bc, 0);
         if (!warp_sees) continue;
         const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
-        change_scores<Tile>(Sij, a, mask, i_lane, j0 + lane % 4 * 2, masked);
+        change_scores<T, Tile>(Sij, a, mask, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12. c is computed for each tile: kept, it would take a register.
         const float c = scale_of(a);
         float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];

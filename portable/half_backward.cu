@@ -191,12 +191,14 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float *const log2_l = walks_queries ? of_columns : row_log2_l;
             const float *const D_i = walks_queries ? of_columns + Walk : row_D;
             const float c = a.softmax_scale * kLog2e;
+            if constexpr (kIsGeneral<Mask>) change<T>(a.scores, flat(S));
             if (__builtin_expect(may_be_large, false)) {
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
                 const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;
-                compute_P_dS<T, Tile, true>(S, dP, c, log2_l, D_i, rows.m + head * rows.head_stride + first);
+                compute_P_dS<T, Tile, true, kIsGeneral<Mask>>(S, dP, c, log2_l, D_i,
+                                                              rows.m + head * rows.head_stride + first);
             } else {
-                compute_P_dS<T, Tile, false>(S, dP, c, log2_l, D_i, nullptr);
+                compute_P_dS<T, Tile, false, kIsGeneral<Mask>>(S, dP, c, log2_l, D_i, nullptr);
             }
             if (!of_warp.all_see({column, column + Tile::Columns}))
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
@@ -211,9 +213,9 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     };
     if constexpr (walks_queries) {
         store(sums.of_P, 1.f / kPScale<T>, g.dv, g.dv_stride, own + Own * D);
-        store(sums.of_dS, a.softmax_scale, g.dk, g.dk_stride, own);
+        store(sums.of_dS, a.scores.scale, g.dk, g.dk_stride, own);
     } else {
-        store(sums.of_dS, a.softmax_scale, g.dq, g.dq_stride, own);
+        store(sums.of_dS, a.scores.scale, g.dq, g.dq_stride, own);
         wait_for_kernel_before();  // for the next kernel, which waits for this one alone: dQ needs nothing of dK and dV
     }
 }
@@ -281,7 +283,7 @@ cudaError_t launch_pass(const Gradient &g, const GradientRows &rows, int64_t hea
                         CUstream_st *stream) {
     const int64_t blocks = g.a.B * heads * ((N + Tile::Own - 1) / Tile::Own);
     return launch_all(blocks, kMostBlocks, [&](int64_t first, int grid) {
-        return with_mask(g.a, [&](auto mask) {
+        return with_mask_and_scores(g.a, [&](auto mask) {
             return launch_overlapping(gradient_kernel<T, Tiles, Tile, decltype(mask)>, grid, Tile::Threads,
                                       Tile::SharedBytes, stream, g, rows, first, aligned);
         });

@@ -86,7 +86,8 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
 
 // 13., 20. P and dS = P o (dP - D), in the places of S and dP; c = softmax_scale * log2(e). log2_l and D are of the
 // columns (in shared memory, from this thread's first) or of the rows (registers). So is m_i, in HBM; it is null if all m are 0.
-template <class T, class Tile, bool has_m>
+// A general kernel has changed S, and dS is the gradient of the scaled product.
+template <class T, class Tile, bool has_m, bool is_general>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
                              const float *log2_l, const float *D, const float *m_i) {
     constexpr bool by_column = Tile::walks_queries;
@@ -101,9 +102,11 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                 const int r = 2 * m + e / 2;
                 float &p = S[m][n][e], &ds = dP[m][n][e];
                 const float l = !by_column ? log2_l[r] : e % 2 ? l_n.y : l_n.x;
+                const float slope = is_general ? slope_of(p) : 1.f;
                 if constexpr (has_m) p = less_m<T>(p, __ldcg(m_i + (by_column ? 8 * n + e % 2 : 8 * r)), l, c);
                 p = exp2_fast(fmaf(p, c, -l));
                 ds = p * subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x);
+                if constexpr (is_general) ds *= slope;
             }
     }
 }

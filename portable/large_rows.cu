@@ -86,11 +86,12 @@ __device__ void add_product(Sum (&C)[RowsTile::M][RowsTile::N][4], const HeadRow
     }
 }
 
-// Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled; c > 0.
-template <class Sum, class Mask>
-__device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[RowsTile::M][RowsTile::N][4],
-                           const float (&dP)[RowsTile::M][RowsTile::N][4], float sign, float c, const Mask &mask, int i,
-                           int j) {
+// Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled, or changed
+// (scores.h); c > 0.
+template <class T, class Sum, class Mask>
+__device__ void add_scores(const Attention &a, RowSums (&rows)[RowsTile::Columns],
+                           const Sum (&S)[RowsTile::M][RowsTile::N][4], const float (&dP)[RowsTile::M][RowsTile::N][4],
+                           float sign, float c, const Mask &mask, int i, int j) {
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
         const Keys seen = keys_of_row(mask, i + column / 2 * 8 + column % 2);
@@ -99,7 +100,9 @@ __device__ void add_scores(RowSums (&rows)[RowsTile::Columns], const Sum (&S)[Ro
 #pragma unroll
         for (int r = 0; r < RowsTile::Keys; ++r) {
             const bool is_seen = seen.begin <= j + 8 * r && j + 8 * r < seen.end;
-            score[r] = is_seen ? sign * S[r / 2][column / 2][r % 2 * 2 + column % 2] : -INFINITY;
+            Sum s = S[r / 2][column / 2][r % 2 * 2 + column % 2];
+            if constexpr (kIsGeneral<Mask>) s = changed_in<T>(a.scores, s);
+            score[r] = is_seen ? sign * s : -INFINITY;
             m = score[r] > m ? score[r] : m;
         }
         if (m == -INFINITY) continue;
@@ -132,7 +135,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         float dP[RowsTile::M][RowsTile::N][4] = {};
         add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, mask.keys.end}, Q, a.d, aligned);
         add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, mask.keys.end}, dO, a.d, aligned);
-        add_scores(sums, S, dP, sign, c, mask, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
+        add_scores<T>(a, sums, S, dP, sign, c, mask, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
     }
     extern __shared__ __align__(128) unsigned char shared[];
     RowSums *const of_later_keys = (RowSums *)shared;
@@ -222,7 +225,7 @@ cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *str
     const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
     const int64_t tiles = a.B * a.Hq * (rows.head_stride / RowsTile::Br);
     const int grid = (int)std::min<int64_t>(tiles, kMostGrid), tiles_of_block = (int)((tiles + grid - 1) / grid);
-    return with_mask(a, [&](auto mask) {
+    return with_mask_and_scores(a, [&](auto mask) {
         return launch_overlapping(large_rows_kernel<T, decltype(mask)>, grid, RowsTile::Threads, kRowsBytes<T>, stream,
                                   g, rows, tiles_of_block, aligned);
     });

@@ -125,5 +125,9 @@ __device__ void load_swizzled(T *tile, const T *source, int64_t stride, int rows
     }
 }
 
+// A thread's part of the accumulators, as one array.
+template <int M, int N>
+__device__ float (&flat(float (&C)[M][N][4])) [M * N * 4] { return reinterpret_cast<float (&)[M * N * 4]>(C); }
+
 }  // namespace
 }  // namespace minimal_attn

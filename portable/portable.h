@@ -40,6 +40,7 @@ const char *launch_half_backward(const Gradient &g, const Plan &plan, void *work
 
 // decode.cu: few queries over many keys, whole rows of 16 bytes. Whether it serves the call, and is faster.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores);
+bool takes_decode(const Attention &a, const Device &device);  // forward.cu
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores);
 const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream);
 inline bool is_decode(const Plan &plan) { return plan.kernel == kDecode || plan.kernel == kDecodeRows; }
@@ -52,9 +53,6 @@ struct FewQueries {
 FewQueries plan_few_queries(const Attention &a, const Device &device, bool on_tensor_cores);
 FewQueries plan_few_queries(const Attention &a, const Device &device);  // forward.cu
 const char *launch_few_queries(const Attention &a, const FewQueries &few, void *workspace, CUstream_st *stream);
-
-// Whether the kernel that takes the call reads k and v page by page: only decode.cu does.
-bool reads_pages(const Attention &a, const Device &device);
 
 // half.cu: whether the code that this device loaded is for compute capability 8.0 or newer, whose tensor cores multiply
 // bfloat16 and TF32. Returns null or an error.

@@ -118,12 +118,13 @@ struct LargeScores {
 };
 
 // multiply_scores for a tile with large rows. In their columns S becomes log2(P) / c, from S as Score<float>, and D is
-// subtracted from dP: there Di is 0. `rows` points to query i0. Inlined, the code pushed the loop out of the instruction
+// subtracted from dP: there Di is 0. Where scores change, these are changed, and dP - D is multiplied by their slopes. `rows` points to query i0. Inlined, the code pushed the loop out of the instruction
 // cache: (16, 12, 64, 64), which runs all code once, was 13 % slower.
-template <class Tile>
+template <class Tile, bool is_general>
 __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Operands &operands, const float *lse_i,
                                           float c, const LargeRow *rows, const float *K_tile, const float *Q_tile,
-                                          int warp_key, int d) {
+                                          int warp_key, const Attention &a) {
+    const int d = a.d;
     float S[Tile::M][Tile::N][4] = {}, dP[Tile::M][Tile::N][4] = {};
     multiply_scores<Tile::D>(S, dP, operands, d);
     Score<float> exact[Tile::M][Tile::N][4] = {};
@@ -135,10 +136,13 @@ __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Oper
         float s = S[m][n][e], dp = dP[m][n][e];
         if (lse_i[row] == kLarge) {
             const LargeRow *const large = rows + row;
-            const Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
+            Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
+            if constexpr (is_general) exact_s = changed(a.scores, exact_s);
+            const float slope = is_general ? slope_of((float)exact_s) : 1.f;
             const float from_m = exact_s - (Score<float>)__ldcg(&large->m);
             s = at_most(0.f, fmaf(from_m, c, -__ldcg(&large->log2_l))) / c;
             dp = (fmaf(dp, kUndoTruncation, -__ldcg(&large->D)) - __ldcg(&large->D_low)) / kUndoTruncation;
+            if constexpr (is_general) dp *= slope;
         }
         results.S[m][n][e] = s, results.dP[m][n][e] = dp;
     }
@@ -162,13 +166,17 @@ struct QueriesOfKey<Ranges> {
         : of_rows(of_tile + row0), key(key) {}
     __device__ bool see(int i) const { return of_rows[i].begin <= key && key < of_rows[i].end; }
 };
+template <>
+struct QueriesOfKey<General> : QueriesOfKey<Ranges> {
+    using QueriesOfKey<Ranges>::QueriesOfKey;
+};
 
 // Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
 // memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile, class Mask>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                              const float *Di, const float *dS_tile, float c, const Mask &mask, const Keys *of_tile,
-                             int i0, int j0, int warp_key, bool masked) {
+                             int i0, int j0, int warp_key, bool masked, const Attention &a) {
     const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
     unsigned to[2];
 #pragma unroll
@@ -185,10 +193,13 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                 const float2 lse = *(const float2 *)(lse_i + row0 + 8 * n), D = *(const float2 *)(Di + row0 + 8 * n);
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
-                    float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y];
+                    float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y], slope = 1.f;
+                    if (kIsGeneral<Mask> && (y ? lse.y : lse.x) != kLarge)
+                        s = changed(a.scores, s), slope = slope_of(s);
                     s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
                     if (masked && !queries.see(8 * n + y)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
+                    if constexpr (kIsGeneral<Mask>) dp *= slope;
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
                                  "f"(dp)
                                  : "memory");
@@ -258,7 +269,7 @@ __device__ void add_dQ(const Attention &a, const float *dS_tile, const float *K_
 #pragma unroll
             for (int x = 0; x < Groups * XAtOnce; x += XAtOnce) {
                 float row[2 * XAtOnce];
-                row_of_group<XAtOnce>(row, &sum[r / 2][x], r % 2, a.softmax_scale * kUndoTruncation);
+                row_of_group<XAtOnce>(row, &sum[r / 2][x], r % 2, a.scores.scale * kUndoTruncation);
 #pragma unroll
                 for (int y = 0; y < 2 * XAtOnce; y += 4) {
                     const int column = column0 + 8 * (x0 + x) + lane % 4 * 2 * XAtOnce + y;
@@ -356,8 +367,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             if (__builtin_expect(may_be_large && any_is_large<Br>(lse_i), false)) {
                 const int64_t row = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
                 LargeScores<Tile> results;
-                large_scores<Tile>(results, operands, lse_i, c, gradient_rows.large + row, K_tile, Q_tile, warp_key,
-                                   a.d);
+                large_scores<Tile, kIsGeneral<Mask>>(results, operands, lse_i, c, gradient_rows.large + row, K_tile,
+                                                     Q_tile, warp_key, a);
 #pragma unroll
                 for (int x = 0; x < M * N * 4; ++x) {
                     S[x / 4 / N][x / 4 % N][x % 4] = results.S[x / 4 / N][x / 4 % N][x % 4];
@@ -367,7 +378,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
                 multiply_scores<D>(S, dP, operands, a.d);
             }
         }
-        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.mask, of_tile, i0, j0, warp_key, masked);
+        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.mask, of_tile, i0, j0, warp_key, masked, a);
         if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
         __syncthreads();
         if (next_of(step) < steps) load_dO(next_of(step));
@@ -386,7 +397,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const bool is_last = next_of(step) == steps;
         if (is_last || (nth(step) + 1) % kTilesOfRegisterSum == 0) {
             const bool adds = nth(step) >= kTilesOfRegisterSum;
-            store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, a.softmax_scale * kUndoTruncation,
+            store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, a.scores.scale * kUndoTruncation,
                                  adds, aligned);
             store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, kUndoTruncation, adds, aligned);
 #pragma unroll
@@ -464,7 +475,7 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     return launch_all(plan.grid, kMostBlocks, [&](int64_t, int grid) {  // blocks number themselves
-        return with_mask(a, [&](auto mask) {
+        return with_mask_and_scores(a, [&](auto mask) {
             return launch_overlapping(tf32_backward_kernel<Tile, decltype(mask)>, grid, Tile::Threads,
                                       plan.shared_memory, stream, g, gradient_rows_in(g, workspace), turns, aligned);
         });

@@ -83,8 +83,19 @@ class Backend:
         assert {t.dtype for t in (o, l, m)} == {torch.float32}
         assert l.is_contiguous() and m.is_contiguous()
         check_o(o, expected, q.dtype)
-        check_l_m(l, m, expected, (options.get("softmax_scale") or 0) * q.shape[-1] ** 0.5)
+        check_l_m(
+            l,
+            m,
+            expected,
+            (options.get("softmax_scale") or 0) * q.shape[-1] ** 0.5,
+            self.score_error(q, options),
+        )
         return alone
+
+    def score_error(self, q, options):
+        """Relative, beside rounding: GPUs approximate tanh in bfloat16 (scores.h)."""
+        is_approximated = options.get("softcap") and q.is_cuda and q.dtype == torch.bfloat16
+        return 2**-11 if is_approximated else 0.0
 
 
 def check_o(o, expected, dtype):
@@ -104,21 +115,25 @@ def check_o(o, expected, dtype):
     )
 
 
-def check_l_m(l, m, expected, score_std=1):
-    """score_std: of all scores, since one near 0 may be a sum of large products."""
+def check_l_m(l, m, expected, score_std=1, score_error=0.0):
+    """score_std: of all scores, since one near 0 may be a sum of large products; score_error: relative."""
     atol = 2e-6 * min(max(1, abs(score_std)), 10)
     known = ~expected.m.isnan() & (expected.m != torch.inf)  # softmax has no use for other rows
     l, m, expected_l, expected_m = (t[known].double() for t in (l, m, expected.l, expected.m))
-    torch.testing.assert_close(m, expected_m, rtol=2e-6, atol=atol)
+    torch.testing.assert_close(m, expected_m, rtol=2e-6 + score_error, atol=atol)
     # m is a score, which tensor cores truncate; seen were 2.7 times 2^-23. What m is short by for it
     # l has as a factor, but not for a rounding at the end. And, by weight, l has the other scores' errors.
-    assert ((m - expected_m).abs() <= 1e-5 + 2**-21 * expected_m.abs())[expected_m.isfinite()].all()
+    bound = 1e-5 + (2**-21 + score_error) * expected_m.abs()
+    assert ((m - expected_m).abs() <= bound)[expected_m.isfinite()].all()
     by_m = expected_l * (expected_m - m).nan_to_num().exp()
-    bound = 1e-5 + 2e-7 * expected_m.abs()
+    of_scores = score_error * (2 * expected_m.abs() + 2)  # P has its weight near the maximum
+    bound = 1e-5 + 2e-7 * expected_m.abs() + of_scores
     assert (l >= (1 - bound) * torch.minimum(expected_l, by_m))[expected_l > 0].all()
     assert (l <= (1 + bound) * torch.maximum(expected_l, by_m))[expected_l > 0].all()
     assert not l[expected_l == 0].any()
-    torch.testing.assert_close(m + l.log(), expected_m + expected_l.log(), rtol=2e-6, atol=atol)
+    lse, expected_lse = m + l.log(), expected_m + expected_l.log()
+    atol += score_error * (expected_m.abs().nan_to_num(0, 0, 0).max().item() + 2 if len(m) else 0)
+    torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=atol)
 
 
 def check_lse(lse, expected):
@@ -167,6 +182,14 @@ def forced_backend(backend):
 @pytest.fixture(params=cuda_backends() or [pytest.param(None, marks=pytest.mark.skip(reason=why_no_cuda()))])
 def cuda_backend(request, seed):
     return Backend(request.param, seed)
+
+
+@pytest.fixture(autouse=True)
+def little_memory_is_kept():
+    """What PyTorch's allocator keeps of a large test would be missing in other processes of the suite."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 << 30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

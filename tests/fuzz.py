@@ -180,6 +180,8 @@ def draw_mask(call):
     if call.chance(0.3):
         scales = 1.0, 0.1, 1.5, 0.0, -0.5, 1e-30, -1e-300
         a["softmax_scale"] = call.choice(None, 0, *(x / a["q"].shape[3] ** 0.5 for x in scales))
+    if call.chance(0.15):
+        a["softcap"] = call.choice(None, 0, 0.5, 2, 50.0, 1e30)
     if call.chance(0.3):
         a["seqlens_k"] = ints(call, call.random.randint(0, Nk), Nk, 0)
     if call.chance(0.2):
@@ -260,7 +262,7 @@ def expected(call):
         name: plain(a[name]) if isinstance(a[name], torch.Tensor) else a[name]
         for name in (
             *("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks"),
-            *("key_ranges", "cu_seqlens_q", "cu_seqlens_k", "prefix_k", "seqused_k"),
+            *("key_ranges", "cu_seqlens_q", "cu_seqlens_k", "prefix_k", "seqused_k", "softcap"),
         )
         if a.get(name) is not None
     }
@@ -274,8 +276,8 @@ def expected(call):
                 options[name] = options[name].clamp(1 - 2**31, 2**31 - 1)
     if "offset" in options and getattr(options["offset"], "dim", int)() == 0:
         options["offset"] = int(options["offset"])
-    if "softmax_scale" in options:
-        options["softmax_scale"] = float(options["softmax_scale"])
+    for name in {"softmax_scale", "softcap"} & options.keys():
+        options[name] = float(options[name])
     o, l, m, size = attention(q, k, v, **options)
     if a.get("state") is not None:
         before = [plain(t).double() for t in a["state"]]
@@ -307,11 +309,13 @@ def check_values(call, results):
     error, bound = (found[0] - o).norm(dim=-1), BOUND[dtype] * size.norm(dim=-1) + smallest
     assert (error <= bound).all(), f"o is wrong by {(error / bound).max():.3g} times the bound"
     lse = m + l.log()
+    is_approximated = a.get("softcap") and dtype == torch.bfloat16  # tanh, on a GPU (scores.h)
+    bound = 5e-3 if is_approximated else 1e-4
     if wants_state:
-        torch.testing.assert_close(found[2], m, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[2], m, rtol=bound, atol=bound)
         found.append(found[2] + found[1].log())
     if len(found) > 1:
-        torch.testing.assert_close(found[-1], lse, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[-1], lse, rtol=bound, atol=bound)
 
 
 def check_error(call, error):

@@ -35,6 +35,7 @@ def replace(call):
         "cu_seqlens_q": bad_cu_seqlens,
         "cu_seqlens_k": bad_cu_seqlens,
         "prefix_k": bad_prefix,
+        "softcap": bad_scale,
         "seqused_k": bad_seqused,
         "backend": bad_backend,
         "unknown": bad_keyword,

@@ -65,7 +65,7 @@ def visible_keys(
     return seen
 
 
-def attention(q, k, v, *, softmax_scale=None, sinks=None, dtype=torch.float64, **band):
+def attention(q, k, v, *, softmax_scale=None, softcap=None, sinks=None, dtype=torch.float64, **band):
     """Manual attention in `dtype`, and the softmax state (l, m) of each row."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
     seen = visible_keys(B, Nq, Nk, **band).to(q.device)
@@ -83,7 +83,10 @@ def attention(q, k, v, *, softmax_scale=None, sinks=None, dtype=torch.float64, *
         inside = in_document[1][:, None].to(q.device)
     k, v = (t.to(dtype).masked_fill(~inside, 0).repeat_interleave(Hq // max(Hkv, 1), dim=1) for t in (k, v))
     scale = d**-0.5 if softmax_scale is None else softmax_scale
-    s = (scale * (q.to(dtype) @ k.mT)).masked_fill(~seen, -torch.inf)
+    s = scale * (q.to(dtype) @ k.mT)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~seen, -torch.inf)
     sink = s.new_tensor(-torch.inf) if sinks is None else sinks.to(dtype)[..., None]  # of a value that is 0
     m = torch.maximum(s.amax(-1) if Nk else s.new_full(s.shape[:-1], -torch.inf), sink)
     finite = m.masked_fill(m == -torch.inf, 0)

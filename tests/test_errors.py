@@ -361,7 +361,7 @@ def test_misspelt_keyword(backend):
         "return_attn_probs": "return_lse",
         "s_aux": "sinks",
         "query": "use q",
-        "softcap": "no softcap",
+        "logits_soft_cap": "use softcap",
     }.items(),
 )
 def test_keyword_of_another_library(backend, keyword, hint):

@@ -48,9 +48,6 @@ FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
     [
         ("dropout_p", 0.17),
         ("dropout_p", math.nan),
-        ("softcap", 50.0),
-        ("softcap", math.nan),
-        ("softcap", "50"),
         ("alibi_slopes", torch.ones(4)),
     ],
 )
@@ -60,6 +57,16 @@ def test_what_is_missing(backend, function, name, value):
         refuses(
             NotImplementedError, function, options | {name: value}, f"^{name} must be 0 or None, but was "
         )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_softcap(backend, function):
+    options = good(backend, function)
+    for wrong in math.nan, math.inf, 1e31:
+        refuses(ValueError, function, options | {"softcap": wrong}, "^softcap must be None, 0 .*but was ")
+    refuses(
+        TypeError, function, options | {"softcap": "50"}, "^softcap must be a number or None, but was '50'"
+    )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

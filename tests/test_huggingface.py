@@ -46,7 +46,7 @@ DECODERS = {
     "qwen2": (dict(sliding_window=5, use_sliding_window=True, max_window_layers=1), SERVED),
     "qwen3": (dict(head_dim=32), SERVED),
     "gemma": (dict(head_dim=256), SERVED),
-    "gemma2": (SLIDING, {"argument softcap"}),
+    "gemma2": (SLIDING, SERVED),
     "gemma3_text": (dict(SLIDING, head_dim=32), SERVED),
     "phi": ({}, SERVED),
     "phi3": (dict(sliding_window=7), SERVED),

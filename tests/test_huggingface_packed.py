@@ -68,7 +68,7 @@ def check_packed(name, seed, why=SERVED, lengths=LENGTHS, reshape=lambda x: x, *
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cu_seq_lens_decide(name, seed):
-    check_packed(name, seed, {"argument softcap"} if name == "gemma2" else SERVED)
+    check_packed(name, seed, SERVED)
 
 
 def test_several_rows_of_documents(seed):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DTYPES, Backend
+from conftest import DTYPES
 from test_backward import check, forms, grads
 
 import minimal_attn
@@ -322,15 +322,6 @@ def test_ranges_of_another_call(backend):
     other = backend.forward(q, k, v, key_ranges=ranges)
     assert torch.equal(other, backend.forward(q, k, v, key_ranges=new.contiguous()))
     assert not torch.equal(first, other)
-
-
-def test_onnx_refuses_them():
-    pytest.importorskip("onnxscript")
-    from minimal_attn.onnx import _Call
-
-    q, k, v = Backend("cpu", 0).qkv()
-    with pytest.raises(NotImplementedError, match="key_ranges must be None in an export to ONNX"):
-        _Call(q, k, v, key_ranges=torch.zeros(2, 70, 2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -106,12 +106,13 @@ def close(x, exact, bound):
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_blocks_of_a_ring(interface, forced_backend, dtype, deterministic):
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_blocks_of_a_ring(interface, forced_backend, dtype, deterministic, softcap):
     """Two blocks of keys: out and softmax_lse of both lead to the gradients of each, in slices of buffers."""
     backend = forced_backend
     q, do = (backend.randn(2, 70, 4, 64, dtype=dtype) for _ in "qo")
     k, v = (backend.randn(2, 120, 2, 64, dtype=dtype) for _ in "kv")
-    fixed = dict(dropout_p=0.0, softmax_scale=0.2, softcap=0.0, alibi_slopes=None)
+    fixed = dict(dropout_p=0.0, softmax_scale=0.2, softcap=softcap, alibi_slopes=None)
     fixed |= dict(window_size_left=-1, window_size_right=-1)
     blocks = [(slice(0, 50), False), (slice(50, 120), True)]
     parts = []
@@ -124,7 +125,7 @@ def test_blocks_of_a_ring(interface, forced_backend, dtype, deterministic):
     lse = torch.stack([lse for _, lse in parts]).logsumexp(0)
     o = sum(o.float() * (part - lse).exp().mT[..., None] for o, part in parts).to(dtype)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    exact = attention(*heads, softmax_scale=0.2, causal=True)
+    exact = attention(*heads, softmax_scale=0.2, softcap=softcap, causal=True)
     close(o.transpose(1, 2), exact.o, 2 * ERROR_BOUND[dtype])
     dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
     for at, causal in blocks:
@@ -135,7 +136,7 @@ def test_blocks_of_a_ring(interface, forced_backend, dtype, deterministic):
         assert D.shape[:2] == (2, 4)
         close(D[..., :70], (do.double() * o.double()).sum(-1).mT, 1e-5)
         dq += part
-    expected = gradients(do.transpose(1, 2), *heads, softmax_scale=0.2, causal=True)
+    expected = gradients(do.transpose(1, 2), *heads, softmax_scale=0.2, softcap=softcap, causal=True)
     for x, y in zip((dq, dk, dv), expected, strict=True):
         close(x.transpose(1, 2), y, 2 * OF_GRADIENTS[dtype])
 

@@ -1,0 +1,110 @@
+// scores.h: what becomes of a product Qi Kj^T before the mask. All backends ask this file, in both passes.
+//
+//     s = softmax_scale * Qi Kj^T
+//     s = softcap * tanh(s / softcap)        if there is a softcap
+//
+// If a call changes scores, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap. The
+// backward pass multiplies dS by slope_of(t) here, and by scores.scale, the caller's softmax_scale, in the end.
+//
+// On a GPU a kernel is plain or general. A plain one has no code for this. General is the mask type of the others
+// (ranges.h): their mask is always in tables, so each kernel has one general form. docs/scores.md has more.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "flash.h"
+#ifdef __CUDACC__
+#include "device.h"
+#endif
+
+namespace minimal_attn {
+
+MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return a.scores.softcap != 0.f; }
+
+// t, from a product. Real is float or double. cpu/vector.h has it for vectors: GCC would compile these here without the
+// vectors' instruction set.
+template <class Real>
+MINIMAL_ATTN_HOST_DEVICE Real changed(const Scores &scores, Real QK) {
+    if constexpr (std::is_same_v<Real, double>)
+        return std::tanh(QK * ((double)scores.scale / scores.softcap));
+    else
+        return std::tanh(QK * scores.ratio);
+}
+
+// The derivative of a changed score in its scaled product.
+template <class Real>
+MINIMAL_ATTN_HOST_DEVICE Real slope_of(Real t) {
+    return 1.f - t * t;
+}
+
+// For any call: the product or t, which softmax_scale multiplies, and its slope.
+template <class Real>
+MINIMAL_ATTN_HOST_DEVICE Real unscaled(const Attention &a, Real QK) {
+    return changes_scores(a) ? changed(a.scores, QK) : QK;
+}
+template <class Real>
+MINIMAL_ATTN_HOST_DEVICE Real slope_in(const Attention &a, Real t) {
+    return changes_scores(a) ? slope_of(t) : Real(1);
+}
+
+// In bfloat16, GPUs approximate tanh up to this softcap. hopper knows nothing else, and leaves larger ones to portable.
+constexpr float kMostApproximated = 128.f;
+inline bool is_approximated(const Attention &a) { return a.scores.softcap <= kMostApproximated; }
+
+#ifdef __CUDACC__
+// bfloat16: one instruction, with a relative error of 2^-11, as FlashAttention takes it. P in bfloat16 has 2^-9.
+template <class T>
+constexpr bool kApproximates = std::is_same_v<T, __nv_bfloat16>;
+__device__ inline float changed_approximately(const Scores &scores, float QK) {
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(QK * scores.ratio));
+    return t;
+}
+
+// float16: near 0, |x| <= 1, where most scores are, tanh(x) is x times a polynomial in x^2, with a relative error of 6e-7.
+// `last` is kLast: an FMA can read one constant, not two.
+constexpr float kLast = -0.00306705968f;
+__device__ inline bool is_near_0(const Scores &scores, float QK) { return fabsf(QK * scores.ratio) <= 1.f; }
+__device__ inline float changed_near_0(const Scores &scores, float QK, float last = kLast) {
+    const float x = QK * scores.ratio, z = x * x;
+    float p = fmaf(z, last, 0.0167431141f);
+    p = fmaf(p, z, -0.0516056754f), p = fmaf(p, z, 0.132814333f), p = fmaf(p, z, -0.333290428f);
+    return x * fmaf(p, z, 0.999999404f);
+}
+
+// t as the kernels of T have it. Real is double or float.
+template <class T, class Real>
+__device__ Real changed_in(const Scores &scores, Real QK) {
+    if constexpr (std::is_same_v<T, float>) return changed(scores, QK);
+    if (kApproximates<T> && scores.softcap <= kMostApproximated) return changed_approximately(scores, QK);
+    const float far = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_fast(2.f * kLog2e * (QK * scores.ratio))), 1.f);
+    return is_near_0(scores, QK) ? changed_near_0(scores, QK) : far;
+}
+
+// Changes a thread's scores. All lanes of a warp call it.
+template <class T, bool is_hopper = false, int Count>
+__device__ void change(const Scores &scores, float (&S)[Count]) {
+    if constexpr (is_hopper && kApproximates<T>) {
+#pragma unroll
+        for (int x = 0; x < Count; ++x) S[x] = changed_approximately(scores, S[x]);
+        return;
+    }
+    float largest[4] = {};  // chains that don't wait for each other
+    if constexpr (!std::is_same_v<T, float> && !kApproximates<T>) {
+#pragma unroll
+        for (int x = 0; x < Count; ++x) largest[x % 4] = fmaxf(largest[x % 4], fabsf(S[x]));
+        const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+        if (__all_sync(~0u, is_near_0(scores, all))) {
+            const float last = opaque(kLast);
+#pragma unroll
+            for (int x = 0; x < Count; ++x) S[x] = changed_near_0(scores, S[x], last);
+            return;
+        }
+    }
+#pragma unroll
+    for (int x = 0; x < Count; ++x) S[x] = changed_in<T>(scores, S[x]);
+}
+#endif
+
+}  // namespace minimal_attn

@@ -1,0 +1,209 @@
+"""softcap: scores become softcap * tanh(score / softcap). Values and gradients against float64."""
+
+import pytest
+import torch
+from reference import attention, relative_error
+from test_backward import check, forms
+from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
+from test_key_ranges import RANGES
+from test_prefix_k import MASKS
+
+import minimal_attn
+from minimal_attn import second_order
+
+SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
+    (2, 4, 2, 70, 90, 64),
+    (1, 1, 1, 1, 1, 1),
+    (3, 2, 1, 17, 200, 33),
+    (1, 2, 2, 330, 330, 128),
+    (2, 2, 1, 200, 65, 256),
+    (2, 2, 2, 150, 140, 96),
+    (1, 2, 1, 130, 270, 192),
+    (3, 6, 1, 1, 400, 80),
+    (2, 8, 2, 2, 3000, 128),
+    (1, 4, 1, 1, 700, 256),
+]
+
+
+def kernel_reached(backend, q, k, v, **options):
+    """Where scores change, a GPU's kernel is general, or decode."""
+    if backend.name in ("hopper", "portable"):
+        for backward in False, True:
+            kernel = backend.explain(q, k, v, backward=backward, **options).kernel
+            assert "general" in kernel or (not backward and kernel.startswith("decode"))
+
+
+@pytest.mark.parametrize("softcap", [50.0, 2.0, 0.3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(backend, dtype, shape, softcap):
+    B, Hq, Hkv, Nq, Nk, d = shape
+    q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
+    for options in dict(causal=True), dict(softmax_scale=-1.5 / d**0.5), dict(window_size=(40, 7)):
+        options["softcap"] = softcap
+        kernel_reached(backend, q, k, v, **options)
+        backend.check(q, k, v, **options)
+        for _ in forms(backend, dtype):
+            check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(backend, dtype, mask):
+    q, k, v = backend.qkv(dtype=dtype)
+    options = MASKS[mask](backend, 2, 90) | dict(softcap=1.5, prefix_k=backend.ints(4, 30))
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("make", DOCUMENTS)
+def test_documents(backend, dtype, make):
+    qkv, options = drawn(backend, make, dtype, front=3, behind=4)
+    options |= dict(softcap=3.0, causal=True)
+    kernel_reached(backend, *qkv, **options)
+    backend.check(*qkv, **options)
+    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+
+
+@pytest.mark.parametrize("make", RANGES)
+def test_key_ranges(backend, dtype, make):
+    q, k, v = backend.qkv(dtype=dtype, Nq=200, Nk=180)
+    options = dict(softcap=3.0, key_ranges=make(backend, 2, 200, 180).to(backend.device))
+    backend.check(q, k, v, **options)
+    for _ in forms(backend, dtype):
+        check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("scale, softcap", [(3, 50), (10, 30), (40, 1000), (1e-3, 1e-3), (100, 1e5)])
+def test_large_scores(backend, dtype, d, scale, softcap):
+    """Where tanh is far from linear, near its ends, and where scores are large in spite of it."""
+    q, k, v = backend.qkv(Nq=130, Nk=150, d=d, dtype=dtype)
+    options = dict(softcap=softcap, softmax_scale=scale * d**-0.5, causal=True)
+    expected = minimal_attn.forward(*(x.cpu() for x in (q, k, v)), backend="cpu", **options).double()
+    actual = backend.forward(q, k, v, **options).double().cpu()
+    exact = attention(*(x.cpu() for x in (q, k, v)), **options).o
+    bound = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}[dtype] * max(1, softcap / 100)
+    assert relative_error(expected, exact) < bound
+    assert relative_error(actual, exact) < bound
+
+
+def test_forms_of_results(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    options = dict(causal=True, softcap=2.0)
+    o, lse = backend.forward(q, k, v, return_lse=True, **options)
+    state = backend.forward(q, k, v, return_state=True, **options)
+    torch.testing.assert_close(state[2] + state[1].log(), lse)
+    assert (state[2] <= 2.0).all()
+    first = backend.forward(q, k[:, :, :50], v[:, :, :50], offset=20, return_state=True, **options)
+    joined = backend.forward(q, k[:, :, 50:], v[:, :, 50:], offset=-30, state=first, **options)
+    for x, y in zip(joined, state, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
+    backend.check(q, k, v, sinks=backend.randn(4), **options)
+    check(backend, torch.randn_like(q), q, k, v, sinks=backend.randn(4), **options)
+    check(backend, torch.randn_like(q), q, k, v, dlse=backend.randn(2, 4, 70), **options)
+
+
+def test_paged_decode(backend, dtype):
+    """Pages in any order, lengths that only the device knows."""
+    q, k, v = backend.qkv(B=3, Hq=8, Hkv=2, Nq=1, Nk=16 * 20, d=128, dtype=dtype)
+    table = torch.randperm(60, generator=backend.generator).view(3, 20).to(backend.device, torch.int32)
+    pages = []
+    for x in k, v:
+        page = x.new_full((60, 2, 16, 128), torch.nan)
+        page[table.long()] = x.unflatten(2, (20, 16)).transpose(1, 2)
+        pages.append(page)
+    options = dict(softcap=1.0, seqlens_k=backend.ints(320, 130, 200), causal=True)
+    expected = backend.forward(q, k, v, **options)
+    kernel = backend.explain(q, *pages, block_table=table, **options).kernel
+    assert backend.name in ("cpu", "paper") or kernel.startswith("decode")
+    torch.testing.assert_close(backend.forward(q, *pages, block_table=table, **options), expected)
+    backend.check(q, k, v, **options)
+
+
+def test_hidden_nan(backend, dtype):
+    """Of keys that don't count, of another document, and behind all documents."""
+    q, k, v = backend.qkv(B=1, Nq=200, Nk=200, dtype=dtype)
+    cu = backend.ints(0, 100, 180)
+    options = dict(softcap=2.0, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    expected = backend.forward(q, k, v, **options)
+    for x in q, k, v:
+        x[:, :, 180:] = torch.nan
+    assert torch.equal(backend.forward(q, k, v, **options), expected)
+    v[:, :, 50] = torch.nan
+    k[:, :, 60] = torch.inf
+    actual = backend.forward(q, k, v, **options)[:, :, 100:]
+    torch.testing.assert_close(actual, expected[:, :, 100:], rtol=1e-2, atol=1e-2)
+
+
+def test_none_and_0_are_no_softcap(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    expected = backend.forward(q, k, v, causal=True)
+    assert torch.equal(backend.forward(q, k, v, causal=True, softcap=0), expected)
+    assert torch.equal(backend.forward(q, k, v, causal=True, softcap=0.0), expected)
+    # Without any softcap to speak of, the values are the same but for rounding.
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        backend.forward(q, k, v, causal=True, softcap=1e30), expected, rtol=bound, atol=bound
+    )
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e31, 1e-31])
+def test_wrong_values(backend, wrong):
+    q, k, v = backend.qkv()
+    with pytest.raises(ValueError, match=r"^softcap must be None, 0 .* to 1e30, but was ") as error:
+        backend.forward(q, k, v, softcap=wrong)
+    assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="^softcap must be a number or None"):
+        backend.forward(q, k, v, softcap="50")
+
+
+def test_same_bits(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype, Nq=200)
+    options = dict(softcap=2.0, causal=True)
+    first = backend.forward(q, k, v, **options)
+    assert all(torch.equal(backend.forward(q, k, v, **options), first) for _ in range(30))
+    alone = backend.forward(q[:1], k[:1], v[:1], **options)
+    assert torch.equal(alone, first[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graph(cuda_backend, dtype):
+    """Nothing synchronises; a replay reads lengths anew."""
+    inputs = [x.requires_grad_() for x in cuda_backend.qkv(dtype=dtype)]
+    lengths, do = cuda_backend.ints(90, 50), torch.randn_like(inputs[0])
+
+    def step():
+        o = cuda_backend.forward(*inputs, softcap=2.0, causal=True, seqlens_k=lengths)
+        return o.detach(), *torch.autograd.grad(o, inputs, do)
+
+    graph, captured = captured_without_synchronising(step)
+    for values in [90, 50], [3, 0]:
+        lengths.copy_(torch.tensor(values))
+        graph.replay()
+        assert same_bits(captured, step())
+
+
+def test_second_derivatives(backend):
+    q, k, v = (x.double().cpu().requires_grad_() for x in backend.qkv(B=1, Hq=2, Nq=3, Nk=4, d=2))
+    torch.autograd.gradgradcheck(lambda *t: second_order.forward(*t, softcap=0.7, causal=True), (q, k, v))
+    if backend.name == "cpu":
+        x, y, z = (t.detach().float().requires_grad_() for t in (q, k, v))
+        o = second_order.forward(x, y, z, softcap=0.7)
+        torch.testing.assert_close(o, minimal_attn.forward(x, y, z, softcap=0.7))
+
+
+def test_compiled(backend):
+    q, k, v = backend.qkv()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(q, k, v):
+        return backend.forward(q, k, v, softcap=1.5, causal=True)
+
+    assert torch.equal(call(q, k, v), backend.forward(q, k, v, softcap=1.5, causal=True))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_sanitizer(backend, dtype, d):
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=130, Nk=140, d=d, dtype=dtype)
+    check(backend, torch.randn_like(q), q, k, v, softcap=2.0, causal=True)
+    backend.check(q[:, :, :1], k, v, softcap=2.0)
