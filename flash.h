@@ -85,7 +85,7 @@ struct Attention {
     int Nq, Nk, d;
     const void *q, *k, *v;
     Strides q_stride, k_stride, v_stride;
-    float softmax_scale;  // or softcap, if scores change (`scores`, below)
+    float softmax_scale;  // of what kernels mask: a product, or with softcap a tanh, and then it is softcap (scores.h)
 
     // With a block_table (else null) k and v are (pages, Hkv, page_size, d). Key j of batch b is row j % page_size of
     // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's

@@ -12,7 +12,7 @@
 // shared memory of a block has (float32 except m_i; D is d rounded up to a multiple of 4):
 //     Qi, dOi               Br x D     rows are padded by 1 number, so that rows and columns are read without conflicts
 //     Kj, Vj, dKj, dVj      Bc x D     likewise
-//     Pij; dPij, then dSij  Br x Bc    likewise
+//     Pij; slopes, then dSij Br x Bc   likewise
 //     m_i, in float64       Br         of RowState, as log_l_i, Di and Di_low are
 //     log_l_i, Di, Di_low   Br each
 // For d = 64 on an H100 these are 131 KB: Br = Bc = 64.
@@ -31,7 +31,8 @@
 // In steps 16, 21 and 22 the same thread always reads and writes the same numbers of dVj, dQ and dKj.
 //
 // The contract (flash.h) adds to the paper:
-//     a mask (steps 6, 9, 12), the gradient of lse (step 19), any Nq, Nk and d, several query heads for one key head
+//     a mask (steps 6, 9, 12), scores that change (11, 20: scores.h), the gradient of lse (step 19), any Nq, Nk and d,
+//     several query heads for one key head
 // One number lse = m + log l for each row replaces l and m. Where it is large, normalize_rows computes m and l again.
 // Steps 1, 14, 15, 18 are dropout, which is missing.
 #include <cuda_bf16.h>
@@ -348,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
                 any_large = __syncthreads_or(any_large);
 
-                // 11. Sij = softmax_scale * Qi Kj^T; dSij keeps what step 20 multiplies by: the slope of scores that change
+                // 11. Sij = softmax_scale * Qi Kj^T. dSij keeps the slopes of scores that change (scores.h) for step 20
                 // 12. The mask: Sij = -inf where it hides the key
                 // 13. Pij = exp(Sij - lse_i), at most 1
                 // In float64 for large rows alone: the float32 scores of others have the bits of the forward pass
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
                 __syncthreads();
 
-                // 17. dPij = dOi Vj^T
+                // 17. dPij = dOi Vj^T, here since dSij holds the slopes
                 // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, even if a hidden number is NaN
                 multiply(rows, keys, a.d, dOi, Vj.transposed(), [&](int row, int key, float dP) {
                     const float p = Pij.at(row, key);
@@ -388,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 });
                 __syncthreads();
 
-                // 21. dQi = dQi + softmax_scale * dSij Kj, to HBM
+                // 21. dQi = dQi + softmax_scale * dSij Kj, to HBM. scores.scale is the caller's softmax_scale
                 multiply(rows, a.d, keys, dSij, Kj,
                          [&](int row, int x, float dSK) { dQ.at(i0 + row, x) += a.scores.scale * dSK; });
                 // 22. dKj = dKj + softmax_scale * dSij^T Qi

@@ -3,8 +3,8 @@
 //     s = softmax_scale * Qi Kj^T
 //     s = softcap * tanh(s / softcap)        if there is a softcap
 //
-// If a call changes scores, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap. The
-// backward pass multiplies dS by slope_of(t) here, and by scores.scale, the caller's softmax_scale, in the end.
+// If a call changes scores, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap.
+// The backward pass multiplies dS by slope_of(t), and by scores.scale, the caller's softmax_scale, in the end.
 //
 // On a GPU a kernel is plain or general. A plain one has no code for this. General is the mask type of the others
 // (ranges.h): their mask is always in tables, so each kernel has one general form. docs/scores.md has more.
@@ -22,8 +22,8 @@ namespace minimal_attn {
 
 MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return a.scores.softcap != 0.f; }
 
-// t, from a product. Real is float or double. cpu/vector.h has it for vectors: GCC would compile these here without the
-// vectors' instruction set.
+// t, from a product. Real is float or double. cpu/vector.h has both functions for vectors: each instruction set compiles
+// its own.
 template <class Real>
 MINIMAL_ATTN_HOST_DEVICE Real changed(const Scores &scores, Real QK) {
     if constexpr (std::is_same_v<Real, double>)
@@ -48,7 +48,8 @@ MINIMAL_ATTN_HOST_DEVICE Real slope_in(const Attention &a, Real t) {
     return changes_scores(a) ? slope_of(t) : Real(1);
 }
 
-// In bfloat16, GPUs approximate tanh up to this softcap. hopper knows nothing else, and leaves larger ones to portable.
+// In bfloat16, GPUs approximate tanh up to this softcap. hopper's kernels have no other tanh for it: above, portable's
+// compute.
 constexpr float kMostApproximated = 128.f;
 inline bool is_approximated(const Attention &a) { return a.scores.softcap <= kMostApproximated; }
 
@@ -63,7 +64,7 @@ __device__ inline float changed_approximately(const Scores &scores, float QK) {
 }
 
 // float16: near 0, |x| <= 1, where most scores are, tanh(x) is x times a polynomial in x^2, with a relative error of 6e-7.
-// `last` is kLast: an FMA can read one constant, not two.
+// `last` is kLast in a register, since an FMA reads one constant from memory.
 constexpr float kLast = -0.00306705968f;
 __device__ inline bool is_near_0(const Scores &scores, float QK) { return fabsf(QK * scores.ratio) <= 1.f; }
 __device__ inline float changed_near_0(const Scores &scores, float QK, float last = kLast) {

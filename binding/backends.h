@@ -39,7 +39,8 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
-// In float32 no kernel here reads the tables of sequences.h, or is general (scores.h).
+// What portable's kernels compute: in float32 calls by sequence and general ones, in bfloat16 softcaps that aren't
+// approximated (scores.h).
 bool hopper_passes_on(const Attention &a) {
     if (a.dtype == Dtype::float32) return a.by_sequence || a.is_general;
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
@@ -63,17 +64,19 @@ const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace,
                                      : hopper::launch_half(a, plan, workspace, stream);
 }
 
+bool hopper_serves_backward(const Gradient &g) { return hopper::serves_backward(g) && !hopper_passes_on(g.a); }
+
 Plan plan_hopper_backward(const Gradient &g, const Device &device) {
-    const bool serves = hopper::serves_backward(g) && !hopper_passes_on(g.a);
-    return serves ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
+    return hopper_serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
 }
 
 const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
-    const bool serves = hopper::serves_backward(g) && !hopper_passes_on(g.a);
-    return serves ? hopper::launch_half_backward(g, plan, workspace, stream)
-                  : launch_portable_backward(g, plan, workspace, stream);
+    return hopper_serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
+                                     : launch_portable_backward(g, plan, workspace, stream);
 }
 #endif
+
+constexpr int kRowsAlikeOfPortable = 16;
 
 // How this build computes attention. docs/reading.md says how one is added.
 struct Backend {
@@ -100,7 +103,7 @@ const std::vector<Backend> &backends() {
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
          plan_hopper_backward, launch_hopper_backward, hopper_takes_decode, 64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::takes_decode, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, portable::takes_decode, 16},  // rows of a warp
+         plan_portable_backward, launch_portable_backward, portable::takes_decode, kRowsAlikeOfPortable},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward, nullptr, 1},  // a row skips tiles of keys that it doesn't see
 #endif

@@ -376,8 +376,9 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         else
             plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-        // The rows alike are portable's, which hopper takes where scores change in float32.
-        const int rows_alike = attention.is_general ? std::min(backend->rows_alike, 16) : backend->rows_alike;
+        // hopper may pass general calls on to portable. A general call with a band promises what a band does.
+        const int rows_alike =
+            attention.is_general ? std::min(backend->rows_alike, kRowsAlikeOfPortable) : backend->rows_alike;
         if (q.is_cuda() && (attention.key_ranges || (attention.cu_seqlens_q && !attention.by_sequence)))
             check_launch(isolate_rows_cuda(attention, rows_alike, stream_of(q)), q);
 #endif
@@ -478,21 +479,23 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
     for (const auto &[t, name] : {std::pair{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}})
         if (t->numel() > 0 && (!taken->reads(*t) || (t != &a.q && gathers(*taken)))) found.copied.push_back(name);
     const bool has_prefix = has_two_parts(a) && !is_empty;
-    const auto plan_part = [&](const Backend &by, const Arguments &part, Returns returns) {
+    float any;  // plans ask only whether some arguments are there, so that any pointer does
+    const auto call_of = [&](const Backend &by, const Arguments &part, Returns returns) {
         Attention call = describe(part, returns, a.q, a.k, a.v, table);
-        // Plans ask only whether these are there, so that any pointer does.
-        float any;
         if (returns == Returns::state) call.l = call.m = &any;
         if (returns == Returns::lse) call.lse = &any;
         if (a.o || a.sinks || part.sees_prefix) call.o_in = call.l_in = call.m_in = &any;
         if (a.o) call.o_in_stride = strides_of(*a.o);
-        choose_tables(call, part, by, backward);
         if (gathers(by)) call.block_table = nullptr;
+        choose_tables(call, part, by, backward);
+        return call;
+    };
+    const auto plan_part = [&](const Backend &by, const Arguments &part, Returns returns) {
+        Attention call = call_of(by, part, returns);
         Gradient gradient{call};
         gradient.out_dtype = has_prefix ? Dtype::float32 : call.dtype;
         gradient.deterministic = at::globalContext().deterministicAlgorithms();
         Plan plan = backward ? by.plan_backward(gradient, gpu_of(a.q)) : by.plan(call, gpu_of(a.q));
-        if (&by == taken) found.mask = tables_of(call);
         if (has_ranges(call)) plan.workspace += place_ranges(call, backward, nullptr);
 #ifdef WITH_CUDA
         if (call.by_sequence) {
@@ -509,6 +512,7 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
     };
     const auto plan_of = [&](const Backend &by) { return plan_part(by, a, has_prefix ? Returns::state : returns); };
     found.plan = is_empty ? Plan{"nothing to compute"} : plan_of(*taken);
+    found.mask = is_empty ? "" : tables_of(call_of(*taken, a, has_prefix ? Returns::state : returns));
     if (has_prefix) {
         const Plan prefix = plan_part(*taken, second_part_of(a), returns);
         found.prefix_kernel = prefix.kernel;

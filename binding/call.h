@@ -37,7 +37,7 @@ struct Explanation {
     std::string backend;
     Plan plan;
     const char *prefix_kernel;                                // of the second part, with prefix_k; else null
-    const char *mask = "";                                    // what follows the kernel's name: which tables it reads
+    const char *mask;                                         // what follows the kernel's name: which tables it reads
     std::vector<std::string> copied;                          // of q, k and v
     std::vector<std::pair<std::string, std::string>> others;  // why each other backend isn't taken
 };

@@ -126,13 +126,13 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
 
 // Changes n products of a row (scores.h), and keeps the slopes.
 template <class Real>
-[[gnu::noinline]] void change_scores(const Attention &a, int n, Real *S, float *slopes) {
+[[gnu::noinline]] void change_with_slopes(const Attention &a, int n, Real *S, float *slopes) {
     if constexpr (std::is_same_v<Real, double>)
-        for (int c = 0; c < n; ++c) S[c] = minimal_attn::changed(a.scores, S[c]), slopes[c] = slope_of(S[c]);
+        for (int c = 0; c < n; ++c) S[c] = minimal_attn::changed(a.scores, S[c]), slopes[c] = minimal_attn::slope_of(S[c]);
     else
         for (int c = 0; c < n; c += W) {
             const Vec t = vec(S + c) = changed(a.scores, vec(S + c));
-            vec(slopes + c) = 1.f - t * t;
+            vec(slopes + c) = slope_of(t);
         }
 }
 
@@ -146,8 +146,8 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
         float *const P = buffers.Pij + lane * Bc;
         double *const S = (double *)buffers.Sij_double + lane * Bc;
         const bool row_is_large = large > 0 && is_large(a, row.lse);
-        if (changes_scores(a) && row_is_large) change_scores(a, keys, S, buffers.slopes + lane * Bc);
-        if (changes_scores(a) && !row_is_large) change_scores(a, keys, P, buffers.slopes + lane * Bc);
+        if (changes_scores(a) && row_is_large) change_with_slopes(a, keys, S, buffers.slopes + lane * Bc);
+        if (changes_scores(a) && !row_is_large) change_with_slopes(a, keys, P, buffers.slopes + lane * Bc);
         if (row_is_large) {
             for (int c = 0; c < keys; c += W) vec(P + c) = exp_double(S + c, a.softmax_scale, row.m, row.log_l);
             continue;

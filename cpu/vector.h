@@ -60,8 +60,9 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
     return magnitude < 0.625f ? near_0 : x < 0.f ? -far : far;
 }
 
-// `changed` of scores.h.
+// Those of scores.h.
 [[gnu::always_inline]] inline Vec changed(const Scores &scores, Vec QK) { return tanh(QK * scores.ratio); }
+[[gnu::always_inline]] inline Vec slope_of(Vec t) { return 1.f - t * t; }
 
 template <class From, class To>
 [[gnu::flatten]] void convert(const From *from, To *to, int n) {

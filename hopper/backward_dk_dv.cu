@@ -38,7 +38,7 @@
 // | Q full                | thread 0, twice; TMA  | consumers          | Qi, m_i and log2_l_i have arrived          |
 // | dO full               | thread 32, twice; TMA | consumers          | dOi and Di have arrived                    |
 // | Q empty, dO empty     | consumers             | thread 0, 32       | Qi, m_i, log2_l_i, or dOi, Di, are read    |
-// | P full                | consumer of dV        | consumer of dK     | P^T is stored                              |
+// | P full                | consumer of dV        | consumer of dK     | P^T is stored (general: times slopes)      |
 // | P empty               | consumer of dK        | consumer of dV     | P^T is read                                |
 // | named kZeroed + index | that consumer         | that consumer      | rows of dOi (index 0) or Qi (1) that see   |
 // |                       |                       |                    | no key are 0                               |

@@ -38,6 +38,8 @@
 //                                                               dQ          stage dQi of the previous tile
 //                                                               dK          release Qi
 //
+// A general kernel (scores.h: change, slope_of) waits for dP^T before P^T, which takes the place of the scores.
+//
 // A part of dQ is 64 queries x 64 columns, in float32 in the workspace. It needs no memset: the first block that has
 // computed something for a part stores it, later blocks add. They do so in any order, or, for deterministic gradients,
 // "in order": of the keys that the part's queries see, the last come first (tile_in_order, KeySlice::tiles_before).
@@ -389,26 +391,26 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
     });
 }
 
-// Whether the kernel with large rows runs: a row is large (large_rows.cu sets any_large), or a batch has ranges that don't
-// grow. All threads of a block call it.
+// Whether the kernel with large rows runs: a row is large (large_rows.cu sets any_large), a batch has ranges that don't
+// grow, or scores change. All threads of a block call it.
 template <class Mask>
-__device__ bool is_unusual(const FusedParameters &p) {
+__device__ bool takes_large_rows(const FusedParameters &p) {
     if constexpr (kIsGeneral<Mask>) return true;
-    bool is_unusual = __ldcg(p.rows.any_large);
+    bool takes = __ldcg(p.rows.any_large);
     if constexpr (kIsRanges<Mask>) {
-        for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) is_unusual |= !p.a.ranges.batches[b].grows;
-        is_unusual = __syncthreads_or(is_unusual);
+        for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) takes |= !p.a.ranges.batches[b].grows;
+        takes = __syncthreads_or(takes);
     }
-    return is_unusual;
+    return takes;
 }
 
-// Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m for all rows,
-// made d 128 6 to 9 % slower (docs/backward.md).
+// Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m
+// for all rows, made d 128 6 to 9 % slower (docs/backward.md).
 template <class T, class Tile, class Mask, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     wait_for_kernel_before();
-    if (is_unusual<Mask>(p) != has_large_rows) return;
+    if (takes_large_rows<Mask>(p) != has_large_rows) return;
     auto &shared = shared_storage<FusedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;

@@ -48,6 +48,7 @@
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
+// | scores.h    | change: all scores of a thread. changed_approximately, changed_near_0, is_near_0: beside exponentials |
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
@@ -79,7 +80,7 @@ struct Tile {
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
     static constexpr bool AlignKeys = false;
-    static constexpr bool is_general = (D == 64 && Br > 64) || D == 128 || D == 256;  // whether it has a general kernel
+    static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;  // a general kernel; see tile_of
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && Br % 64 == 0);
     static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2));
@@ -385,8 +386,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if constexpr (kIsRanges<Mask>)
             if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
     };
-    if constexpr (!kIsGeneral<Mask> || Tile::is_general)
-        run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -454,8 +454,11 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             p.order = (int *)((char *)workspace + kOrderBegin);
             if (const char *why = sort_tiles_cuda(a, Tile::Br, p.order, stream)) return why;
         }
-        return with_mask_of(a, [&](auto mask) {
-            using Mask = decltype(mask);
+        return with_mask_of(a, [&](auto mask) -> const char * {
+            using Wanted = decltype(mask);
+            constexpr bool exists = !kIsGeneral<Wanted> || Tile::has_general;
+            if (!exists) return "this tile has no general kernel";
+            using Mask = std::conditional_t<exists, Wanted, Ranges>;
             const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
                                                           : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
             if (a.by_sequence) p.tile_counter = &a.sequences.counts->tiles_taken;

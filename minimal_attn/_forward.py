@@ -163,8 +163,9 @@ def forward(
             Nk is n * page_size. Numbers outside 0..pages - 1 count as the nearest page. Behind seqlens_k they
             may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
             pass x.transpose(1, 2). Pages of a multiple of 16 keys are read in place by "hopper" in half types
-            (not with key_ranges), and where `explain` says a kernel "decode...". Else "hopper" and "portable"
-            copy the keys of the whole table first. With cu_seqlens one row has the pages of all documents.
+            (not with key_ranges or softcap), and where `explain` says a kernel "decode...". Else "hopper" and
+            "portable" copy the keys of the whole table first. With cu_seqlens one row has the pages of all
+            documents.
         key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
             key_ranges[b, i], clamped to 0..Nk. Chunks, prefixes and images within text are such ranges. Any
@@ -178,7 +179,8 @@ def forward(
             anything. Not together with seqlens_k, leftpad_k or offset. Values must never decrease, and lie
             within 0..total: on a CPU this is checked, on a GPU they are clamped. Where there are more than
             twice as many keys as queries, or with seqused_k or a block_table, each document is computed by
-            itself, by a kernel for few queries if it has few. Else kernels are those of key_ranges.
+            itself (not with softcap), by a kernel for few queries if it has few. Else kernels are those of
+            key_ranges.
         seqused_k: (documents,) with cu_seqlens_k, likewise: only the first seqused_k[n] keys of document n
             count, and its last query is at the last of them. The others may hold anything. At least 0: on a
             CPU this is checked, on a GPU clamped.
@@ -189,8 +191,9 @@ def forward(
             on a CPU this is checked, on a GPU clamped. The call then computes the window's keys, and joins
             the first ones with their state: two float32 o cost memory besides.
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask (Gemma 2, Grok). sinks
-            stay as they are. From 1e-30 to 1e30; None or 0: none. On a GPU any mask is then read from tables,
-            as with key_ranges, but where `explain` says "decode".
+            stay as they are. From 1e-30 to 1e30; None or 0: none. In bfloat16 on a GPU tanh has a relative
+            error of 2^-11, up to softcap 128. Packed queries over caches are slow with it, and pages are
+            copied unless `explain` says "decode".
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse

@@ -8,11 +8,11 @@
 namespace minimal_attn {
 namespace {
 
-// is_general: whether scores change (scores.h). The mask is a band all the same.
-template <int D_, bool OnTensorCores_, bool is_general_ = false>
+// changes_scores: see scores.h. The mask is a band all the same.
+template <int D_, bool OnTensorCores_, bool changes_scores_ = false>
 struct DecodeTile {
     static constexpr int D = D_;
-    static constexpr bool OnTensorCores = OnTensorCores_, is_general = is_general_;
+    static constexpr bool OnTensorCores = OnTensorCores_, changes_scores = changes_scores_;
     using General = DecodeTile<D, OnTensorCores, true>;
     static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
     static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
@@ -123,7 +123,7 @@ struct MmaRows {
                 float &s = Sij[n / 2][2 * r + n % 2];
                 const int key = n / 2 * 8 + n % 2;
                 const auto score = [&](float QK) {
-                    return (Tile::is_general ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale;
+                    return (Tile::changes_scores ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale;
                 };
                 s = key >= begin && key < end ? score(s + odd[n / 2][2 * r + n % 2]) : -INFINITY;
                 m_new = fmaxf(m_new, s);
@@ -269,7 +269,7 @@ struct FmaRows {
 #pragma unroll
             for (int r = 0; r < R; ++r) {
                 const float QK = sum_and_spread<Lanes>(s[r]);
-                float score = (Tile::is_general ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale, m_safe;
+                float score = (Tile::changes_scores ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale, m_safe;
                 if (j + key < keys[r0 + r].begin || j + key >= keys[r0 + r].end) score = -INFINITY;
                 const float m_new = fmaxf(mi[r0 + r], row_max<32>(score));
                 const float alpha = update_row_max(mi[r0 + r], m_new, m_safe);

@@ -29,7 +29,7 @@
 // computes Pij = exp2(c Sij - subtract) and adds it to li; subtract is c mi (update_rows says where it isn't).
 //
 // Names from other files:
-//     accumulators.cuh  ThreadRows: Oi, li, mi of a thread; change_scores: the mask; update_rows, scale_Oi; scaled_max
+//     accumulators.cuh  ThreadRows: Oi, li, mi of a thread; change_scores: step 9; update_rows, scale_Oi; scaled_max
 //     mma.cuh           mma; load_matrices, lane_address, swizzle: operands in shared memory; load_swizzled: a tile
 //     common.cuh        Block, block_of, end_of_queries; wait_for_tiles; end_row, store_o; is_needed; plan_kernel, launch_kernel
 //     flash.h           end_of_row: how a row ends; store_l_m_lse

@@ -20,7 +20,7 @@
 //
 // multiply is half_gradient.cuh's, multiply_rows and multiply_rows_double are tf32.cuh's, load_swizzled and
 // lane_address mma.cuh's, wait_for_tiles common.cuh's, is_large_for, kLog2OfP and D_of_dS gradient_rows.h's,
-// launch_overlapping and wait_for_kernel_before device.h's.
+// launch_overlapping and wait_for_kernel_before device.h's, changed_in scores.h's.
 #include "portable/gradient_rows.h"
 #include "portable/half_gradient.cuh"
 #include "portable/tf32.cuh"

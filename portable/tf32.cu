@@ -22,7 +22,7 @@
 //     __syncthreads, in end_block    | the fallback has read shared memory, which its next rows overwrite
 //
 // Names from other files:
-//     accumulators.cuh               ThreadRows: Oi, li, mi of a thread; change_scores: the mask; update_rows
+//     accumulators.cuh               ThreadRows: Oi, li, mi of a thread; change_scores: step 9; update_rows
 //     tf32.cuh                       multiply_rows: A B^T; multiply_columns: A B; both split numbers into hi and lo
 //     float32_block.cuh              start_sums, flush_sums: sums of long calls; float_block: the fallback
 //     mma.cuh, common.cuh            load_swizzled, lane_address; Block, wait_for_tiles, end_row, store_o, plan_kernel

@@ -118,8 +118,8 @@ struct LargeScores {
 };
 
 // multiply_scores for a tile with large rows. In their columns S becomes log2(P) / c, from S as Score<float>, and D is
-// subtracted from dP: there Di is 0. Where scores change, these are changed, and dP - D is multiplied by their slopes. `rows` points to query i0. Inlined, the code pushed the loop out of the instruction
-// cache: (16, 12, 64, 64), which runs all code once, was 13 % slower.
+// subtracted from dP: there Di is 0. A general kernel also changes S, and multiplies dP - D by the slopes. `rows` points
+// to query i0. Inlined, the code pushed the loop out of the instruction cache: (16, 12, 64, 64) was 13 % slower.
 template <class Tile, bool is_general>
 __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Operands &operands, const float *lse_i,
                                           float c, const LargeRow *rows, const float *K_tile, const float *Q_tile,

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from reference import attention, relative_error
+from conftest import check_o
+from reference import attention, gradients, relative_error
 from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
 from test_key_ranges import RANGES
 from test_prefix_k import MASKS
 
 import minimal_attn
-from minimal_attn import second_order
+from minimal_attn import flash_attn, second_order
 
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
     (2, 4, 2, 70, 90, 64),
@@ -22,6 +23,8 @@ SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
     (3, 6, 1, 1, 400, 80),
     (2, 8, 2, 2, 3000, 128),
     (1, 4, 1, 1, 700, 256),
+    (1, 2, 1, 200, 500, 64),  # tiles of keys that are neither the first nor cut
+    (1, 2, 1, 130, 400, 256),
 ]
 
 
@@ -207,3 +210,77 @@ def test_sanitizer(backend, dtype, d):
     q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=130, Nk=140, d=d, dtype=dtype)
     check(backend, torch.randn_like(q), q, k, v, softcap=2.0, causal=True)
     backend.check(q[:, :, :1], k, v, softcap=2.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn(forced_backend, dtype, deterministic):
+    """Its three functions pass softcap on, in both passes. Values below 0 are none, as there."""
+    b = forced_backend
+    q, k, v = (x.transpose(1, 2) for x in b.qkv(B=2, Nq=30, Nk=40, dtype=dtype))
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    options = dict(causal=True, softcap=1.5, deterministic=deterministic)
+    exact, do = attention(*heads, causal=True, softcap=1.5), torch.randn_like(q)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = flash_attn.flash_attn_func(*leaves, **options)
+    check_o(o.detach().transpose(1, 2), exact, dtype)
+    found = torch.autograd.grad(o, leaves, do)
+    expected = gradients(do.transpose(1, 2), *heads, causal=True, softcap=1.5)
+    for x, y in zip(found, expected, strict=True):
+        assert relative_error(x.transpose(1, 2).double(), y) < 2e-2
+    packed = [x.flatten(0, 1).clone().requires_grad_() for x in (q, k, v)]
+    bounds = b.ints(0, 30, 60), b.ints(0, 40, 80), 30, 40
+    o = flash_attn.flash_attn_varlen_func(*packed, *bounds, **options)
+    check_o(o.detach().view_as(q).transpose(1, 2), exact, dtype)
+    for x, y in zip(torch.autograd.grad(o, packed, do.flatten(0, 1)), expected, strict=True):
+        assert relative_error(x.view(2, -1, *x.shape[1:]).transpose(1, 2).double(), y) < 2e-2
+    table = b.ints(3, 1, 0, 2).view(2, 2)
+    pages = [torch.full((4, 20, 2, 64), torch.nan, dtype=dtype, device=b.device) for _ in "kv"]
+    for page, x in zip(pages, (k, v), strict=True):
+        page[table.long()] = x.unflatten(1, (2, 20))
+    o = flash_attn.flash_attn_varlen_func(
+        q.flatten(0, 1), *pages, *bounds, causal=True, softcap=1.5, block_table=table
+    )
+    check_o(o.view_as(q).transpose(1, 2), exact, dtype)
+    o = flash_attn.flash_attn_with_kvcache(q, k.clone(), v.clone(), causal=True, softcap=1.5)
+    check_o(o.transpose(1, 2), exact, dtype)
+    none = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True, softcap=-3.0), none)
+
+
+def test_pages_that_are_copied(backend, dtype):
+    """explain names what runs: pages of 24 keys are copied first, and then decode reads no pages."""
+    q, k, v = backend.qkv(B=2, Hq=4, Hkv=2, Nq=1, Nk=240, dtype=dtype)
+    table = torch.randperm(20, generator=backend.generator).view(2, 10).to(backend.device, torch.int32)
+    pages = [x.new_zeros(20, 2, 24, 64) for x in (k, v)]
+    for page, x in zip(pages, (k, v), strict=True):
+        page[table.long()] = x.unflatten(2, (10, 24)).transpose(1, 2)
+    explained = backend.explain(q, *pages, block_table=table, softcap=2.0)
+    assert "general" not in explained.kernel
+    o = backend.forward(q, *pages, block_table=table, softcap=2.0)
+    check_o(o, attention(q, k, v, softcap=2.0), dtype)
+
+
+def test_padding_may_be_nan(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    options = dict(softcap=2.0, seqlens_k=backend.ints(80, 40), leftpad_k=backend.ints(3, 10))
+    expected = backend.forward(q, k, v, **options)
+    for x in k, v:
+        x[0, :, :3], x[0, :, 80:], x[1, :, :10], x[1, :, 40:] = [torch.nan] * 4
+    assert torch.equal(backend.forward(q, k, v, **options), expected)
+    check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+def test_infinite_products(backend):
+    """They become the scores softcap and -softcap."""
+    q, k, v = backend.qkv(dtype=torch.float32)
+    k[:, :, 5, 0] = torch.inf
+    backend.check(q, k, v, softcap=2.0)
+
+
+def test_large_softcaps_in_bfloat16(cuda_backend):
+    """Hopper's kernels approximate tanh: above 128 they leave the call to portable's."""
+    q, k, v = cuda_backend.qkv(Nq=200, Nk=300, d=128, dtype=torch.bfloat16)
+    of_hopper = [cuda_backend.explain(q, k, v, softcap=x).Br for x in (128.0, 129.0)]
+    assert cuda_backend.name != "hopper" or of_hopper[0] == 128
+    portable = minimal_attn.explain(q, k, v, softcap=129.0, backend="portable")
+    assert cuda_backend.name != "hopper" or portable.threads == cuda_backend.explain(q, k, v, softcap=129.0).threads
