@@ -103,7 +103,8 @@ const std::vector<Backend> &backends() {
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
          plan_hopper_backward, launch_hopper_backward, hopper_takes_decode, 64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::takes_decode, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, portable::takes_decode, kRowsAlikeOfPortable},  // rows of a warp
+         plan_portable_backward, launch_portable_backward, portable::takes_decode,
+         kRowsAlikeOfPortable},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
          launch_paper_backward, nullptr, 1},  // a row skips tiles of keys that it doesn't see
 #endif

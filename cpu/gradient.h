@@ -128,7 +128,8 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
 template <class Real>
 [[gnu::noinline]] void change_with_slopes(const Attention &a, int n, Real *S, float *slopes) {
     if constexpr (std::is_same_v<Real, double>)
-        for (int c = 0; c < n; ++c) S[c] = minimal_attn::changed(a.scores, S[c]), slopes[c] = minimal_attn::slope_of(S[c]);
+        for (int c = 0; c < n; ++c)
+            S[c] = minimal_attn::changed(a.scores, S[c]), slopes[c] = minimal_attn::slope_of(S[c]);
     else
         for (int c = 0; c < n; c += W) {
             const Vec t = vec(S + c) = changed(a.scores, vec(S + c));
