@@ -63,7 +63,7 @@ __device__ inline float changed_approximately(const Scores &scores, float QK) {
     return t;
 }
 
-// float16: near 0, |x| <= 1, where most scores are, tanh(x) is x times a polynomial in x^2, with a relative error of 6e-7.
+// float16: near 0, |x| <= 1, where most scores are, tanh(x) is x times a polynomial in x^2, with a relative error of 7e-7.
 // `last` is kLast in a register, since an FMA reads one constant from memory.
 constexpr float kLast = -0.00306705968f;
 __device__ inline bool is_near_0(const Scores &scores, float QK) { return fabsf(QK * scores.ratio) <= 1.f; }

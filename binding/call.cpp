@@ -95,7 +95,9 @@ void set_scores(Attention &attention, const Arguments &a) {
     attention.softmax_scale = scale, attention.scores = {scale};
     if (!a.softcap || *a.softcap == 0.) return;
     const float softcap = (float)*a.softcap, most = std::numeric_limits<float>::max();
-    attention.softmax_scale = softcap, attention.scores = {scale, softcap, std::clamp(scale / softcap, -most, most)};
+    const float ratio = std::clamp(scale / softcap, -most, most);
+    if (scale != 0.f && !std::isnormal(ratio)) return;  // no score that float32 holds comes near such a softcap
+    attention.softmax_scale = softcap, attention.scores = {scale, softcap, ratio};
 }
 
 // With prefix_k and a window a call has two parts, which see different keys: those of the window, and of the first

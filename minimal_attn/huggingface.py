@@ -252,7 +252,8 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
             return f"argument {name}"
     is_packed = isinstance(mask, Mask) and (mask.documents or "key_ranges" in mask.bounds)
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
-    if wants_grad and torch.is_grad_enabled() and not (is_packed or _strict or has_fast_backward(q)):
+    keeps_memory = is_packed or "softcap" in options  # elsewhere they are N x N matrices
+    if wants_grad and torch.is_grad_enabled() and not (keeps_memory or _strict or has_fast_backward(q)):
         return "gradients, which PyTorch's kernels compute faster on this GPU"
     if isinstance(mask, Mask):
         if mask.why:

@@ -127,7 +127,7 @@ def forward(
     try:
         if all(isinstance(x, Tensor) for x in (q, k, v)):
             q, k, v = cast_by_autocast(q, k, v)
-        scores = dict(softmax_scale=softmax_scale, softcap=softcap)
+        scores = dict(softmax_scale=softmax_scale, softcap=softcap or None)
         mine = _described(q, k, v, group, causal, window_size, scores, offset, timeout, backend)
     except Exception as error:
         mine = {"error": [type(error).__name__, str(error)]}

@@ -269,7 +269,7 @@ struct FmaRows {
 #pragma unroll
             for (int r = 0; r < R; ++r) {
                 const float QK = sum_and_spread<Lanes>(s[r]);
-                float score = (Tile::changes_scores ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale, m_safe;
+                float score = (Tile::changes_scores ? changed(a.scores, QK) : QK) * a.softmax_scale, m_safe;
                 if (j + key < keys[r0 + r].begin || j + key >= keys[r0 + r].end) score = -INFINITY;
                 const float m_new = fmaxf(mi[r0 + r], row_max<32>(score));
                 const float alpha = update_row_max(mi[r0 + r], m_new, m_safe);

@@ -284,3 +284,13 @@ def test_large_softcaps_in_bfloat16(cuda_backend):
     of_portable = minimal_attn.explain(q, k, v, softcap=129.0, backend="portable")
     if cuda_backend.name == "hopper":
         assert own.threads != of_portable.threads and passed_on.threads == of_portable.threads
+
+
+def test_softcaps_beyond_all_scores(backend):
+    """softmax_scale / softcap isn't a normal float32: there is no cap that a score could reach."""
+    q = torch.full((1, 1, 1, 1), 1e10, device=backend.device)
+    k = torch.tensor([1e10, 0], device=backend.device).view(1, 1, 2, 1)
+    for softcap in 1e20, 1e25, 1e30:
+        options = dict(softmax_scale=1e-20, softcap=softcap)
+        o = backend.forward(q, k, k.clamp(max=1), **options)
+        torch.testing.assert_close(o, torch.full_like(o, 0.7310586))
