@@ -7,6 +7,7 @@
   bench.py --ladder    the README's table: every backend on one workload, and its share of the machine's limit
   bench.py --backward  the backward pass on a few workloads; --sweep --backward: on many
   bench.py --step      as --backward, the forward and the backward pass
+                       With --softcap 50 the peers are manual attention, FlexAttention and FlashAttention-3
   bench.py --decode    one query a head over long caches of keys, beside SDPA, and how fast K and V are read
   bench.py --packed    causal documents in one batch, by cu_seqlens, beside PyTorch's varlen_attn and, if they
                        are installed, FlashAttention-3 and -4, or beside SDPA for each document; also with
@@ -53,7 +54,7 @@ USED_BY = {
 }  # the modes that an option needs
 USED_BY |= dict.fromkeys(["shape", "causal", "full"], ["sweep", "ladder"])
 USED_BY |= {"graph": ["sweep", "ladder", "decode", "serving"]}
-USED_BY |= dict.fromkeys(["d", "n", "quick", "json", "load", "plot"], ["sweep"])
+USED_BY |= dict.fromkeys(["d", "n", "quick", "json", "load", "plot", "softcap"], ["sweep"])
 
 
 class Parser(ArgumentParser):
@@ -81,6 +82,7 @@ def parse() -> Namespace:
     add("--d", nargs="+", type=int, help="--sweep: only these head dimensions")
     add("--n", nargs="+", type=int, help="--sweep: only these sequence lengths")
     add("--quick", action="store_true", help="--sweep: only N <= 2048 and d <= 128")
+    add("--softcap", type=float, metavar="CAP", help="--sweep: a score s becomes CAP * tanh(s / CAP)")
     add("--json", metavar="FILE", help="--sweep: write the numbers there after every workload")
     add("--load", metavar="FILE", help="--sweep: take the numbers that --json wrote and measure nothing")
     add("--plot", metavar="FILE.png", help="--sweep: draw TFLOP/s over N there (needs matplotlib)")

@@ -19,7 +19,7 @@ ROUNDS, MOST = 6, 3  # all turns of a peer take about MOST seconds at most
 FLOP = {"forward": 4, "backward": 10, "step": 14}
 
 
-def exact(q, k, v, do, causal):
+def exact(q, k, v, do, causal, softcap=None):
     """One head in float64, 1024 queries at a time, so that memory stays bounded: (o,), or with do the
     gradients (dq, dk, dv)."""
     q, k, v, scale = q.double(), k.double(), v.double(), 1 / math.sqrt(q.size(-1))
@@ -27,6 +27,10 @@ def exact(q, k, v, do, causal):
     for i in range(0, q.size(0), 1024):
         rows = slice(i, i + 1024)
         s = q[rows] @ k.T * scale
+        slope = 1.0
+        if softcap:
+            t = torch.tanh(s / softcap)
+            s, slope = softcap * t, 1 - t.square()
         if causal:
             s.masked_fill_(torch.ones_like(s, dtype=torch.bool).triu(i + 1), -math.inf)
         p = F.softmax(s, dim=-1)
@@ -34,7 +38,7 @@ def exact(q, k, v, do, causal):
             o.append(p @ v)
             continue
         dp = do[rows].double() @ v.T
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale * slope
         dq.append(ds @ k)
         dk += ds.T @ q[rows]
         dv += p.T @ do[rows].double()
@@ -46,13 +50,15 @@ def worst(errors: list[float]) -> float:
     return max(errors, key=lambda error: (math.isnan(error), error), default=0.0)
 
 
-def judge(q, k, v, do, causal):
+def judge(q, k, v, do, causal, softcap=None):
     """Returns a function: the relative Frobenius error of its argument, (o,) or the gradients, against
     float64. It looks at three random heads. Of the gradients the worst one counts."""
     heads = [divmod(i, q.size(1)) for i in torch.randperm(q.size(0) * q.size(1))[:3].tolist()]
     shared = q.size(1) // k.size(1)  # query heads that share a key head
     one_by_one = [
-        exact(q[b, h], k[b, h // shared], v[b, h // shared], None if do is None else do[b, h], causal)
+        exact(
+            q[b, h], k[b, h // shared], v[b, h // shared], None if do is None else do[b, h], causal, softcap
+        )
         for b, h in heads
     ]
     truth = [torch.stack(tensors) for tensors in zip(*one_by_one, strict=True)]
@@ -107,7 +113,7 @@ def measure(cell: Cell, peers: dict, args, bar: str) -> list[dict]:
     causal, do = cell.mask == "causal", None
     if args.part != "forward":
         do = randn(q.shape, cell.dtype, args.device)
-    error_of = judge(q, k, v, do, causal)
+    error_of = judge(q, k, v, do, causal, args.softcap)
     inputs = [x.requires_grad_(do is not None) for x in (q, k, v)]
     bound = {name: (partial(function, causal=causal), context) for name, (function, context) in peers.items()}
     found, times = take_turns(bound, [*inputs, do], error_of, args, bar)
