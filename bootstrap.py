@@ -454,7 +454,8 @@ def main(goal):
         files = [*sources(".cpp", ".cu", ".cuh", ".h"), "bootstrap.py", "setup.py"]
         times = {file: os.stat(os.path.join(HERE, file)).st_mtime_ns for file in files}
         depends_on += [architectures(), times]
-        depends_on += map(os.environ.get, ["MINIMAL_ATTN_SANITIZE", "MINIMAL_ATTN_TILES"])
+        names = "SANITIZE", "TILES", "KERNELS"
+        depends_on += [os.environ.get(f"MINIMAL_ATTN_{name}") for name in names]
         write("configuration", json.dumps(depends_on) + "\n")
     write("python", f'#!/bin/sh\nexec {shlex.quote(facts["python"])} "$@"\n')
 

@@ -115,8 +115,13 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
     return {queries.begin, queries.end < Nq ? queries.end : Nq};
 }
 
-// The mask of general kernels, in which scores change, too (scores.h).
+// The mask of general kernels, in which scores change, too (scores.h). MINIMAL_ATTN_KERNELS=plain builds none (setup.py).
 struct General : Ranges {};
+#ifdef MINIMAL_ATTN_PLAIN
+constexpr bool kHasGeneral = false;
+#else
+constexpr bool kHasGeneral = true;
+#endif
 template <class Mask>
 constexpr bool kIsGeneral = std::is_same_v<Mask, General>;
 
@@ -149,7 +154,9 @@ auto with_mask(const Attention &a, const Use &use) {
 // The same for kernels that have a general form.
 template <class Use>
 auto with_mask_and_scores(const Attention &a, const Use &use) {
-    return a.is_general ? use(General()) : with_mask(a, use);
+    if constexpr (kHasGeneral)
+        if (a.is_general) return use(General());
+    return with_mask(a, use);
 }
 
 // Either, chosen at run time: for the backends in which that costs nothing.

@@ -14,6 +14,7 @@ MINIMAL_ATTN_SANITIZE=address,undefined builds the C++ files with GCC's sanitize
 Python then needs their library first, by LD_PRELOAD, as .ci/run gives it.
 MINIMAL_ATTN_WHEEL=1 adds a local version to wheels with CUDA code: 0.1.0+torch2.11.cu130.
 MINIMAL_ATTN_TILES=all builds for 9.0 also the tiles that smaller GPUs use, for tests of them on a Hopper GPU.
+MINIMAL_ATTN_KERNELS=plain leaves out GPU kernels for scores that change (softcap), for readers: a shorter build.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
 shows the commands.
@@ -124,7 +125,7 @@ def cpp(cxx, cuda, targets):
     defines = ["-DTORCH_EXTENSION_NAME=_C", f'-DMINIMAL_ATTN_TORCH="{HERE["torch"]}"']
     includes = [f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")]
     if cuda:
-        defines += all_tiles()
+        defines += kernel_choice()
         defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
         includes += [*cuda_includes(cuda), *package_includes()]
     flags = ["$optimize", f"-std={standard}", "-Wall", "-fPIC", "-fvisibility=hidden", *openmp(cxx)]
@@ -140,7 +141,7 @@ def cu(cxx, cuda, targets):
     flags += ["-std=c++17", "--expt-relaxed-constexpr", "-I."]
     flags += ["-diag-suppress=177"]  # functions that aren't called: Hopper's, when compiled for other GPUs
     flags += ["-Xcompiler=-Wall,-Wno-unused-function,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
-    flags += all_tiles()
+    flags += kernel_choice()
     flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
     if not any(os.path.isfile(f"{folder}/cuda_runtime.h") for folder in cuda_includes(cuda)):
         # nvcc of PyPI in .venv, while torch and with it these headers are somewhere else
@@ -179,8 +180,9 @@ def sanitize():
     )
 
 
-def all_tiles():
-    return ["-DMINIMAL_ATTN_ALL_TILES"] * (os.environ.get("MINIMAL_ATTN_TILES") == "all")
+def kernel_choice():
+    flags = ["-DMINIMAL_ATTN_ALL_TILES"] * (os.environ.get("MINIMAL_ATTN_TILES") == "all")
+    return flags + ["-DMINIMAL_ATTN_PLAIN"] * (os.environ.get("MINIMAL_ATTN_KERNELS") == "plain")
 
 
 def cuda_major():

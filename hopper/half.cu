@@ -424,7 +424,8 @@ constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
 // use(a Mask) for one of four kernels.
 template <class Use>
 auto with_mask_of(const Attention &a, const Use &use) {
-    if (a.is_general) return use(General());
+    if constexpr (kHasGeneral)
+        if (a.is_general) return use(General());
     if (has_ranges(a)) return use(Ranges());
     return a.block_table || a.by_sequence ? use(PagedBand()) : use(BandOf<int>());
 }

@@ -378,7 +378,8 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         auto kernel = decode_kernel<T, Tile, kOneChunk>;
         if constexpr (Tile::HasWholeRows)
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
-        if (changes_scores(a)) kernel = decode_kernel<T, typename Tile::General, kOneChunk>;
+        if constexpr (kHasGeneral)
+            if (changes_scores(a)) kernel = decode_kernel<T, typename Tile::General, kOneChunk>;
         const cudaError_t error = launch_overlapping(kernel, plan.grid, kThreads, plan.shared_memory, stream, a, p);
         if (error != cudaSuccess || share == kWholeRow) return error;
         return launch_overlapping(join_kernel<T, Tile, false>, a.B * a.Hkv * p.rows, kJoinThreads, 0, stream, a, p);
