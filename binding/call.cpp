@@ -251,8 +251,8 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 // Which tables the backend's kernels read: those of sequences.h, of ranges.h, or none.
 void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
     if (!backend.takes_decode) return;
-    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention), "softcap must be None or 0 in backend \"", backend.name,
-                      "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
+    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention), "softcap must be None or 0 in backend \"",
+                      backend.name, "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
     // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no
     // such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
