@@ -170,11 +170,12 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Masks Sij. Where the state is wanted, it also tracks each thread's largest scores, since m may be stale: the maximum
-// of earlier tiles (stale_softmax). Most tiles need neither and skip both by one branch.
-template <class Mask, int Count>
+// Masks Sij, whose products a general kernel changes first. Where the state is wanted, it also tracks each thread's largest
+// scores, since m may be stale: the maximum of earlier tiles (stale_softmax). Most tiles skip both by one branch.
+template <class T, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
                                    const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {
+    if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
     if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
@@ -262,8 +263,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         int j0 = work.visible.begin;
         K.consumer_release();
         softmax = SoftmaxState();
-        if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
-        mask_and_track_max(Sij, softmax, a, work, row, j0, fully_visible);
+        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
@@ -283,12 +283,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));  // step 12 for j
             ping_pong.pass_turn();
             wgmma_wait<1>(Sij);
-            if constexpr (changes_late) {
+            if constexpr (changes_late)
                 needs_max |= a.l || j0 + Bc < fully_visible.begin || j0 + 2 * Bc > fully_visible.end;
-            } else {
-                if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
-                mask_and_track_max(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
-            }
+            else
+                mask_and_track_max<T>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
@@ -306,10 +304,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
-                if constexpr (changes_late) {
-                    change<T, true>(a.scores, Sij);
-                    mask_and_track_max(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
-                }
+                if constexpr (changes_late) mask_and_track_max<T>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
                 needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
                 rescale(Oi, softmax);
             }
