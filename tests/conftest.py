@@ -22,6 +22,14 @@ import minimal_attn
 from minimal_attn import _varlen
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# B, Hq, Hkv, Nq, Nk, d: tiles that are cut, one number, an odd d, several tiles, more queries than keys
+SHAPES_OF_MASKS = [
+    (2, 4, 2, 70, 90, 64),
+    (1, 1, 1, 1, 1, 1),
+    (3, 2, 1, 17, 200, 33),
+    (1, 2, 2, 330, 330, 128),
+    (2, 2, 1, 200, 65, 256),
+]
 # Of o on ordinary inputs, relative Frobenius error.
 ERROR_BOUND = {torch.float32: 1.5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DTYPES
+from conftest import DTYPES, SHAPES_OF_MASKS
 from test_backward import check, forms, grads
 
 import minimal_attn
@@ -83,11 +83,7 @@ def nothing_behind(b, B, Nq, Nk):
 RANGES = documents, chunks, prefixes, in_any_order, falling, far_apart, every_second_tile, one_in_a_tile
 RANGES += with_gaps, nothing, nothing_behind
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
-    (2, 4, 2, 70, 90, 64),
-    (1, 1, 1, 1, 1, 1),
-    (3, 2, 1, 17, 200, 33),
-    (1, 2, 2, 330, 330, 128),
-    (2, 2, 1, 200, 65, 256),
+    *SHAPES_OF_MASKS,
     (1, 6, 1, 3, 400, 80),
     (1, 4, 2, 420, 300, 180),
 ]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DTYPES, Backend
+from conftest import DTYPES, SHAPES_OF_MASKS, Backend
 from test_backward import check, forms, grads
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, lengths_of_cross, same_bits
 from test_key_ranges import RANGES, chunks
@@ -11,11 +11,7 @@ from torch import library
 import minimal_attn
 
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
-    (2, 4, 2, 70, 90, 64),
-    (1, 1, 1, 1, 1, 1),
-    (3, 2, 1, 17, 200, 33),
-    (1, 2, 2, 330, 330, 128),
-    (2, 2, 1, 200, 65, 256),
+    *SHAPES_OF_MASKS,
     (3, 6, 1, 1, 400, 80),
 ]
 MASKS = {

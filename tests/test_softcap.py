@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import check_o
+from conftest import SHAPES_OF_MASKS, check_o
 from reference import attention, gradients, relative_error
 from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
@@ -13,11 +13,7 @@ import minimal_attn
 from minimal_attn import flash_attn, second_order
 
 SHAPES = [  # B, Hq, Hkv, Nq, Nk, d
-    (2, 4, 2, 70, 90, 64),
-    (1, 1, 1, 1, 1, 1),
-    (3, 2, 1, 17, 200, 33),
-    (1, 2, 2, 330, 330, 128),
-    (2, 2, 1, 200, 65, 256),
+    *SHAPES_OF_MASKS,
     (2, 2, 2, 150, 140, 96),
     (1, 2, 1, 130, 270, 192),
     (3, 6, 1, 1, 400, 80),
