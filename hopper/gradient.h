@@ -4,6 +4,7 @@
 #include "hopper/epilogue.h"
 #include "hopper/half.h"
 #include "hopper/launch.h"
+#include "scores.h"
 
 namespace minimal_attn::hopper {
 

@@ -57,6 +57,7 @@
 #include "hopper/half.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
+#include "scores.h"
 
 namespace minimal_attn::hopper {
 namespace {
@@ -170,8 +171,9 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 
 // ------------------------------------------------------------------------------ consumer warpgroups
 
-// Masks Sij, whose products a general kernel changes first. Where the state is wanted, it also tracks each thread's largest
-// scores, since m may be stale: the maximum of earlier tiles (stale_softmax). Most tiles skip both by one branch.
+// A general kernel changes the products Sij here (scores.h). Then the mask hides keys. Where the state is wanted, each
+// thread tracks its largest scores: m may be stale, the maximum of earlier tiles (stale_softmax). Most tiles skip both
+// the mask and the tracking by one branch.
 template <class T, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
                                    const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {

@@ -34,11 +34,16 @@ const char *find_tensor_cores(const Attention &a, bool &on_tensor_cores) {
     return a.dtype == Dtype::bfloat16 ? portable::is_code_since_ampere(on_tensor_cores) : nullptr;
 }
 
+// Whether decode.cu takes the call, and on tensor cores.
+bool finds_decode(const Attention &a, const Device &device, bool &on_tensor_cores) {
+    return !find_tensor_cores(a, on_tensor_cores) && portable::takes_decode(a, device, on_tensor_cores);
+}
+
 }  // namespace
 
 bool portable::takes_decode(const Attention &a, const Device &device) {
     bool on_tensor_cores;
-    return !find_tensor_cores(a, on_tensor_cores) && takes_decode(a, device, on_tensor_cores);
+    return finds_decode(a, device, on_tensor_cores);
 }
 
 portable::FewQueries portable::plan_few_queries(const Attention &a, const Device &device) {
@@ -48,8 +53,8 @@ portable::FewQueries portable::plan_few_queries(const Attention &a, const Device
 
 Plan plan_portable(const Attention &a, const Device &device) {
     bool on_tensor_cores;
-    const bool is_few = !find_tensor_cores(a, on_tensor_cores) && portable::takes_decode(a, device, on_tensor_cores);
-    return is_few ? portable::plan_decode(a, device, on_tensor_cores) : plan_many_queries(a, device);
+    return finds_decode(a, device, on_tensor_cores) ? portable::plan_decode(a, device, on_tensor_cores)
+                                                    : plan_many_queries(a, device);
 }
 
 const char *launch_portable(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
