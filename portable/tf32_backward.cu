@@ -199,7 +199,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                     s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
                     if (masked && !queries.see(8 * n + y)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
-                    if constexpr (kIsGeneral<Mask>) dp *= slope;
+                    if constexpr (kIsGeneral<Mask>) dp = masked && !queries.see(8 * n + y) ? 0.f : dp * slope;
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
                                  "f"(dp)
                                  : "memory");

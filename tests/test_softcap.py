@@ -133,6 +133,18 @@ def test_hidden_nan(backend, dtype):
     torch.testing.assert_close(actual, expected[:, :, 100:], rtol=1e-2, atol=1e-2)
 
 
+def test_gradients_of_hidden_nan(backend, dtype):
+    """Of keys that the band alone hides from all queries."""
+    q, k, v = backend.qkv(Nq=70, Nk=150, dtype=dtype)
+    options = dict(softcap=2.0, causal=True, offset=20)
+    state = backend.forward(q, k, v, **options, return_state=True)
+    k[:, :, 100], v[:, :, 110] = torch.nan, torch.inf
+    do = torch.randn_like(q)
+    _, dk, dv = minimal_attn.backward(do, q, k, v, *state, **options, backend=backend.name)
+    assert not dk[:, :, 90:].any() and not dv[:, :, 90:].any()
+    assert dk[:, :, :90].any() and dv[:, :, :90].isfinite().all()
+
+
 def test_none_and_0_are_no_softcap(backend, dtype):
     q, k, v = backend.qkv(dtype=dtype)
     expected = backend.forward(q, k, v, causal=True)
