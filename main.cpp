@@ -115,6 +115,29 @@ struct PythonFunctions<void(Types...)> {
         };
         return call(Arguments{q, k, v, value_of(all)...});
     }
+    // For rings: results go to the caller's tensors, whose shapes aren't checked, and autograd and autocast know nothing.
+    // With lse o has q's dtype, with l and m it is float32.
+    static void forward_into(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
+                             const Tensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &lse) {
+        const auto call = [&](const Arguments &a) {
+            run(a, lse ? Returns::lse : Returns::state, nullptr,
+                {o, l.value_or(Tensor()), m.value_or(Tensor()), lse.value_or(Tensor())});
+        };
+        call(Arguments{q, k, v, value_of(all)...});
+    }
+};
+template <class Types>
+struct PythonBackward;
+template <class... Types>
+struct PythonBackward<void(Types...)> {
+    static void backward_into(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                              const Tensor &lse, const MaybeTensor &dlse, typename FromPython<Types>::type... options,
+                              const Tensor &dq, const Tensor &dk, const Tensor &dv) {
+        const auto call = [&](const Arguments &a) {
+            differentiate(a, do_, o, lse, dlse, dq.scalar_type(), {dq, dk, dv});
+        };
+        call(Arguments{q, k, v, value_of(options)...});
+    }
 };
 using Python = PythonFunctions<OwnTypes>;
 
@@ -154,6 +177,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("built_for") = "minimal_attn for torch " MINIMAL_ATTN_TORCH;  // which _load.py finds in the file, too
     m.doc() = "minimal_attn's C++ part; minimal_attn.forward is the documented way in";
     m.def("forward", torch::wrap_pybind_function_no_gil(Python::forward));
+    m.def("forward_into", torch::wrap_pybind_function_no_gil(Python::forward_into));
+    m.def("backward_into", torch::wrap_pybind_function_no_gil(PythonBackward<OptionTypes>::backward_into));
     m.def("explain", torch::wrap_pybind_function(Python::explain), "What minimal_attn.explain returns, as a dict");
     m.def("scaled_dot_product_attention", torch::wrap_pybind_function_no_gil(scaled_dot_product_attention));
     m.def("explain_sdpa", torch::wrap_pybind_function(explain_sdpa));

@@ -222,8 +222,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
                    const Tensor &block_table) {
     Attention attention{};
     attention.dtype = dtype_of(q);
-    const bool has_state = returns == Returns::state || a.o || a.sinks || has_two_parts(a);
-    attention.o_dtype = has_state ? Dtype::float32 : attention.dtype;
+    attention.o_dtype = returns == Returns::state ? Dtype::float32 : attention.dtype;
     attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
     attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
     attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
@@ -368,9 +367,7 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         attention.o_in = floats_of(before.o), attention.l_in = floats_of(before.l),
         attention.m_in = floats_of(before.m);
 
-        const bool is_converted = attention.o_dtype != dtype_of(results.o);
-        const Tensor o = is_converted ? empty_like_q(a.q, at::kFloat) : results.o;
-        attention.o = o.mutable_data_ptr(), attention.o_stride = strides_of(o);
+        attention.o = results.o.mutable_data_ptr(), attention.o_stride = strides_of(results.o);
         const auto written = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; };
         attention.l = written(results.l), attention.m = written(results.m), attention.lse = written(results.lse);
         if (attention.lse)
@@ -386,7 +383,6 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         if (q.is_cuda() && (attention.key_ranges || (attention.cu_seqlens_q && !attention.by_sequence)))
             check_launch(isolate_rows_cuda(attention, rows_alike, stream_of(q)), q);
 #endif
-        if (is_converted) results.o.copy_(o);
     };
     if (!has_two_parts(a)) return compute(a, returns, earlier_state(a), results), results;
     Results window;

@@ -5,7 +5,8 @@
 
 With minimal_attn installed; after `make build` alone, put PYTHONPATH=. before the command.
 Each rank holds its part of the queries, keys and values. Rank 0 gathers the parts of the result and compares
-some rows with float64.
+some rows with float64. With --train, a small model learns to name the first token of a sequence at every later one:
+each rank has its part of the tokens, and the gradients of the weights are summed.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 import minimal_attn
 from minimal_attn import ring
@@ -27,6 +29,7 @@ def main():
     parser.add_argument("--head-dim", type=int, default=64, help="d (torchrun takes --d for one of its own)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--full", action="store_true", help="without the causal mask")
+    parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="train a model so many steps")
     parser.add_argument("--timeout", type=float, default=60, help="seconds that a rank waits for another one")
     args = parser.parse_args()
 
@@ -36,8 +39,12 @@ def main():
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    (train if args.train else measure)(args, device, dist.get_rank(), dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
 
+
+def measure(args, device, rank, ranks):
     # Every rank draws the whole sequence, so that it can be checked; a model would compute its part alone.
     torch.manual_seed(0)
     Hq, Hkv = args.heads
@@ -59,8 +66,46 @@ def main():
         print(f"  ring {seconds * 1e3:.1f} ms, one process alone {alone * 1e3:.1f} ms")
         print(f"  error against float64 {error:.1e}")
         assert error < {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1e-2}[args.dtype]
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+class Model(torch.nn.Module):
+    """Tokens and positions, one attention over all ranks, scores of all tokens."""
+
+    def __init__(self, args, tokens=64):
+        super().__init__()
+        self.heads, d = args.heads, args.head_dim
+        width = self.heads[0] * d
+        self.token, self.position = torch.nn.Embedding(tokens, width), torch.nn.Embedding(args.length, width)
+        self.q, self.k, self.v = (torch.nn.Linear(width, H * d, bias=False) for H in (*self.heads, self.heads[1]))
+        self.out = torch.nn.Linear(width, tokens)
+
+    def forward(self, tokens, positions, timeout):
+        x = self.token(tokens) + self.position(positions)
+        q, k, v = (layer(x).unflatten(-1, (-1, layer.out_features // H)).transpose(1, 2)
+                   for layer, H in ((self.q, self.heads[0]), (self.k, self.heads[1]), (self.v, self.heads[1])))
+        o = ring.forward(q, k, v, causal=True, timeout=timeout)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+def train(args, device, rank, ranks):
+    torch.manual_seed(0)  # the same weights and tokens on all ranks
+    model = Model(args).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    positions = ring.shard(torch.arange(args.length, device=device)[None], rank, ranks, dim=1)
+    for step in range(args.train):
+        tokens = torch.randint(64, (1, args.length), device=device)
+        mine, first = ring.shard(tokens, rank, ranks, dim=1), tokens[0, 0]
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            scores = model(mine, positions, args.timeout)[0]
+        loss = F.cross_entropy(scores.float(), first.expand(len(scores)), reduction="sum") / args.length
+        optimizer.zero_grad()
+        loss.backward()  # of this rank's loss; the gradients of all losses' sum follow
+        for weight in model.parameters():
+            dist.all_reduce(weight.grad)
+        optimizer.step()
+        dist.all_reduce(loss)
+        if rank == 0 and (step % 20 == 0 or step == args.train - 1):
+            print(f"step {step:4}: loss {loss.item():.3f}")
 
 
 def best_time(call, device, repeats=5):

@@ -353,7 +353,6 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 change<T, true>(a.scores, S);
                 wgmma_wait<0>(dP);
                 multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
-                hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN would be NaN
             }
             if (has_large_rows && (!kIsGeneral<Mask> || may_be_large))
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
@@ -364,7 +363,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();  // keeps what follows behind the products
             if constexpr (kIsGeneral<Mask>)
-                multiply_elements(dP, S);
+                multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
             else
                 compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);

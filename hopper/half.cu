@@ -340,10 +340,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         if (is_last) V.consumer_release();
 
         if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
-        if (a.o_dtype == Dtype::float32) {
+        if (a.o_dtype == Dtype::float32 || a.o_in) {
             if (a.l)  // the exact maximum; l and Oi stay relative to cm
                 for (int r = 0; r < 2; ++r) softmax.m[r] = row_max<4>(fmaxf(softmax.m[r], softmax.largest[r]));
-            store_state(p, work, work.i0 + row, Oi, softmax, c);
+            store_state<T>(p, work, work.i0 + row, Oi, softmax, c);
         } else if (!stages_O<Tile>(p, work, warpgroup)) {
             store_O<T>(p, work, work.i0 + row, Oi, softmax);
         } else if constexpr (Tile::O == StoreO::through_V) {
@@ -446,7 +446,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Parameters p{a};
-        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && is_aligned(a.o, a.o_stride, 2, a.d) &&
+        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && !a.o_in && is_aligned(a.o, a.o_stride, 2, a.d) &&
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         if (sorts_tiles(a, plan)) {
             p.order = (int *)((char *)workspace + kOrderBegin);

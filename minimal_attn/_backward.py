@@ -26,6 +26,8 @@ def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
     return _known[device, dtype]
 
 
+# The operator's, behind do, q, k, v, o, lse and dlse, without those of backward alone: binding/arguments.h.
+_OPTIONS = tuple(x.name for x in torch.ops.minimal_attn.backward.default._schema.arguments[7:-3])
 _known: dict[tuple[torch.device, torch.dtype], bool] = {}
 # What torch.compiler.assume_constant_result does, which imports the compiler in a second.
 _has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -85,10 +87,9 @@ def backward(
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
         head are summed in dk and dv. What is hidden has gradients of exactly 0, whatever it holds; an inf or
-        NaN in a key that only key_ranges hide, or of another document, may spread, and with softcap on a GPU
-        one in a key that only the band hides. The same inputs give the same bits, on a CPU with any number of
-        threads. Only on Hopper, in half types with d up to 128, the last bits of dq vary unless
-        `deterministic` is set.
+        NaN in a key that only key_ranges hide, or of another document, may spread. The same inputs give the
+        same bits, on a CPU with any number of threads. Only on Hopper, in half types with d up to 128, the
+        last bits of dq vary unless `deterministic` is set.
 
     Raises:
         TypeError, ValueError: as forward raises them.
@@ -126,3 +127,9 @@ def backward(
         deterministic,
         complete,
     )
+
+
+def backward_into(do, q, k, v, o, lse, dlse, *, dq, dk, dv, **options) -> None:
+    """backward, for rings: the results go to tensors that the caller has, unchecked."""
+    given = (options.get(name, backward.__kwdefaults__.get(name)) for name in _OPTIONS)
+    _C.backward_into(do, q, k, v, o, lse, dlse, *given, dq, dk, dv)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import queue
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, TimeoutError
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
@@ -17,7 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store
 
 T = TypeVar("T")
 KEYS = "minimal_attn.ring"  # the prefix of keys in the group's store
@@ -39,6 +43,27 @@ class _Lost(Exception):
         self.blamed = blamed
 
 
+class Disagreement(Exception):
+    """The ranks' arguments aren't what they were. Nothing has been sent yet."""
+
+
+@dataclass
+class _Calls:
+    """Of a group: how many calls there were. A store may know earlier groups of this name: they had other lives."""
+
+    life: int
+    number: int = 0
+
+
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # for transfers
+
+
+@dataclass
+class Transfer:
+    works: list[dist.Work]
+
+
 class Peers:
     """The ranks of a process group, seen from one. As a context it ends the call on all ranks after an error.
 
@@ -52,68 +77,135 @@ class Peers:
         self.before, self.after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
         has_method = hasattr(group, "get_group_store")  # torch 2.8 has not
         self.store = group.get_group_store() if has_method else _get_process_group_store(group)
-        self.works: list[dist.Work] = []
+        self.stream = torch.cuda.current_stream() if is_cuda else None
+        self.transfers: list[Transfer] = []
 
-    def exchange(self, mine: dict) -> list[dict]:
-        """The dicts of all ranks, in their order."""
-        return [mine] if self.ranks == 1 else _within(self.timeout + 1, lambda: self._exchange(mine))
+    def greet(self, greeting: int | None) -> Callable[[], bool]:
+        """Begins a call. The result waits for all ranks, and says whether each greets with the same number.
 
-    def _exchange(self, mine: dict) -> list[dict]:
-        call = self.store.add(f"{KEYS}/calls/{self.rank}", 1)
-        keys = [f"{KEYS}/{call}/{rank}" for rank in range(self.ranks)]
-        self.store.set(keys[self.rank], json.dumps(mine))
-        # Not store.wait, which would log that it waited in vain.
+        It is below 2^40; None is like no other one. Only a sum goes through the store: the usual call is like the
+        last one, and has no time for more.
+        """
+        if self.ranks == 1:
+            return lambda: greeting is not None
+        number = int.from_bytes(os.urandom(5), "little") if greeting is None else greeting
+        return _started(self.timeout + 1, lambda: self._greet(number))
+
+    def _greet(self, greeting: int) -> bool:
+        if (calls := _calls.get(self.group)) is None:
+            calls = _calls[self.group] = _Calls(self.store.add(f"{KEYS}/lives/{self.rank}", 1))
+        calls.number += 1
+        key, here = f"{KEYS}/{calls.life}/{calls.number}", f"{KEYS}/{calls.life}/here"
+        self.store.set(f"{here}/{self.rank}", str(calls.number))
+        count, total = divmod(self.store.add(key, (1 << 48) + greeting), 1 << 48)
         for _ in _until(time.monotonic() + self.timeout, longest_pause=0.05):
-            if self.store.check(keys):
+            if count == self.ranks:
                 break
             if self.store.check([FAILED]):
                 raise _Lost("was told of an earlier failure")
+            count, total = divmod(self.store.add(key, 0), 1 << 48)
         else:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if missing:
+            numbers = [self._said(f"{here}/{rank}") for rank in range(self.ranks)]
+            if missing := [rank for rank, text in enumerate(numbers) if text != str(calls.number)]:
                 raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call {self.call}")
-        everyone = [json.loads(text) for text in self.store.multi_get(keys)]
-        # All ranks are in this call, so none still reads what was said in the last one.
-        self.store.delete_key(f"{KEYS}/{call - 1}/{self.rank}")
-        return everyone
+        if self.rank == 0:  # all ranks are in this call, so none still looks at the last one's sum
+            _started(1, lambda: self.store.delete_key(f"{KEYS}/{calls.life}/{calls.number - 1}"))
+        return total == greeting * self.ranks
 
-    def start(self, transfers: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
-        """Begins to send the first of each pair, and to receive into the second; None where there is none.
+    def _said(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def exchange(self, mine: dict) -> list[dict]:
+        """The dicts of all ranks, in their order. All have greeted before."""
+        return [mine] if self.ranks == 1 else _within(self.timeout + 1, lambda: self._exchange(mine))
+
+    def _exchange(self, mine: dict) -> list[dict]:
+        calls = _calls[self.group]
+        # Two calls take turns with the keys: a rank that is two calls on knows that all have begun the one between,
+        # and so have read this one's.
+        keys = [f"{KEYS}/{calls.life}/said {calls.number % 2}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], json.dumps([calls.number, mine]))
+        # Not store.wait, which would log that it waited in vain.
+        for _ in _until(time.monotonic() + self.timeout, longest_pause=0.05):
+            if self.store.check(keys):
+                said = [json.loads(text) for text in self.store.multi_get(keys)]
+                if all(number == calls.number for number, _ in said):
+                    return [its for _, its in said]
+            if self.store.check([FAILED]):
+                break
+        raise _Lost("was told of a failure, or waited in vain for the arguments of another rank")
+
+    def event(self) -> torch.cuda.Event | None:
+        """What a transfer may wait for: all that this rank has queued until now."""
+        return self.stream.record_event() if self.stream else None
+
+    def start(self, transfers: Sequence[tuple[Tensor, Tensor]], *events: torch.cuda.Event | None) -> Transfer:
+        """Begins to send the first of each pair, and to receive into the second, behind these events.
 
         Empty tensors go, too: NCCL needs all ranks.
         """
-        ops = []
-        for tag, (going, coming) in enumerate(transfers):
-            if coming is not None:
-                ops.append(dist.P2POp(dist.irecv, coming, None, self.group, tag, self.before))
-                ops.append(dist.P2POp(dist.isend, going, None, self.group, tag, self.after))
         try:
-            self.works = dist.batch_isend_irecv(ops) if ops else []
+            if self.stream is None:
+                works = self._queue(transfers)
+            else:
+                stream = _streams.get(self.stream.device) or torch.cuda.Stream()
+                _streams[self.stream.device] = stream
+                for event in events:
+                    if event is not None:
+                        stream.wait_event(event)
+                coalescing = _coalescing_manager(self.group, self.stream.device, async_ops=True)
+                with torch.cuda.stream(stream), coalescing as one:
+                    self._queue(transfers)
+                works = one.works
         except RuntimeError as error:
             text = f"lost rank {self.before} or {self.after} ({_line(error)})"
             raise _Lost(text, self.before, self.after) from None
+        self.transfers.append(Transfer(works))
+        return self.transfers[-1]
+
+    def _queue(self, transfers: Sequence[tuple[Tensor, Tensor]]) -> list[dist.Work]:
+        """As dist.batch_isend_irecv, whose checks take the host as long as a small transfer takes."""
+        works = []
+        for tag, (going, coming) in enumerate(transfers):
+            works.append(self.group.recv([coming], self.before, tag))
+            works.append(self.group.send([going], self.after, tag))
+        return works
+
+    def arrive(self, transfer: Transfer) -> None:
+        """What is queued from now on may use what comes and change what goes. On a CPU it waits for that."""
+        if self.is_cuda:
+            for work in transfer.works:
+                work.wait()  # a stream waits
+        else:
+            self._wait(transfer)
 
     def finish(self) -> None:
-        """Waits for what `start` began."""
+        """Waits until all has come and gone. On a GPU that is captured in a graph nothing can wait."""
+        if self.is_cuda and not torch.cuda.is_current_stream_capturing():
+            for transfer in self.transfers:
+                self._wait(transfer)
+        self.transfers = []
+
+    def _wait(self, transfer: Transfer) -> None:
         end = time.monotonic() + self.timeout
         got, sent = f"got no keys from rank {self.before}", f"could not send keys to rank {self.after}"
         kinds = [(got, (self.before,)), (sent, (self.after,))]
-        if len(self.works) == 1:  # NCCL makes one work of all
+        if len(transfer.works) == 1:  # NCCL makes one work of all
             kinds = [(f"{got} or {sent}", (self.before, self.after))]
-        for work, (name, blamed) in zip(self.works, itertools.cycle(kinds)):
+        for work, (name, blamed) in zip(transfer.works, itertools.cycle(kinds)):
             try:
                 if self.is_cuda:
                     self._poll(work, end)
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+                else:
+                    work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
             except RuntimeError as error:
                 is_late = time.monotonic() > end - 2e-3  # gloo waits for whole milliseconds, rounded down
                 why = f"in {self.timeout:g} s" if is_late else f"({_line(error)})"
                 raise _Lost(f"{name} {why}", *blamed) from None
-        self.works = []
 
     def _poll(self, work: dist.Work, end: float) -> None:
         """Waits for NCCL, whose own limit holds for the whole group and ends the process."""
-        next_look = 0.0
+        next_look = time.monotonic() + 0.5
         for now in _until(end, longest_pause=1e-4):
             if work.is_completed():
                 return
@@ -127,7 +219,7 @@ class Peers:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or self.ranks == 1:
+        if error is None or isinstance(error, Disagreement) or self.ranks == 1:
             return
         lost = isinstance(error, _Lost)
         does = str(error) if lost else f"raised {type(error).__name__}: {_line(error)}"
@@ -184,23 +276,51 @@ def _until(end: float, longest_pause: float) -> Iterator[float]:
 
 
 def _within(seconds: float, use_store: Callable[[], T]) -> T:
-    """use_store(), in a thread that is left behind if it takes longer.
+    return _started(seconds, use_store)()
+
+
+def _started(seconds: float, use_store: Callable[[], T]) -> Callable[[], T]:
+    """Starts use_store() in a thread that is left behind if it takes longer. The result waits for its result.
 
     TCPStore's own limits don't hold while the host of the store, most often rank 0, is stopped.
     """
     future: Future[T] = Future()
+    (_idle.pop() if _idle else _new_thread()).put((future, use_store))
+    end = time.monotonic() + seconds
+
+    def result() -> T:
+        with contextlib.suppress(TimeoutError):
+            future.exception(max(end - time.monotonic(), 0))
+        store = "the process group's store (most often rank 0 is its host)"
+        if not future.done():
+            raise _Lost(f"got no answer from {store} in {seconds:g} s")
+        try:
+            return future.result()
+        except RuntimeError as error:
+            raise _Lost(f"lost {store}: {_line(error)}") from None
+
+    return result
+
+
+def _new_thread() -> queue.SimpleQueue:
+    """The tasks of a new thread."""
+    tasks: queue.SimpleQueue = queue.SimpleQueue()
 
     def run() -> None:
-        try:
-            future.set_result(use_store())
-        except BaseException as error:
-            future.set_exception(error)
+        while True:
+            future, task = tasks.get()
+            try:
+                result = task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, task
+            _idle.append(tasks)
 
     threading.Thread(target=run, daemon=True).start()
-    store = "the process group's store (most often rank 0 is its host)"
-    if wait([future], seconds).not_done:
-        raise _Lost(f"got no answer from {store} in {seconds:g} s")
-    try:
-        return future.result()
-    except RuntimeError as error:
-        raise _Lost(f"lost {store}: {_line(error)}") from None
+    return tasks
+
+
+_idle: list[queue.SimpleQueue] = []  # tasks of threads that wait for one
+os.register_at_fork(after_in_child=_idle.clear)

@@ -1,123 +1,348 @@
-"""The two passes around a ring: blocks of keys and values travel, and in the second their gradients, too."""
+"""The two passes around a ring: blocks of keys and values travel, and in the second their gradients, too.
+
+On a GPU transfers have a stream of their own, and the host queues all before it waits. An attention kernel takes
+all multiprocessors, so a transfer that becomes ready while one runs begins when that one ends, beside the next
+kernel. A transfer that becomes ready together with a kernel might wait for it. So the own block is computed in two
+parts, and there is room for more blocks than two:
+
+    forward      own | own | step 1 | step 2 | ...          backward   own | step 1 | step 2 | own
+    transfers        | block 1 | block 2                    transfers  block 1 | block 2 | gradients
+              ^ meanwhile the ranks compare their arguments
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-import minimal_attn
-from minimal_attn._forward import State
-from minimal_attn._peers import Peers
+from minimal_attn._backward import backward_into
+from minimal_attn._forward import State, forward_into
+from minimal_attn._peers import Peers, Transfer
+from minimal_attn._ring_masks import Mask, Part
 from minimal_attn._zigzag import length, segments
+
+ROOMS = 3  # for blocks of other ranks: one is computed with, one has come, one is coming
 
 
 @dataclass
 class Ring:
-    """One call, seen from a rank: its peers, and where the queries and keys of all ranks are.
-
-    Query i of the whole sequence is at position i + offset among the Nk keys. With band = (left, right) it
-    sees the keys from `left` before this position to `right` behind it; -1 is no bound.
-    """
+    """One call, seen from a rank. At step s it has the block of the rank that is s places before it."""
 
     peers: Peers
-    Nq: int
-    Nk: int
-    offset: int
-    band: tuple[int, int]
+    mask: Mask
     options: dict  # of minimal_attn.forward and backward
+    parts: dict[tuple[int, int], Part | None] = field(default_factory=dict)
+    key_ranges: dict[int, Tensor] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, agree: Callable[[], None]) -> tuple[Tensor, Tensor]:
         """o and the log-sum-exp of this rank's queries, after all blocks have come by."""
-        parts = self._parts(q)
-        states: list[State | None] = [None] * len(parts)
-        block = self._own_block(k, v)
-        for step in range(self.peers.ranks):
-            next_block = self._next_block(block, step)
-            self.peers.start([(block, next_block)])
-            for i, (rows, first) in enumerate(parts):
-                for keys, mask in self._seen(rows, first, step):
-                    tensors = q[:, :, rows], *(x[:, :, keys] for x in block)
-                    options = dict(mask, **self.options, state=states[i], return_state=True)
-                    states[i] = minimal_attn.forward(*tensors, **options)
-            self.peers.finish()
-            block = next_block
-        o, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        for (rows, _), state in zip(parts, states, strict=True):
-            if state is not None:
-                o[:, :, rows] = state[0]
-                lse[:, :, rows] = state[2] + state[1].log()
-        return o, lse
+        states, blocks = _States(self, q), _Blocks(self, k, v)
+        own = self._compute(states, 0, q, blocks)
+        if self._is_split(q, k):
+            next(own, None)
+        agree()
+        blocks.start(1)
+        for _ in own:
+            pass
+        for step in range(1, self.peers.ranks):
+            blocks.arrive(step)
+            blocks.start(step + 1)
+            for _ in self._compute(states, step, q, blocks):
+                pass
+            blocks.has_been_read(step)
+        results = states.results()
+        self.peers.finish()
+        return results
 
     def backward(self, do, dlse, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of this rank's q, k and v, summed in float32.
 
-        A block's gradients follow it one step later: a rank computes its own part of them while the sum of
-        the earlier ranks' parts arrives. The last step brings them to the block's own rank.
+        The sum of a block's gradients follows it, one step later: it grows while the block travels from rank to
+        rank, and comes home in the end. What the own queries add to the own block stays here.
         """
-        dq = torch.zeros_like(q, dtype=torch.float32)
-        block, total = self._own_block(k, v), None
-        for step in range(self.peers.ranks):
-            next_block = self._next_block(block, step)
-            coming = None if total is None else self._block_at(k, step, torch.float32)
-            self.peers.start([(block, next_block), (total, coming)])
-            dk_dv = self._block_at(k, step, torch.float32).zero_()
-            for rows, first in self._parts(q):
-                do_, q_, o_, lse_, dlse_ = (x[:, :, rows] for x in (do, q, o, lse, dlse))
-                for keys, mask in self._seen(rows, first, step):
-                    some = (x[:, :, keys] for x in block)
-                    options = dict(mask, **self.options, dlse=dlse_, out_dtype=torch.float32)
-                    dq_, *dk_dv_ = minimal_attn.backward(do_, q_, *some, o_, lse_, None, **options)
-                    dq[:, :, rows] += dq_
-                    for x, more in zip(dk_dv, dk_dv_, strict=True):
-                        x[:, :, keys] += more
-            self.peers.finish()
-            block, total = next_block, dk_dv if coming is None else dk_dv.add_(coming)
-        if self.peers.ranks > 1:
-            coming = self._block_at(k, self.peers.ranks, torch.float32)
-            self.peers.start([(total, coming)])
-            self.peers.finish()
-            total = coming
-        return dq.to(q.dtype), *(x.to(k.dtype) for x in total)
+        rows = do.contiguous() if 0 in do.stride() else do, q, o, lse, dlse  # one copy for all steps
+        blocks, gradients = _Blocks(self, k, v), _Gradients(self, q, k)
+        own = self._differentiate(rows, gradients.own, 0, blocks)
+        blocks.start(1)
+        next(own, None)
+        for step in range(1, self.peers.ranks):
+            blocks.arrive(step)
+            blocks.start(step + 1)
+            found = gradients.of_step(step)
+            for _ in self._differentiate(rows, found, step, blocks):
+                pass
+            blocks.has_been_read(step)
+            gradients.add(step, found)
+        for _ in own:
+            pass
+        if gradients.transfer:
+            self.peers.arrive(gradients.transfer)
+        results = gradients.results()
+        self.peers.finish()
+        return results
 
-    def _own_block(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        return torch.stack((k, v)) if self.peers.ranks > 1 else (k, v)
+    def part(self, step: int) -> Part | None:
+        return self._part_of(self.peers.rank, self.owner(step))
 
-    def _next_block(self, block, step: int) -> Tensor | None:
-        """Room for the block of the next step; none at the last one."""
-        return None if step == self.peers.ranks - 1 else self._block_at(block[0], step + 1, block[0].dtype)
+    def _part_of(self, rank: int, owner: int) -> Part | None:
+        if (rank, owner) not in self.parts:
+            self.parts[rank, owner] = self.mask.part(rank, owner)
+        return self.parts[rank, owner]
 
-    def _block_at(self, k: Tensor, step: int, dtype: torch.dtype) -> Tensor:
-        return k.new_empty(2, *k.shape[:2], length(self._keys(step)), k.shape[3], dtype=dtype)
+    def owner(self, step: int) -> int:
+        return (self.peers.rank - step) % self.peers.ranks
 
-    def _keys(self, step: int) -> list[tuple[int, int]]:
-        """The positions of the block that this rank has at a step."""
-        return segments(self.Nk, (self.peers.rank - step) % self.peers.ranks, self.peers.ranks)
+    def block_length(self, owner: int) -> int:
+        return length(segments(self.mask.Nk, owner, self.peers.ranks))
 
-    def _parts(self, q: Tensor) -> list[tuple[slice, int]]:
-        """This rank's queries: neighbours, and the position of the first of them among the keys."""
-        if self.band == (-1, -1):  # positions don't matter, and all queries are one part
-            return [(slice(0, q.shape[2]), 0)]
-        parts, at = [], 0
-        for begin, end in segments(self.Nq, self.peers.rank, self.peers.ranks):
-            parts.append((slice(at, at + end - begin), begin + self.offset))
-            at += end - begin
-        return parts
+    def is_seen(self, owner: int, steps: range) -> bool:
+        """Whether a rank that has the block of `owner` at one of the steps sees one of its keys."""
+        return any(self._part_of((owner + step) % self.peers.ranks, owner) for step in steps)
 
-    def _seen(self, rows: slice, first: int, step: int) -> Iterator[tuple[slice, dict]]:
-        """Which of the step's keys the queries at positions first, first + 1, ... see, and the mask."""
-        (left, right), last = self.band, first + rows.stop - rows.start - 1
-        keys = self._keys(step)
-        if all(
-            (right == -1 or end - 1 <= first + right) and (left == -1 or begin >= last - left)
-            for begin, end in keys
-        ):  # every query sees every key, so their order doesn't matter
-            yield slice(None), {}
+    def _compute(self, states: _States, step: int, q: Tensor, blocks: _Blocks) -> Iterator[None]:
+        """What is computed of a step's block: in one call, of the own block in two, of which the first is larger."""
+        if (part := self.part(step)) is None:
             return
-        at = 0
-        for begin, end in keys:
-            if (right == -1 or begin <= last + right) and (left == -1 or end - 1 >= first - left):
-                yield slice(at, at + end - begin), dict(window_size=self.band, offset=first - begin)
-            at += end - begin
+        earlier, results = states.of_step(step)
+        q, k, v = _taken(q, part.rows), *(_taken(x, part.keys) for x in blocks[step])
+        options = dict(self._mask_of(part, step, q.device), **self.options, state=earlier)
+        if step > 0 or not self._is_split(q, k):
+            forward_into(q, k, v, **results, **options)
+            yield
+            return
+        for of_q, of_k in _two_parts(q, k, 0.75):
+            some = {name: x[of_q] for name, x in results.items()}
+            forward_into(q[of_q], k[of_k], v[of_k], **some, **options)
+            yield
+
+    def _differentiate(self, rows, found, step: int, blocks: _Blocks) -> Iterator[None]:
+        """Likewise. `rows` are do, q, o, lse and dlse of this rank, `found` dq of the step's rows, dk and dv."""
+        if (part := self.part(step)) is None:
+            return
+        do, q, o, lse, dlse = (x if x is None else _taken(x, part.rows) for x in rows)
+        dq, (k, v, dk, dv) = found[0], (_taken(x, part.keys) for x in (*blocks[step], *found[1:]))
+        options = dict(self._mask_of(part, step, q.device), **self.options)
+        is_split = step == 0 and self._is_split(q, k)
+        for of_q, of_k in _two_parts(q, k, 0.5) if is_split else [(..., ...)]:
+            of_rows = (x if x is None else x[of_q] for x in (do, q))
+            of_o = (x if x is None else x[of_q] for x in (o, lse, dlse))
+            results = dict(dq=dq[of_q], dk=dk[of_k], dv=dv[of_k])
+            backward_into(*of_rows, k[of_k], v[of_k], *of_o, **results, **options)
+            yield
+
+    def _is_split(self, q: Tensor, k: Tensor) -> bool:
+        """Whether there are transfers to hide behind two parts of the own block, and two parts."""
+        return q.is_cuda and self.peers.ranks > 1 and (q.shape[0] > 1 or k.shape[1] > 1)
+
+    def _mask_of(self, part: Part, step: int, device: torch.device) -> dict:
+        """The part's mask as arguments of minimal_attn.forward."""
+        if part.band is not None:
+            return part.band
+        if step not in self.key_ranges:
+            self.key_ranges[step] = self.mask.key_ranges(part, device)
+        return dict(key_ranges=self.key_ranges[step])
+
+
+def _two_parts(q: Tensor, k: Tensor, share: float) -> Iterator[tuple]:
+    """What to take of q and of k in two calls: of the batches, or of the heads. `share` is the first one's."""
+    dim = 0 if q.shape[0] > 1 else 1
+    at = min(max(int(share * k.shape[dim]), 1), k.shape[dim] - 1)
+    ends = at * (q.shape[dim] // k.shape[dim]), at
+    for part in lambda end: slice(end), lambda end: slice(end, None):
+        yield tuple((*[slice(None)] * dim, part(end)) for end in ends)
+
+
+def _taken(x: Tensor, some: slice) -> Tensor:
+    return x if _is_all(some, x) else x[:, :, some]
+
+
+class _Blocks:
+    """The blocks of keys and values as they come by: blocks[step]."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
+        self.ring, self.peers, self.shape = ring, ring.peers, k.shape
+        ranks = ring.peers.ranks
+        self.blocks = {0: (k.contiguous(), v.contiguous()) if ranks > 1 else (k, v)}
+        longest = max(ring.block_length(owner) for owner in range(ranks))
+        numbers = k.shape[0] * k.shape[1] * longest * k.shape[3]
+        self.rooms = [k.new_empty(2, numbers) for _ in range(min(ROOMS, ranks - 1))]
+        self.transfers: dict[int, Transfer] = {}
+        self.ready = ring.peers.event()  # behind the rooms: their memory may be in use until now
+        self.read: dict[int, torch.cuda.Event | None] = {}
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        return self.blocks[step]
+
+    def start(self, step: int) -> None:
+        """Begins to send the block of the last step, and to receive that of this one.
+
+        A block that no rank will need any more goes as an empty tensor: NCCL needs all ranks.
+        """
+        ring, ranks = self.ring, self.peers.ranks
+        if step >= ranks:
+            return
+        going, coming = self.blocks[step - 1], self._room(step)
+        if not ring.is_seen(ring.owner(step - 1), range(step, ranks)):
+            going = [x[:0] for x in going]
+        self.blocks[step] = coming
+        events = self.ready, self.read.get(step - ROOMS)
+        self.transfers[step] = self.peers.start(list(zip(going, coming, strict=True)), *events)
+
+    def arrive(self, step: int) -> None:
+        self.peers.arrive(self.transfers.pop(step))
+
+    def has_been_read(self, step: int) -> None:
+        self.read[step] = self.peers.event()
+        del self.blocks[step - 1]
+
+    def _room(self, step: int) -> tuple[Tensor, Tensor]:
+        ring, ranks, (B, Hkv, _, d) = self.ring, self.peers.ranks, self.shape
+        owner = ring.owner(step)
+        N = ring.block_length(owner) if ring.is_seen(owner, range(step, ranks)) else 0
+        k, v = (x[: B * Hkv * N * d].view(B, Hkv, N, d) for x in self.rooms[(step - 1) % ROOMS])
+        return k, v
+
+
+class _States:
+    """The softmax states of this rank's queries: of all, or of a chunk by itself. The last call gives o and lse."""
+
+    def __init__(self, ring: Ring, q: Tensor):
+        parts = (ring.part(step) for step in range(ring.peers.ranks))
+        self.q, self.rows = q, [None if part is None else part.rows for part in parts]
+        self.found: dict[tuple[int, int], State] = {}
+        self.ended: list[slice] = []
+
+    @functools.cached_property
+    def last(self) -> tuple[Tensor, Tensor]:
+        """o and lse of all rows. The first kernel doesn't need them, and needn't wait for the host to make them."""
+        return torch.empty_like(self.q), self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
+
+    def of_step(self, step: int) -> tuple[State | None, dict[str, Tensor]]:
+        """The earlier state of a step's rows, and where its results go."""
+        rows = self.rows[step]
+        earlier = self._earlier(rows)
+        if not any(later and _overlap(rows, later) for later in self.rows[step + 1 :]):
+            self.ended.append(rows)
+            return earlier, {name: _taken(x, rows) for name, x in zip(("o", "lse"), self.last, strict=True)}
+        o = torch.empty_like(_taken(self.q, rows), dtype=torch.float32)
+        l, m = o.new_empty(o.shape[:3]), o.new_empty(o.shape[:3])
+        self.found[rows.start, rows.stop] = o, l, m
+        return earlier, dict(o=o, l=l, m=m)
+
+    def _earlier(self, rows: slice) -> State | None:
+        """The state of these rows, or None; what other rows have stays."""
+        inside = {}
+        for (begin, end), state in list(self.found.items()):
+            first, last = max(begin, rows.start), min(end, rows.stop)
+            if first >= last:
+                continue
+            del self.found[begin, end]
+            for at, stop, to in (begin, first, self.found), (first, last, inside), (last, end, self.found):
+                if at < stop:
+                    to[at, stop] = tuple(x[:, :, at - begin : stop - begin] for x in state)
+        if not inside:
+            return None
+        pieces = [inside.get(gap) or self._empty(*gap) for gap in _cut(inside, rows)]
+        return pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, 2) for x in zip(*pieces, strict=True))
+
+    def _empty(self, begin: int, end: int) -> State:
+        """The state of rows that have seen no key."""
+        o = torch.zeros_like(self.q[:, :, begin:end], dtype=torch.float32)
+        return o, o.new_zeros(o.shape[:3]), o.new_full(o.shape[:3], -torch.inf)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        o, lse = self.last
+        known = self.found | {(rows.start, rows.stop): None for rows in self.ended}
+        for begin, end in _cut(known, slice(0, self.q.shape[2])):
+            if known.get((begin, end), ()) is not None:
+                state_o, l, m = known.get((begin, end)) or self._empty(begin, end)
+                o[:, :, begin:end], lse[:, :, begin:end] = state_o, m + l.log()
+        return o, lse
+
+
+class _Gradients:
+    """Sums in float32: what the own block adds, of the queries by all others, and of the block that is here."""
+
+    def __init__(self, ring: Ring, q: Tensor, k: Tensor):
+        self.ring, self.peers, self.q, self.k = ring, ring.peers, q, k
+        part, is_alone = ring.part(0), ring.peers.ranks == 1
+        sees_all = part and _is_all(part.rows, q) and _is_all(part.keys, k)
+        new = torch.empty_like if sees_all else torch.zeros_like
+        self.dq, *self.dk_dv = (new(x, dtype=x.dtype if is_alone else torch.float32) for x in (q, k, k))
+        self.own = part and (self.dq[:, :, part.rows], *self.dk_dv)
+        self.of_rows: dict[tuple[int, int], Tensor] = {}
+        self.coming: list[Tensor] = []
+        self.transfer: Transfer | None = None
+
+    def of_step(self, step: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where a step's gradients go: dq of its rows, dk and dv of the whole block."""
+        if (part := self.ring.part(step)) is None:
+            return None
+        dq = torch.empty_like(self.q[:, :, part.rows], dtype=torch.float32)
+        dk, dv = self._of_block(self.ring.owner(step))
+        if not _is_all(part.keys, dk):
+            dk.zero_(), dv.zero_()
+        return dq, dk, dv
+
+    def add(self, step: int, found: tuple[Tensor, Tensor, Tensor] | None) -> None:
+        """Adds what came with the block to a step's gradients, and begins to send the sum on."""
+        ring, total = self.ring, found[1:] if found else self.coming
+        if step > 1:
+            self.peers.arrive(self.transfer)
+            if found and self.coming[0].numel():
+                for x, more in zip(total, self.coming, strict=True):
+                    x.add_(more)
+        came_by = range(1, step + 1)
+        if not total:
+            total = self._of_block(None)
+        owner = ring.owner(step + 1)
+        self.coming = self._of_block(owner if ring.is_seen(owner, came_by) else None)
+        self.transfer = self.peers.start(list(zip(total, self.coming, strict=True)), self.peers.event())
+        if found:  # beside the transfer
+            rows = ring.part(step).rows
+            dq = self.of_rows.setdefault((rows.start, rows.stop), found[0])
+            if dq is not found[0]:
+                dq.add_(found[0])
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        pieces = list(self.of_rows.items())
+        for (begin, end), more in pieces[:-1]:
+            self.dq[:, :, begin:end] += more
+        coming = self.coming if self.coming and self.coming[0].numel() else [None, None]
+        dk_dv = (_sum(own, more, self.k.dtype) for own, more in zip(self.dk_dv, coming, strict=True))
+        (begin, end), more = pieces[-1] if pieces else ((0, 0), None)
+        return _sum(self.dq, more, self.q.dtype, begin, end), *dk_dv
+
+    def _of_block(self, owner: int | None) -> list[Tensor]:
+        B, Hkv, _, d = self.k.shape
+        N = 0 if owner is None else self.ring.block_length(owner)
+        return [self.k.new_empty(B, Hkv, N, d, dtype=torch.float32) for _ in "kv"]
+
+
+def _overlap(one: slice, other: slice) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _is_all(some: slice, x: Tensor) -> bool:
+    return some.stop - some.start == x.shape[2]
+
+
+def _cut(pieces: Iterable[tuple[int, int]], rows: slice) -> list[tuple[int, int]]:
+    """The pieces, which lie within the rows, and the gaps between them, in order."""
+    ends = sorted({rows.start, rows.stop, *(end for piece in pieces for end in piece)})
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def _sum(x: Tensor, more: Tensor | None, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
+    """x in a dtype, with `more` added to the rows from `begin` to `end`."""
+    if more is None:
+        return x.to(dtype)
+    result, end = torch.empty_like(x, dtype=dtype), x.shape[2] if end is None else end
+    for some in slice(0, begin), slice(end, None):
+        result[:, :, some] = x[:, :, some]
+    torch.add(x[:, :, begin:end], more, out=result[:, :, begin:end])
+    return result

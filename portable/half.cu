@@ -263,7 +263,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const Block<T, Mask> same_block = block_of<T, Mask>(a, opaque(index), Br);
     const int first_row = thread / 32 * Tile::WarpRows;
     pad_lse(a, same_block.b, same_block.h, same_block.i0 + same_block.rows, thread);
-    if (aligned && a.o_dtype != Dtype::float32)
+    if (aligned && a.o_dtype != Dtype::float32 && !a.o_in)
         store_rows<Tile>(a, same_block, rows, Q_tile, first_row, thread % 32);
     else
         store_rows_with_state<Tile>(a, same_block, rows, Q_tile, first_row, thread % 32, aligned);

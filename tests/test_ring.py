@@ -22,7 +22,7 @@ from conftest import DTYPES, check_o
 from reference import Attention, attention, gradients
 
 import minimal_attn
-from minimal_attn import ring
+from minimal_attn import _ring_passes, ring
 
 SERVER = multiprocessing.get_context("forkserver")
 # The last one is what use_deterministic_algorithms imports, in a second.
@@ -165,7 +165,9 @@ def check_all(rank, ranks, device, seed, transposed):
             assert o.dtype == dtype and lse.dtype == torch.float32
             assert o.stride() == torch.empty_like(shards[0]).stride()
             check_o(o, expected, dtype)
-            torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=2e-6)
+            is_approximate = device.type == "cuda" and dtype == torch.bfloat16 and "softcap" in band  # docs/scores.md
+            close = dict(rtol=2e-6, atol=1e-4 if is_approximate else 2e-6)
+            torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), **close)
             assert torch.equal(ring.forward(*shards, **band), o)
         except AssertionError as error:
             case = f"{ranks} ranks, {(B, Hq, Hkv, Nq, Nk, d)}, {dtype}, {band}"
@@ -208,6 +210,68 @@ def test_gradients(ranks, transport, seed):
     raise_first(run(check_gradients, ranks, seed, transport=transport))
 
 
+def bounds_of_documents(N, generator):
+    """Five documents, some of them maybe empty, and maybe tokens of none before and behind."""
+    return torch.randint(0, N + 1, (6,), generator=generator).sort().values.int()
+
+
+def check_documents(rank, ranks, device, seed):
+    """Packed documents of the whole sequence: values and gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = {}, dict(causal=True), dict(window_size=(9, 4)), dict(causal=True, window_size=(30, -1))
+    for number, (mask, is_self) in enumerate(itertools.product(masks, (True, False))):
+        dtype, (Nq, Nk) = DTYPES[(seed + number) % 3], (200, 200) if is_self else (150, 230)
+        cu_q = bounds_of_documents(Nq, generator).to(device)
+        cu_k = cu_q if is_self else bounds_of_documents(Nk, generator).to(device)
+        options = dict(mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        shapes = (1, 4, Nq, 32), (1, 4, Nq, 32), (1, 2, Nk, 32), (1, 2, Nk, 32)
+        do, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        expected = Attention(*(ring.shard(x, rank, ranks) for x in attention(q, k, v, **options)))
+        inputs = [ring.shard(x, rank, ranks).requires_grad_() for x in (q, k, v)]
+        o, lse = ring.forward(*inputs, **options, return_lse=True)
+        check_o(o, expected, dtype)
+        torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), rtol=2e-6, atol=2e-6)
+        found = torch.autograd.grad(o, inputs, ring.shard(do, rank, ranks))
+        for x, whole in zip(found, gradients(do, q, k, v, **options), strict=True):
+            size = max(whole.norm(), whole.numel() ** 0.5 / 10)
+            bound = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}[dtype]
+            error = (x.double() - ring.shard(whole, rank, ranks)).norm() / size
+            assert error < bound, f"{ranks} ranks, {dtype}, {options}: {error:.1e}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_documents(ranks, transport, seed):
+    if transport == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip("there are fewer GPUs")
+    raise_first(run(check_documents, ranks, seed, transport=transport))
+
+
+WRONG_DOCUMENTS = [
+    ((dict(cu_seqlens_q=[0, 4])), TypeError, "cu_seqlens_k must be a tensor"),
+    (dict(cu_seqlens_q=[0, 4, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_k must have .* length 3, but has 2"),
+    (dict(cu_seqlens_q=[0, 9], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must end at the whole length 8"),
+    (dict(cu_seqlens_q=[0, 4, 3], cu_seqlens_k=[0, 4, 8]), ValueError, "cu_seqlens_q must .* never decrease"),
+    (dict(cu_seqlens_q=[0.0, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must .* an integer dtype, but was"),
+    (dict(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8], offset=1), ValueError, "offset must be None with cu_seqlens"),
+]
+
+
+def wrong_documents(rank, ranks, device):
+    x = torch.randn(1, 1, 8 // ranks, 16)
+    for wrong, kind, text in WRONG_DOCUMENTS:
+        options = {name: torch.tensor(value) if name != "offset" else value for name, value in wrong.items()}
+        with pytest.raises(kind, match=text) as error:
+            ring.forward(x, x, x, timeout=20, **options)
+        assert "\n" not in str(error.value)
+    cu = torch.tensor([0, 3 + rank, 8])
+    with pytest.raises(ValueError, match="cu_seqlens must be the same on all ranks"):
+        ring.forward(x, x, x, timeout=20, cu_seqlens_q=cu, cu_seqlens_k=cu)
+
+
+def test_wrong_documents():
+    raise_first(run(wrong_documents, 2))
+
+
 def check_autocast(rank, ranks, device):
     """Results and gradients are those of inputs that were cast before."""
     q, k, v = torch.randn(3, 1, 2, 60, 32, generator=torch.Generator().manual_seed(5)).to(device)
@@ -245,33 +309,33 @@ def test_merging_loses_no_digits(seed):
     assert sum(parts) <= alone[0] + 0.02 * 300 * 64
 
 
-def count_keys(rank, ranks, device):
-    computed = []
-    plain = minimal_attn.forward
+def sizes_of_calls(rank, ranks, device):
+    """(queries, keys) of each call of a kernel, under a causal mask and under a short window."""
+    sizes = []
+    plain = _ring_passes.forward_into
 
-    def counting(q, k, v, **options):
-        computed.append(q.shape[2] * k.shape[2])
-        return plain(q, k, v, **options)
+    def counting(q, k, *arguments, **options):
+        sizes.append((q.shape[2], k.shape[2]))
+        plain(q, k, *arguments, **options)
 
-    minimal_attn.forward = counting
+    _ring_passes.forward_into = counting
     x = torch.randn(1, 1, 800 // ranks, 16)
     ring.forward(x, x, x, causal=True)
-    causal = sum(computed)
-    computed.clear()
+    causal = list(sizes)
+    sizes.clear()
     ring.forward(x, x, x, window_size=(10, 0))
-    return causal, sum(computed)
+    return causal, sizes
 
 
 def test_hidden_blocks_are_not_computed():
-    """Each rank has the same causal work; a short window needs a chunk and the one before it.
-
-    Rank 3's two chunks are neighbours, so they count as one of 200 (whose hidden keys the kernel skips).
-    """
-    results = run(count_keys, 4)
+    """A block is one call. Each rank has the same causal work; a short window needs a chunk and the one before."""
+    results = run(sizes_of_calls, 4)
     raise_first(results)
     causal, window = zip(*results, strict=True)
-    assert causal == (9 * 100 * 100,) * 3 + (10 * 100 * 100,)
-    assert window == (3 * 100 * 100, 4 * 100 * 100, 5 * 100 * 100, 6 * 100 * 100)
+    for rank, sizes in enumerate(causal):  # half of the queries see a later rank's keys, and half of an earlier one's
+        assert sizes == [(200, 200)] + [(200, 100)] * rank + [(100, 200)] * (3 - rank)
+    own, chunk = (200, 200), (100, 100)  # rank 3's chunks are neighbours, and count as one
+    assert window == ([own, chunk], [own, chunk, chunk], [own, chunk, (100, 200)], [own, (200, 100)])
 
 
 def in_a_subgroup(rank, ranks, device):
@@ -294,6 +358,56 @@ def test_needs_a_process_group():
         ring.forward(x, x, x)
 
 
+def captured(rank, ranks, device):
+    """A graph of both passes is replayed with other values."""
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(3, 1, 4, 500, 64, generator=generator).to(device, torch.bfloat16)
+    inputs = [ring.shard(x, rank, ranks).requires_grad_() for x in whole]
+
+    def both():
+        o = ring.forward(*inputs, causal=True)
+        return o, *torch.autograd.grad(o, inputs, torch.ones_like(o))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = both()
+    for x, change in zip(inputs, torch.randn(3, 1, 4, 500, 64, generator=generator), strict=True):
+        x.data += ring.shard(change, rank, ranks).to(x)
+    graph.replay()
+    for found, expected in zip(results, both(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # dq may vary in its last bits
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
+def test_graph():
+    raise_first(run(captured, 2, transport="nccl"))
+
+
+def changing_shapes(rank, ranks, device, seed):
+    """Many calls, with a few arguments that return: values, and memory that doesn't grow."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = 0
+    for number in range(100):
+        Nq, Nk = (int(x) for x in torch.randint(20, 300, (2,), generator=generator)) if number % 3 else (100, 100)
+        whole = [torch.randn(1, 2, N, 32, generator=generator).to(device) for N in (Nq, Nk, Nk)]
+        o = ring.forward(*(ring.shard(x, rank, ranks) for x in whole), causal=bool(number % 2))
+        expected = minimal_attn.forward(*whole, causal=bool(number % 2))
+        torch.testing.assert_close(o, ring.shard(expected, rank, ranks), rtol=1e-4, atol=1e-5)
+        del o, expected, whole
+        if device.type == "cuda":
+            kept = max(kept, torch.cuda.memory_allocated()) if number < 20 else kept
+            assert torch.cuda.memory_allocated() <= kept
+
+
+def test_changing_shapes(transport, seed):
+    raise_first(run(changing_shapes, 2, seed, transport=transport))
+
+
 # ------------------------------------------------------------------------------------ odd ranks
 
 ODD = {  # what rank 1 does differently, the error on all ranks
@@ -302,7 +416,7 @@ ODD = {  # what rank 1 does differently, the error on all ranks
         lambda q, k, v: (q, k[:, :2], v[:, :2]),
         {},
         ValueError,
-        "Hkv .* 4 on ranks 0, 2 and 2 on rank 1",
+        "Hkv .* 4 on ranks? 0.* and 2 on rank 1",
     ),
     "d": (lambda q, k, v: (q[..., :8], k[..., :8], v[..., :8]), {}, ValueError, "^d must be the same"),
     "length": (
@@ -326,7 +440,7 @@ ODD = {  # what rank 1 does differently, the error on all ranks
 
 def odd_rank(rank, ranks, device):
     """All errors in one go: the group stays usable."""
-    q, k, v = torch.randn(3, 1, 4, 20, 16)
+    q, k, v = torch.randn(3, 1, 4, 20, 16, device=device)
     errors = {}
     for name, (change, options, *_) in ODD.items():
         arguments, here = ((q, k, v), {}) if rank != 1 else (change(q.clone(), k, v), options)
@@ -338,10 +452,13 @@ def odd_rank(rank, ranks, device):
     return errors
 
 
-def test_odd_ranks():
-    results = run(odd_rank, 3)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_odd_ranks(ranks, transport):
+    if transport == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip("there are fewer GPUs")
+    results = run(odd_rank, ranks, transport=transport)
     raise_first(results)
-    assert results[0] == results[1] == results[2]
+    assert all(result == results[0] for result in results)
     for name, (*_, kind, text) in ODD.items():
         was, said = results[0][name]
         assert was is kind and "\n" not in said, name
@@ -366,10 +483,10 @@ def test_different_passes():
 
 def lose_a_rank(rank, ranks, device, lost, when, how, timeout, within="forward"):
     """The error of a call in which a rank is lost before the call, or within its `when`th product."""
-    q, k, v = torch.randn(3, 1, 2, 40, 16).requires_grad_(within == "backward")
+    q, k, v = torch.randn(3, 1, 2, 40, 16, device=device).requires_grad_(within == "backward")
     o = ring.forward(q, k, v, timeout=20 if within == "forward" else timeout)
     calls = []
-    plain = getattr(minimal_attn, within)
+    plain = getattr(_ring_passes, f"{within}_into")
 
     def last(*arguments, **options):
         calls.append(0)
@@ -380,7 +497,7 @@ def lose_a_rank(rank, ranks, device, lost, when, how, timeout, within="forward")
         return plain(*arguments, **options)
 
     if rank == lost:
-        setattr(minimal_attn, within, last)
+        setattr(_ring_passes, f"{within}_into", last)
         if when == 0:
             os.kill(os.getpid(), how)
     start = time.monotonic()
@@ -428,6 +545,19 @@ def test_lost_rank_of_the_backward_pass(how, when):
     assert set(kinds) == {ring.RingError} and len(set(texts)) == 1, texts
     assert texts[0].startswith(f"{BACKWARD} ended on all ranks") and names_rank(texts[0], 1)
     assert max(seconds) < TIMEOUT + 4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
+@pytest.mark.parametrize("within", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "how, lost, when", [(signal.SIGKILL, 1, 1), (signal.SIGKILL, 0, 0), (signal.SIGSTOP, 1, 1), (signal.SIGSTOP, 1, 0)]
+)
+def test_lost_rank_on_gpus(how, lost, when, within):
+    """The other one raises an error in time."""
+    (result,) = [x for x in run(lose_a_rank, 2, lost, when, how, TIMEOUT, within, transport="nccl", gone=[lost]) if x]
+    kind, text, seconds = result
+    assert kind is ring.RingError and names_rank(text, lost) and "\n" not in text
+    assert seconds < TIMEOUT + 5
 
 
 @pytest.mark.parametrize("within, name", [("forward", "ring.forward"), ("backward", BACKWARD)])

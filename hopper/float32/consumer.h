@@ -126,7 +126,7 @@ __device__ void store_O(const Parameters &p, const WorkTileOf<Mask> &work, int i
     constexpr float truncation = kTruncationT<Tile::D>;
     // A row that sees no key has l = 0; store_state tells it from a row with scores of -inf alone.
     if (!p.stores_O_alone || __any_sync(~0u, l[0] == 0.f || l[1] == 0.f))
-        return store_state(p, work, i, Oi, softmax, c_of_m, unit_of_m, unit_of_O, truncation);
+        return store_state<float>(p, work, i, Oi, softmax, c_of_m, unit_of_m, unit_of_O, truncation);
     const int column = opaque(threadIdx.x) % 4 * 2;
     float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, i) + column;
 #pragma unroll
