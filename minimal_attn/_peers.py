@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store
 
+from minimal_attn._shared_words import Offer, SharedWords, opened
+
 T = TypeVar("T")
 KEYS = "minimal_attn.ring"  # the prefix of keys in the group's store
 FAILED = KEYS + "/failed"  # this key has the first failure, if there was one
@@ -53,6 +55,8 @@ class _Calls:
 
     life: int
     number: int = 0
+    has_exchanged: bool = False
+    words: SharedWords | None = None  # once all ranks have opened them, which are on one host then
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
@@ -83,15 +87,37 @@ class Peers:
     def greet(self, greeting: int | None) -> Callable[[], bool]:
         """Begins a call. The result waits for all ranks, and says whether each greets with the same number.
 
-        It is below 2^40; None is like no other one. Only a sum goes through the store: the usual call is like the
-        last one, and has no time for more.
+        It is below 2^40; None is like no other one. A usual call is like the last one, and has no time for more: on
+        one host ranks greet in shared memory, else a sum goes through the store.
         """
         if self.ranks == 1:
             return lambda: greeting is not None
-        number = int.from_bytes(os.urandom(5), "little") if greeting is None else greeting
-        return _started(self.timeout + 1, lambda: self._greet(number))
+        if greeting is None:
+            greeting = int.from_bytes(os.urandom(5), "little")
+        calls = _calls.get(self.group)
+        if calls is None or calls.words is None:
+            return _started(self.timeout + 1, lambda: self._greet_by_store(greeting))
+        calls.number += 1
+        # Two calls take turns: a rank that is two calls on knows that all have begun the one between, and so have
+        # read this one's.
+        places = range(calls.number % 2 * self.ranks, (calls.number % 2 + 1) * self.ranks)
+        calls.words[places[self.rank]] = calls.number % (1 << 24) << 40 | greeting
+        return lambda: self._all_words(calls, places, greeting)
 
-    def _greet(self, greeting: int) -> bool:
+    def _all_words(self, calls: _Calls, places: range, greeting: int) -> bool:
+        end, next_look, words = time.monotonic() + self.timeout, time.monotonic() + 0.5, []
+        for now in itertools.chain(itertools.repeat(0.0, 200), _until(end, longest_pause=0.01)):
+            words = [calls.words[place] for place in places]
+            if all(word >> 40 == calls.number % (1 << 24) for word in words):
+                return all(word % (1 << 40) == greeting for word in words)
+            if now >= next_look:
+                next_look = now + 0.5
+                if _within(max(end - now, 0.1), lambda: self.store.check([FAILED])):
+                    raise _Lost("was told of an earlier failure")
+        missing = [rank for rank, word in enumerate(words) if word >> 40 != calls.number % (1 << 24)]
+        raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call {self.call}")
+
+    def _greet_by_store(self, greeting: int) -> bool:
         if (calls := _calls.get(self.group)) is None:
             calls = _calls[self.group] = _Calls(self.store.add(f"{KEYS}/lives/{self.rank}", 1))
         calls.number += 1
@@ -105,25 +131,36 @@ class Peers:
                 raise _Lost("was told of an earlier failure")
             count, total = divmod(self.store.add(key, 0), 1 << 48)
         else:
-            numbers = [self._said(f"{here}/{rank}") for rank in range(self.ranks)]
+            keys = [f"{here}/{rank}" for rank in range(self.ranks)]
+            numbers = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
             if missing := [rank for rank, text in enumerate(numbers) if text != str(calls.number)]:
                 raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call {self.call}")
         if self.rank == 0:  # all ranks are in this call, so none still looks at the last one's sum
             _started(1, lambda: self.store.delete_key(f"{KEYS}/{calls.life}/{calls.number - 1}"))
         return total == greeting * self.ranks
 
-    def _said(self, key: str) -> str:
-        return self.store.get(key).decode() if self.store.check([key]) else ""
-
     def exchange(self, mine: dict) -> list[dict]:
         """The dicts of all ranks, in their order. All have greeted before."""
         return [mine] if self.ranks == 1 else _within(self.timeout + 1, lambda: self._exchange(mine))
 
     def _exchange(self, mine: dict) -> list[dict]:
+        calls, offer = _calls[self.group], None
+        if not calls.has_exchanged and self.rank == 0:
+            offer = Offer(2 * self.ranks)
+        said = self._gathered(f"said {calls.number % 2}", [mine, offer and offer.address])
+        if not calls.has_exchanged:
+            calls.has_exchanged, (_, address) = True, said[0]
+            words = opened(*address) if address else None
+            if all(self._gathered("opened", words is not None)):
+                calls.words = words
+            if offer:
+                offer.close()
+        return [its for its, _ in said]
+
+    def _gathered(self, topic: str, mine: object) -> list:
+        """What all ranks say of a topic in this call."""
         calls = _calls[self.group]
-        # Two calls take turns with the keys: a rank that is two calls on knows that all have begun the one between,
-        # and so have read this one's.
-        keys = [f"{KEYS}/{calls.life}/said {calls.number % 2}/{rank}" for rank in range(self.ranks)]
+        keys = [f"{KEYS}/{calls.life}/{topic}/{rank}" for rank in range(self.ranks)]
         self.store.set(keys[self.rank], json.dumps([calls.number, mine]))
         # Not store.wait, which would log that it waited in vain.
         for _ in _until(time.monotonic() + self.timeout, longest_pause=0.05):
@@ -132,8 +169,8 @@ class Peers:
                 if all(number == calls.number for number, _ in said):
                     return [its for _, its in said]
             if self.store.check([FAILED]):
-                break
-        raise _Lost("was told of a failure, or waited in vain for the arguments of another rank")
+                raise _Lost("was told of an earlier failure")
+        raise _Lost(f"waited {self.timeout:g} s for the arguments of other ranks")
 
     def event(self) -> torch.cuda.Event | None:
         """What a transfer may wait for: all that this rank has queued until now."""

@@ -5,9 +5,9 @@ all multiprocessors, so a transfer that becomes ready while one runs begins when
 kernel. A transfer that becomes ready together with a kernel might wait for it. So the own block is computed in two
 parts, and there is room for more blocks than two:
 
-    forward      own | own | step 1 | step 2 | ...          backward   own | step 1 | step 2 | own
-    transfers        | block 1 | block 2                    transfers  block 1 | block 2 | gradients
-              ^ meanwhile the ranks compare their arguments
+    forward      own     | own | step 1 | ...         backward     own | own | step 1 | step 2 | own
+    transfers            | block 1 | block 2          transfers        | block 1 | block 2 | gradients
+                 ^ meanwhile the ranks compare their arguments
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Ring:
         rows = do.contiguous() if 0 in do.stride() else do, q, o, lse, dlse  # one copy for all steps
         blocks, gradients = _Blocks(self, k, v), _Gradients(self, q, k)
         own = self._differentiate(rows, gradients.own, 0, blocks)
+        if self._is_split(q, k):
+            next(own, None)
         blocks.start(1)
         next(own, None)
         for step in range(1, self.peers.ranks):
@@ -104,7 +106,7 @@ class Ring:
         return any(self._part_of((owner + step) % self.peers.ranks, owner) for step in steps)
 
     def _compute(self, states: _States, step: int, q: Tensor, blocks: _Blocks) -> Iterator[None]:
-        """What is computed of a step's block: in one call, of the own block in two, of which the first is larger."""
+        """What is computed of a step's block, in one call; the own block in two, of which the first is larger."""
         if (part := self.part(step)) is None:
             return
         earlier, results = states.of_step(step)
@@ -114,9 +116,9 @@ class Ring:
             forward_into(q, k, v, **results, **options)
             yield
             return
-        for of_q, of_k in _two_parts(q, k, 0.75):
-            some = {name: x[of_q] for name, x in results.items()}
-            forward_into(q[of_q], k[of_k], v[of_k], **some, **options)
+        for of_q, of_k in _cuts(q, k, (0.75, 1)):
+            some = {name: x.narrow(*of_q) for name, x in results.items()}
+            forward_into(q.narrow(*of_q), k.narrow(*of_k), v.narrow(*of_k), **some, **options)
             yield
 
     def _differentiate(self, rows, found, step: int, blocks: _Blocks) -> Iterator[None]:
@@ -126,16 +128,18 @@ class Ring:
         do, q, o, lse, dlse = (x if x is None else _taken(x, part.rows) for x in rows)
         dq, (k, v, dk, dv) = found[0], (_taken(x, part.keys) for x in (*blocks[step], *found[1:]))
         options = dict(self._mask_of(part, step, q.device), **self.options)
-        is_split = step == 0 and self._is_split(q, k)
-        for of_q, of_k in _two_parts(q, k, 0.5) if is_split else [(..., ...)]:
-            of_rows = (x if x is None else x[of_q] for x in (do, q))
-            of_o = (x if x is None else x[of_q] for x in (o, lse, dlse))
-            results = dict(dq=dq[of_q], dk=dk[of_k], dv=dv[of_k])
-            backward_into(*of_rows, k[of_k], v[of_k], *of_o, **results, **options)
+        if step > 0 or not self._is_split(q, k):
+            backward_into(do, q, k, v, o, lse, dlse, dq=dq, dk=dk, dv=dv, **options)
+            yield
+            return
+        for of_q, of_k in _cuts(q, k, (0.25, 0.5, 1)):
+            of_rows = [x if x is None else x.narrow(*of_q) for x in (do, q, o, lse, dlse)]
+            results = dict(dq=dq.narrow(*of_q), dk=dk.narrow(*of_k), dv=dv.narrow(*of_k))
+            backward_into(*of_rows[:2], k.narrow(*of_k), v.narrow(*of_k), *of_rows[2:], **results, **options)
             yield
 
     def _is_split(self, q: Tensor, k: Tensor) -> bool:
-        """Whether there are transfers to hide behind two parts of the own block, and two parts."""
+        """Whether there are transfers to hide behind parts of the own block, and parts."""
         return q.is_cuda and self.peers.ranks > 1 and (q.shape[0] > 1 or k.shape[1] > 1)
 
     def _mask_of(self, part: Part, step: int, device: torch.device) -> dict:
@@ -147,13 +151,18 @@ class Ring:
         return dict(key_ranges=self.key_ranges[step])
 
 
-def _two_parts(q: Tensor, k: Tensor, share: float) -> Iterator[tuple]:
-    """What to take of q and of k in two calls: of the batches, or of the heads. `share` is the first one's."""
-    dim = 0 if q.shape[0] > 1 else 1
-    at = min(max(int(share * k.shape[dim]), 1), k.shape[dim] - 1)
-    ends = at * (q.shape[dim] // k.shape[dim]), at
-    for part in lambda end: slice(end), lambda end: slice(end, None):
-        yield tuple((*[slice(None)] * dim, part(end)) for end in ends)
+def _cuts(q: Tensor, k: Tensor, ends: tuple[float, ...]) -> Iterator[tuple]:
+    """The batches, or the heads, of q and of k for each of some calls, as Tensor.narrow takes them.
+
+    `ends` are shares of all. The first call has at least one head and leaves one; another one may have none.
+    """
+    dim, begin = 0 if q.shape[0] > 1 else 1, 0
+    count, group = k.shape[dim], q.shape[dim] // k.shape[dim]
+    for end in ends:
+        stop = min(max(int(end * count), 1), count - (end < 1))
+        if begin < stop:
+            yield (dim, begin * group, (stop - begin) * group), (dim, begin, stop - begin)
+        begin = stop
 
 
 def _taken(x: Tensor, some: slice) -> Tensor:
