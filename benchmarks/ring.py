@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.ring               # in the repository's root, behind make build
 
-Every call begins when all ranks are ready, and its time is that of the slowest rank; the median of 10, two in each of
-five turns that peers take. The ideal is one GPU's time for the whole sequence, divided by the number of GPUs: `alone`,
-while the others wait, and `each`, where all GPUs compute it at the same time. context_parallel takes cuDNN's kernel.
+Every call begins when all ranks are ready, and its time is that of the slowest rank; the median of 10, two in
+each of five turns that peers take. The ideal is one GPU's time for the whole sequence, divided by the number
+of GPUs: `alone`, while the others wait, and `each`, where all GPUs compute it at the same time.
+context_parallel takes cuDNN's kernel.
 """
 
 import argparse
@@ -61,8 +62,9 @@ class Peer:
         if self.why:
             return
         qkv, attention = self.tensors(), attention_of(self.name, self.case[4])
-        is_parallel = self.name == "context_parallel"
-        context = context_parallel(self.mesh, buffers=qkv, buffer_seq_dims=[2, 2, 2]) if is_parallel else nullcontext()
+        context = nullcontext()
+        if self.name == "context_parallel":
+            context = context_parallel(self.mesh, buffers=qkv, buffer_seq_dims=[2, 2, 2])
         try:
             with context, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 inputs, do = [x.detach().requires_grad_() for x in qkv], torch.randn_like(qkv[0])

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 examples/ring.py                       # gloo on CPUs
     torchrun --nproc-per-node 4 examples/ring.py --length 100000       # NCCL, where each process has a GPU
 
-With minimal_attn installed; after `make build` alone, put PYTHONPATH=. before the command.
-Each rank holds its part of the queries, keys and values. Rank 0 gathers the parts of the result and compares
-some rows with float64. With --train, a small model learns to name the first token of a sequence at every later one:
-each rank has its part of the tokens, and the gradients of the weights are summed.
+With minimal_attn installed; after `make build` alone, put PYTHONPATH=. before the command. Each rank holds
+its part of the queries, keys and values. Rank 0 gathers the parts of the result and compares some rows with
+float64. With --train, a small model learns to name the first token of a sequence at every later one: each
+rank has its part of the tokens, and the gradients of the weights are summed.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import time
 
 import torch
+import torch._dynamo  # else an optimizer imports it, and keeps the group's threads (torch 2.11)
 import torch.distributed as dist
 from torch.nn import functional as F
 
@@ -76,13 +77,14 @@ class Model(torch.nn.Module):
         self.heads, d = args.heads, args.head_dim
         width = self.heads[0] * d
         self.token, self.position = torch.nn.Embedding(tokens, width), torch.nn.Embedding(args.length, width)
-        self.q, self.k, self.v = (torch.nn.Linear(width, H * d, bias=False) for H in (*self.heads, self.heads[1]))
+        self.qkv = torch.nn.Linear(width, (self.heads[0] + 2 * self.heads[1]) * d, bias=False)
         self.out = torch.nn.Linear(width, tokens)
 
     def forward(self, tokens, positions, timeout):
         x = self.token(tokens) + self.position(positions)
-        q, k, v = (layer(x).unflatten(-1, (-1, layer.out_features // H)).transpose(1, 2)
-                   for layer, H in ((self.q, self.heads[0]), (self.k, self.heads[1]), (self.v, self.heads[1])))
+        Hq, Hkv = self.heads
+        heads = self.qkv(x).unflatten(-1, (Hq + 2 * Hkv, -1)).transpose(1, 2)
+        q, k, v = heads.split([Hq, Hkv, Hkv], dim=1)
         o = ring.forward(q, k, v, causal=True, timeout=timeout)
         return self.out(o.transpose(1, 2).flatten(2))
 
@@ -90,7 +92,7 @@ class Model(torch.nn.Module):
 def train(args, device, rank, ranks):
     torch.manual_seed(0)  # the same weights and tokens on all ranks
     model = Model(args).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     positions = ring.shard(torch.arange(args.length, device=device)[None], rank, ranks, dim=1)
     for step in range(args.train):
         tokens = torch.randint(64, (1, args.length), device=device)

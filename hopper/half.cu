@@ -446,7 +446,8 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
     return with_tile(plan.tile, Tiles(), [&](auto tile) {
         using Tile = decltype(tile);
         Parameters p{a};
-        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && !a.o_in && is_aligned(a.o, a.o_stride, 2, a.d) &&
+        p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && !a.o_in &&
+                         is_aligned(a.o, a.o_stride, 2, a.d) &&
                          make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
         if (sorts_tiles(a, plan)) {
             p.order = (int *)((char *)workspace + kOrderBegin);

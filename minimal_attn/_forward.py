@@ -189,7 +189,7 @@ def forward(
             passed them (StreamingLLM's attention sinks, global tokens). It widens window_size's left alone;
             all else still hides. No other library has a name for it; a prefix-LM is key_ranges. At least 0:
             on a CPU this is checked, on a GPU clamped. The call then computes the window's keys, and joins
-            the first ones with their state: two float32 o cost memory besides.
+            the first ones with their state: a float32 o costs memory besides.
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask (Gemma 2, Grok). sinks
             stay as they are. From 1e-30 to 1e30; None or 0: none. In bfloat16 on a GPU tanh has a relative
             error of 2^-11, up to softcap 128. Packed queries over caches are slow with it, and pages are
@@ -201,7 +201,6 @@ def forward(
         no key. With `return_state` or `state` the tuple (o, l, m), all float32: m (B, Hq, Nq) is the row
         maximum of the scaled scores, l (B, Hq, Nq) the row sum of exp(score - m). The log-sum-exp is
         m + log(l). A row that sees no key has o = 0, l = 0, m = -inf; with sinks l = 1 and m = the sink.
-        For the half dtypes, sinks and an earlier state cost a float32 o in memory besides.
 
     Raises:
         TypeError: an argument of another type.

@@ -51,7 +51,9 @@ class Disagreement(Exception):
 
 @dataclass
 class _Calls:
-    """Of a group: how many calls there were. A store may know earlier groups of this name: they had other lives."""
+    """Of a group: how many calls there were. A store may know earlier groups of this name: they had other
+    lives.
+    """
 
     life: int
     number: int = 0
@@ -87,8 +89,8 @@ class Peers:
     def greet(self, greeting: int | None) -> Callable[[], bool]:
         """Begins a call. The result waits for all ranks, and says whether each greets with the same number.
 
-        It is below 2^40; None is like no other one. A usual call is like the last one, and has no time for more: on
-        one host ranks greet in shared memory, else a sum goes through the store.
+        It is below 2^40; None is like no other one. A usual call is like the last one, and has no time for
+        more: on one host ranks greet in shared memory, else a sum goes through the store.
         """
         if self.ranks == 1:
             return lambda: greeting is not None
@@ -98,8 +100,8 @@ class Peers:
         if calls is None or calls.words is None:
             return _started(self.timeout + 1, lambda: self._greet_by_store(greeting))
         calls.number += 1
-        # Two calls take turns: a rank that is two calls on knows that all have begun the one between, and so have
-        # read this one's.
+        # Two calls take turns: a rank that is two calls on knows that all have begun the one between, and so
+        # have read this one's.
         places = range(calls.number % 2 * self.ranks, (calls.number % 2 + 1) * self.ranks)
         calls.words[places[self.rank]] = calls.number % (1 << 24) << 40 | greeting
         return lambda: self._all_words(calls, places, greeting)

@@ -14,8 +14,8 @@ from minimal_attn._zigzag import segments
 class Part:
     """One call of a kernel: `rows` of the rank's queries, and `keys` of the block.
 
-    `band` are forward's arguments for both. Where no band says who sees whom, it is None, and key_ranges are of
-    these chunks of queries and of keys.
+    `band` are forward's arguments for both. Where no band says who sees whom, it is None, and key_ranges are
+    of these chunks of queries and of keys.
     """
 
     rows: slice
@@ -29,9 +29,9 @@ class Part:
 class Mask:
     """Who sees whom in the whole sequence, on any rank.
 
-    Query i is at position i + offset among the Nk keys. With band = (left, right) it sees the keys from `left`
-    before this position to `right` behind it; -1 is no bound. With documents, (cu_seqlens_q, cu_seqlens_k), it
-    sees those of its document alone, whose last query is at the last key.
+    Query i is at position i + offset among the Nk keys. With band = (left, right) it sees the keys from
+    `left` before this position to `right` behind it; -1 is no bound. With documents, (cu_seqlens_q,
+    cu_seqlens_k), it sees those of its document alone, whose last query is at the last key.
     """
 
     Nq: int
@@ -66,7 +66,8 @@ class Mask:
             return {}
         if len(queries) == len(keys) == 1:
             return dict(window_size=self.band, offset=queries[0][0] + self.offset - keys[0][0])
-        if self.band == (-1, 0) and [(begin + self.offset, end + self.offset) for begin, end in queries] == keys:
+        positions = [(begin + self.offset, end + self.offset) for begin, end in queries]
+        if self.band == (-1, 0) and positions == keys:
             return dict(window_size=self.band, offset=0)
         return None
 

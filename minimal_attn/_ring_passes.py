@@ -1,9 +1,9 @@
 """The two passes around a ring: blocks of keys and values travel, and in the second their gradients, too.
 
-On a GPU transfers have a stream of their own, and the host queues all before it waits. An attention kernel takes
-all multiprocessors, so a transfer that becomes ready while one runs begins when that one ends, beside the next
-kernel. A transfer that becomes ready together with a kernel might wait for it. So the own block is computed in two
-parts, and there is room for more blocks than two:
+On a GPU transfers have a stream of their own, and the host queues all before it waits. An attention kernel
+takes all multiprocessors, so a transfer that becomes ready while one runs begins when that one ends, beside
+the next kernel. A transfer that becomes ready together with a kernel might wait for it. So the own block is
+computed in two parts, and there is room for more blocks than two:
 
     forward      own     | own | step 1 | ...         backward     own | own | step 1 | step 2 | own
     transfers            | block 1 | block 2          transfers        | block 1 | block 2 | gradients
@@ -61,8 +61,8 @@ class Ring:
     def backward(self, do, dlse, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of this rank's q, k and v, summed in float32.
 
-        The sum of a block's gradients follows it, one step later: it grows while the block travels from rank to
-        rank, and comes home in the end. What the own queries add to the own block stays here.
+        The sum of a block's gradients follows it, one step later: it grows while the block travels from rank
+        to rank, and comes home in the end. What the own queries add to the own block stays here.
         """
         rows = do.contiguous() if 0 in do.stride() else do, q, o, lse, dlse  # one copy for all steps
         blocks, gradients = _Blocks(self, k, v), _Gradients(self, q, k)
@@ -106,7 +106,7 @@ class Ring:
         return any(self._part_of((owner + step) % self.peers.ranks, owner) for step in steps)
 
     def _compute(self, states: _States, step: int, q: Tensor, blocks: _Blocks) -> Iterator[None]:
-        """What is computed of a step's block, in one call; the own block in two, of which the first is larger."""
+        """What is computed of a step's block, in one call; the own block in two, the larger one first."""
         if (part := self.part(step)) is None:
             return
         earlier, results = states.of_step(step)
@@ -217,7 +217,9 @@ class _Blocks:
 
 
 class _States:
-    """The softmax states of this rank's queries: of all, or of a chunk by itself. The last call gives o and lse."""
+    """The softmax states of this rank's queries: of all, or of a chunk by itself. The last call gives o and
+    lse.
+    """
 
     def __init__(self, ring: Ring, q: Tensor):
         parts = (ring.part(step) for step in range(ring.peers.ranks))
@@ -227,7 +229,9 @@ class _States:
 
     @functools.cached_property
     def last(self) -> tuple[Tensor, Tensor]:
-        """o and lse of all rows. The first kernel doesn't need them, and needn't wait for the host to make them."""
+        """o and lse of all rows. The first kernel doesn't need them, and needn't wait for the host to make
+        them.
+        """
         return torch.empty_like(self.q), self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
 
     def of_step(self, step: int) -> tuple[State | None, dict[str, Tensor]]:
@@ -346,7 +350,9 @@ def _cut(pieces: Iterable[tuple[int, int]], rows: slice) -> list[tuple[int, int]
     return list(zip(ends, ends[1:], strict=False))
 
 
-def _sum(x: Tensor, more: Tensor | None, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
+def _sum(
+    x: Tensor, more: Tensor | None, dtype: torch.dtype, begin: int = 0, end: int | None = None
+) -> Tensor:
     """x in a dtype, with `more` added to the rows from `begin` to `end`."""
     if more is None:
         return x.to(dtype)

@@ -108,7 +108,8 @@ def forward(
         causal, window_size, softmax_scale, softcap, backend: those of minimal_attn.forward.
         offset: position of the whole sequence's query 0 among its keys. None: the last query sees the last
             key.
-        cu_seqlens_q, cu_seqlens_k: packed documents of the whole sequence, as minimal_attn.forward takes them:
+        cu_seqlens_q, cu_seqlens_k: packed documents of the whole sequence, as minimal_attn.forward takes
+        them:
             (documents + 1,) of an integer dtype on q's device, the same numbers on all ranks. One tensor for
             both says that queries and keys are the same tokens: then blocks that a causal mask hides aren't
             computed. Not together with offset. Compared between ranks on a CPU alone.
@@ -129,12 +130,12 @@ def forward(
             group's connections are closed.
         RuntimeError: torch.distributed isn't initialised, or a gradient is differentiated.
 
-    Memory besides the result: up to three blocks of keys and values, and float32 o, l and m twice. The backward
-    pass takes three such blocks, float32 gradients of three, and dq twice, with more than two ranks three times.
-    Saved are q, k, v, o and lse.
+    Memory besides the result: up to three blocks of keys and values, and float32 o, l and m twice. The
+    backward pass takes three such blocks, float32 gradients of three, and dq twice, with more than two ranks
+    three times. Saved are q, k, v, o and lse.
 
-    On GPUs a CUDA graph may capture the call, in both passes, behind a first call: all ranks capture and replay it
-    together. A replay compares no arguments, and waits for a lost rank without end.
+    On GPUs a CUDA graph may capture the call, in both passes, behind a first call: all ranks capture and
+    replay it together. A replay compares no arguments, and waits for a lost rank without end.
     """
     if not dist.is_initialized():
         raise RuntimeError("ring.forward needs a process group: call torch.distributed.init_process_group")

@@ -1,18 +1,11 @@
-"""ring.py with one to four processes: what it computes against float64, and that it ends when a rank doesn't.
-
-A rank is a forked child of one server process, which has imported torch already.
-"""
+"""ring.py with one to four processes: what it computes against float64."""
 
 import itertools
-import multiprocessing
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -20,16 +13,10 @@ import torch
 import torch.distributed as dist
 from conftest import DTYPES, check_o
 from reference import Attention, attention, gradients
+from ring_processes import needs_gpus, raise_first, run
 
 import minimal_attn
 from minimal_attn import _ring_passes, ring
-
-SERVER = multiprocessing.get_context("forkserver")
-# The last one is what use_deterministic_algorithms imports, in a second.
-SERVER.set_forkserver_preload(["torch.distributed", "minimal_attn.ring", "pytest", "torch._inductor.config"])
-TIMEOUT = 1.0  # seconds that a rank waits for another one that is gone
-BACKWARD = "ring.forward's backward pass"  # as errors name it
-LIMIT = 30  # seconds for a test's processes to end
 
 
 @pytest.fixture(autouse=True)
@@ -42,57 +29,6 @@ def transport(request):
     if request.param == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs two GPUs")
     return request.param
-
-
-def run_rank(function, rank, ranks, transport, port, host, results, arguments):
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # new tensors start as NaN
-    device = torch.device("cuda", rank) if transport == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == host, wait_for_workers=False)
-    dist.init_process_group(transport, store=store, rank=rank, world_size=ranks)
-    try:
-        results.put((rank, function(rank, ranks, device, *arguments)))
-    except BaseException as error:
-        traceback.print_exc()
-        results.put((rank, error))
-    results.close()
-    results.join_thread()
-    os._exit(0)  # without waiting for ranks that are gone
-
-
-def run(function, ranks, *arguments, transport="gloo", gone=(), host=None):
-    """What function(rank, ranks, device, *arguments) returned or raised on each rank that isn't `gone`.
-
-    The store is here, or in the rank `host`.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    if host is not None:
-        del store
-    results = SERVER.Queue()
-    common = ranks, transport, port, host, results, arguments
-    processes = [SERVER.Process(target=run_rank, args=(function, rank, *common)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    got = {}
-    end = time.monotonic() + LIMIT
-    try:
-        while len(got) < ranks - len(gone):
-            rank, result = results.get(timeout=max(end - time.monotonic(), 0.01))
-            got[rank] = result
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [got.get(rank) for rank in range(ranks)]
-
-
-def raise_first(results):
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
 
 
 # ------------------------------------------------------------------------------------ the zigzag
@@ -165,7 +101,8 @@ def check_all(rank, ranks, device, seed, transposed):
             assert o.dtype == dtype and lse.dtype == torch.float32
             assert o.stride() == torch.empty_like(shards[0]).stride()
             check_o(o, expected, dtype)
-            is_approximate = device.type == "cuda" and dtype == torch.bfloat16 and "softcap" in band  # docs/scores.md
+            # docs/scores.md: tanh of bfloat16 on a GPU
+            is_approximate = device.type == "cuda" and dtype == torch.bfloat16 and "softcap" in band
             close = dict(rtol=2e-6, atol=1e-4 if is_approximate else 2e-6)
             torch.testing.assert_close(lse.double(), expected.m + expected.l.log(), **close)
             assert torch.equal(ring.forward(*shards, **band), o)
@@ -176,8 +113,7 @@ def check_all(rank, ranks, device, seed, transposed):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_against_float64(ranks, transport, seed):
-    if transport == "nccl" and torch.cuda.device_count() < ranks:
-        pytest.skip("there are fewer GPUs")
+    needs_gpus(transport, ranks)
     raise_first(run(check_all, ranks, seed, ranks == 3, transport=transport))
 
 
@@ -205,8 +141,7 @@ def check_gradients(rank, ranks, device, seed):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_gradients(ranks, transport, seed):
-    if transport == "nccl" and torch.cuda.device_count() < ranks:
-        pytest.skip("there are fewer GPUs")
+    needs_gpus(transport, ranks)
     raise_first(run(check_gradients, ranks, seed, transport=transport))
 
 
@@ -241,18 +176,17 @@ def check_documents(rank, ranks, device, seed):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_documents(ranks, transport, seed):
-    if transport == "nccl" and torch.cuda.device_count() < ranks:
-        pytest.skip("there are fewer GPUs")
+    needs_gpus(transport, ranks)
     raise_first(run(check_documents, ranks, seed, transport=transport))
 
 
 WRONG_DOCUMENTS = [
     ((dict(cu_seqlens_q=[0, 4])), TypeError, "cu_seqlens_k must be a tensor"),
-    (dict(cu_seqlens_q=[0, 4, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_k must have .* length 3, but has 2"),
-    (dict(cu_seqlens_q=[0, 9], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must end at the whole length 8"),
+    (dict(cu_seqlens_q=[0, 4, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_k .* length 3, but has 2"),
+    (dict(cu_seqlens_q=[0, 9], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must end at the whole"),
     (dict(cu_seqlens_q=[0, 4, 3], cu_seqlens_k=[0, 4, 8]), ValueError, "cu_seqlens_q must .* never decrease"),
-    (dict(cu_seqlens_q=[0.0, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must .* an integer dtype, but was"),
-    (dict(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8], offset=1), ValueError, "offset must be None with cu_seqlens"),
+    (dict(cu_seqlens_q=[0.0, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must .* an integer dtype"),
+    (dict(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8], offset=1), ValueError, "offset must be None with"),
 ]
 
 
@@ -328,11 +262,13 @@ def sizes_of_calls(rank, ranks, device):
 
 
 def test_hidden_blocks_are_not_computed():
-    """A block is one call. Each rank has the same causal work; a short window needs a chunk and the one before."""
+    """A block is one call. Each rank has the same causal work; a short window needs a chunk and the one
+    before.
+    """
     results = run(sizes_of_calls, 4)
     raise_first(results)
     causal, window = zip(*results, strict=True)
-    for rank, sizes in enumerate(causal):  # half of the queries see a later rank's keys, and half of an earlier one's
+    for rank, sizes in enumerate(causal):  # half of the keys, or half of the queries
         assert sizes == [(200, 200)] + [(200, 100)] * rank + [(100, 200)] * (3 - rank)
     own, chunk = (200, 200), (100, 100)  # rank 3's chunks are neighbours, and count as one
     assert window == ([own, chunk], [own, chunk, chunk], [own, chunk, (100, 200)], [own, (200, 100)])
@@ -393,7 +329,8 @@ def changing_shapes(rank, ranks, device, seed):
     generator = torch.Generator().manual_seed(seed)
     kept = 0
     for number in range(100):
-        Nq, Nk = (int(x) for x in torch.randint(20, 300, (2,), generator=generator)) if number % 3 else (100, 100)
+        drawn = torch.randint(20, 300, (2,), generator=generator).tolist()
+        Nq, Nk = drawn if number % 3 else (100, 100)
         whole = [torch.randn(1, 2, N, 32, generator=generator).to(device) for N in (Nq, Nk, Nk)]
         o = ring.forward(*(ring.shard(x, rank, ranks) for x in whole), causal=bool(number % 2))
         expected = minimal_attn.forward(*whole, causal=bool(number % 2))
@@ -408,208 +345,23 @@ def test_changing_shapes(transport, seed):
     raise_first(run(changing_shapes, 2, seed, transport=transport))
 
 
-# ------------------------------------------------------------------------------------ odd ranks
-
-ODD = {  # what rank 1 does differently, the error on all ranks
-    "dtype": (lambda q, k, v: (q.half(), k.half(), v.half()), {}, ValueError, "dtype .* float16 on rank 1"),
-    "heads": (
-        lambda q, k, v: (q, k[:, :2], v[:, :2]),
-        {},
-        ValueError,
-        "Hkv .* 4 on ranks? 0.* and 2 on rank 1",
-    ),
-    "d": (lambda q, k, v: (q[..., :8], k[..., :8], v[..., :8]), {}, ValueError, "^d must be the same"),
-    "length": (
-        lambda q, k, v: (q, k[:, :, 2:], v[:, :, 2:]),
-        {},
-        ValueError,
-        r"k's length must be \[.*shard",
-    ),
-    "causal": (lambda *qkv: qkv, dict(causal=True), ValueError, "causal .* True on rank 1"),
-    "window": (lambda *qkv: qkv, dict(window_size=(5, 0)), ValueError, r"window_size .* \[5, 0\] on rank 1"),
-    "scale": (lambda *qkv: qkv, dict(softmax_scale=0.5), ValueError, "softmax_scale .* 0.5 on rank 1"),
-    "softcap": (lambda *qkv: qkv, dict(softcap=2), ValueError, "softcap .* 2.0 on rank 1"),
-    "timeout": (lambda *qkv: qkv, dict(timeout=0), ValueError, "rank 1: timeout must be a positive number"),
-    "shape": (lambda q, k, v: (q, k, v[:, :, 1:]), {}, ValueError, "rank 1: v must have k's shape"),
-    "type": (lambda q, k, v: (q, None, v), {}, TypeError, "rank 1: k must be a dense tensor"),
-    "offset": (lambda *qkv: qkv, dict(offset=torch.tensor([1])), TypeError, "rank 1: offset must be an int"),
-    "grad": (lambda q, k, v: (q.requires_grad_(), k, v), {}, ValueError, "requires_grad .* True on rank 1"),
-    "backend": (lambda *qkv: qkv, dict(backend="best"), ValueError, "rank 1: "),
-}
-
-
-def odd_rank(rank, ranks, device):
-    """All errors in one go: the group stays usable."""
-    q, k, v = torch.randn(3, 1, 4, 20, 16, device=device)
-    errors = {}
-    for name, (change, options, *_) in ODD.items():
-        arguments, here = ((q, k, v), {}) if rank != 1 else (change(q.clone(), k, v), options)
-        try:
-            ring.forward(*arguments, **{"timeout": 20, **here})
-        except Exception as error:
-            errors[name] = type(error), str(error)
-    assert ring.forward(q, k, v).isfinite().all()
-    return errors
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_odd_ranks(ranks, transport):
-    if transport == "nccl" and torch.cuda.device_count() < ranks:
-        pytest.skip("there are fewer GPUs")
-    results = run(odd_rank, ranks, transport=transport)
-    raise_first(results)
-    assert all(result == results[0] for result in results)
-    for name, (*_, kind, text) in ODD.items():
-        was, said = results[0][name]
-        assert was is kind and "\n" not in said, name
-        with pytest.raises(kind, match=text):
-            raise was(said)
-
-
-def different_passes(rank, ranks, device):
-    x = torch.randn(1, 1, 8, 16, requires_grad=True)
-    loss = ring.forward(x, x, x, timeout=20).sum()
-    with pytest.raises(ValueError, match="^call must be .* pass on rank 0 and ring.forward on rank 1$"):
-        loss.backward() if rank == 0 else ring.forward(x, x, x, timeout=20)
-    ring.forward(x, x, x, timeout=20).sum().backward()
-
-
-def test_different_passes():
-    raise_first(run(different_passes, 2))
-
-
-# ------------------------------------------------------------------------------------ lost ranks
-
-
-def lose_a_rank(rank, ranks, device, lost, when, how, timeout, within="forward"):
-    """The error of a call in which a rank is lost before the call, or within its `when`th product."""
-    q, k, v = torch.randn(3, 1, 2, 40, 16, device=device).requires_grad_(within == "backward")
-    o = ring.forward(q, k, v, timeout=20 if within == "forward" else timeout)
-    calls = []
-    plain = getattr(_ring_passes, f"{within}_into")
-
-    def last(*arguments, **options):
-        calls.append(0)
-        if len(calls) == when:
-            if how == "raises":
-                raise MemoryError("there is none")
-            os.kill(os.getpid(), how)
-        return plain(*arguments, **options)
-
-    if rank == lost:
-        setattr(_ring_passes, f"{within}_into", last)
-        if when == 0:
-            os.kill(os.getpid(), how)
-    start = time.monotonic()
-    try:
-        ring.forward(q, k, v, timeout=timeout) if within == "forward" else o.sum().backward()
-    except (ring.RingError, MemoryError) as error:
-        return type(error), str(error), time.monotonic() - start
-
-
-def names_rank(text, lost):
-    """A rank may not know which of its two neighbours is gone: "rank 2 or 0"."""
-    return re.search(rf"\b(rank|or) {lost}\b", text)
-
-
-@pytest.mark.parametrize(
-    "how, lost, when",
-    [
-        (signal.SIGKILL, 1, 1),
-        (signal.SIGKILL, 0, 2),
-        (signal.SIGKILL, 2, 0),
-        (signal.SIGSTOP, 1, 1),
-        (signal.SIGSTOP, 0, 2),
-        (signal.SIGSTOP, 3, 0),
-    ],
-)
-def test_lost_rank(how, lost, when):
-    """The others raise one error, within the time that was set. Who has all keys already may return."""
-    results = run(lose_a_rank, 4, lost, when, how, TIMEOUT, gone=[lost])
-    others = [result for result in results if result is not None]
-    assert others, "no rank raised"
-    kinds, texts, seconds = zip(*others, strict=True)
-    assert set(kinds) == {ring.RingError} and len(set(texts)) == 1, texts
-    assert names_rank(texts[0], lost) and "\n" not in texts[0]
-    assert max(seconds) < TIMEOUT + 4
-    if when < 2:
-        assert len(others) == 3
-    if how == signal.SIGSTOP:
-        assert f"{TIMEOUT:g} s" in texts[0]
-
-
-@pytest.mark.parametrize("how, when", [(signal.SIGKILL, 2), (signal.SIGSTOP, 0)])
-def test_lost_rank_of_the_backward_pass(how, when):
-    results = run(lose_a_rank, 3, 1, when, how, TIMEOUT, "backward", gone=[1])
-    kinds, texts, seconds = zip(*(result for result in results if result is not None), strict=True)
-    assert set(kinds) == {ring.RingError} and len(set(texts)) == 1, texts
-    assert texts[0].startswith(f"{BACKWARD} ended on all ranks") and names_rank(texts[0], 1)
-    assert max(seconds) < TIMEOUT + 4
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
-@pytest.mark.parametrize("within", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "how, lost, when", [(signal.SIGKILL, 1, 1), (signal.SIGKILL, 0, 0), (signal.SIGSTOP, 1, 1), (signal.SIGSTOP, 1, 0)]
-)
-def test_lost_rank_on_gpus(how, lost, when, within):
-    """The other one raises an error in time."""
-    (result,) = [x for x in run(lose_a_rank, 2, lost, when, how, TIMEOUT, within, transport="nccl", gone=[lost]) if x]
-    kind, text, seconds = result
-    assert kind is ring.RingError and names_rank(text, lost) and "\n" not in text
-    assert seconds < TIMEOUT + 5
-
-
-@pytest.mark.parametrize("within, name", [("forward", "ring.forward"), ("backward", BACKWARD)])
-def test_rank_that_raises(within, name):
-    """It raises its own error, and the others name it at once, long before the timeout."""
-    results = run(lose_a_rank, 4, 2, 1, "raises", 1000, within)
-    assert results[2][:2] == (MemoryError, "there is none")
-    for kind, text, seconds in results[:2] + results[3:]:
-        assert (kind, text) == (
-            ring.RingError,
-            f"{name} ended on all ranks: rank 2 raised MemoryError: there is none",
-        )
-        assert seconds < 10
-
-
-def test_host_of_the_store_stops():
-    """Then the store answers nobody, and its own limits don't hold."""
-    results = run(lose_a_rank, 3, 0, 0, signal.SIGSTOP, TIMEOUT, gone=[0], host=0)
-    for kind, text, seconds in results[1:]:
-        assert kind is ring.RingError and "store (most often rank 0 is its host)" in text
-        assert seconds < TIMEOUT + 5
-
-
-def fail_twice(rank, ranks, device):
-    x = torch.randn(1, 1, 8, 16)
-    if rank == 2:
-        time.sleep(20)
-    errors = []
-    for _ in range(2):
-        start = time.monotonic()
-        with pytest.raises(ring.RingError) as error:
-            ring.forward(x, x, x, timeout=1)
-        errors.append((str(error.value), time.monotonic() - start))
-    return errors
-
-
-def test_group_stays_broken():
-    """Later calls raise the first failure, and don't wait for the timeout."""
-    for (first, _), (second, seconds) in run(fail_twice, 3, gone=[2])[:2]:
-        assert first == second and "s for rank 2 to call ring.forward" in first
-        assert seconds < 1
-
-
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
-def test_example():
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ([], ["2 ranks", "error against float64"]),
+        (["--train=21"], ["step    0: loss 4", "step   20: loss"]),
+    ],
+    ids=["measure", "train"],
+)
+def test_example(options, said):
     root = Path(__file__).resolve().parent.parent
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    command += [root / "examples/ring.py", "--length=333"]
+    command += [root / "examples/ring.py", "--length=333", *options]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks" in done.stdout and "error against float64" in done.stdout
+    assert all(text in done.stdout for text in said)

@@ -148,3 +148,21 @@ def test_state_from_elsewhere(backend):
     expected = attention(q, k, v)
     check_o(o, expected, q.dtype)
     check_l_m(l, m, expected)
+
+
+@pytest.mark.parametrize("d", [5, 33, 64, 96, 128, 200, 256])
+def test_o_in_the_dtype_of_q(backend, dtype, d):
+    """With the log-sum-exp, behind a state: what the state form gives, rounded once. o may lie anywhere."""
+    q, k, v = backend.qkv(Nq=75, Nk=200, d=d, dtype=dtype)
+    if backend.random.random() < 0.5:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    state = backend.forward(q, k[:, :, :70], v[:, :, :70], return_state=True)
+    apart = torch.empty(2 * state[0].numel() + 1, device=q.device)
+    o = apart[backend.random.randrange(2) :][: 2 * state[0].numel()].view(*q.shape[:3], 2 * d)[..., :d]
+    o.copy_(state[0])
+    rest = k[:, :, 70:], v[:, :, 70:]
+    expected, l, m = backend.forward(q, *rest, state=(o, *state[1:]), causal=True)
+    found, lse = backend.forward(q, *rest, state=(o, *state[1:]), causal=True, return_lse=True)
+    assert found.dtype == dtype and found.stride() == torch.empty_like(q).stride()
+    torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(lse, m + l.log())
