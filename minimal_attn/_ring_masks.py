@@ -1,4 +1,4 @@
-"""What a rank of a ring computes of a block: which of its queries and of the block's keys, under which mask."""
+"""What a rank of a ring computes of a block: which queries see which of its keys, under which mask."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Ring:
             yield
 
     def _differentiate(self, rows, found, step: int, blocks: _Blocks) -> Iterator[None]:
-        """Likewise. `rows` are do, q, o, lse and dlse of this rank, `found` dq of the step's rows, dk and dv."""
+        """Likewise, own in three. `rows` are do, q, o, lse and dlse, `found` dq of the step's rows, dk, dv."""
         if (part := self.part(step)) is None:
             return
         do, q, o, lse, dlse = (x if x is None else _taken(x, part.rows) for x in rows)
@@ -278,7 +278,7 @@ class _States:
 
 
 class _Gradients:
-    """Sums in float32: what the own block adds, of the queries by all others, and of the block that is here."""
+    """Sums in float32: what the own block adds, dq of all others, and dk and dv of the block here."""
 
     def __init__(self, ring: Ring, q: Tensor, k: Tensor):
         self.ring, self.peers, self.q, self.k = ring, ring.peers, q, k

@@ -23,7 +23,7 @@ class SharedWords:
 
 
 class Offer:
-    """New memory for so many words. `address` is for the other processes, None where there is no such memory."""
+    """New memory for so many words. `address` is for other processes, None where there is no memory."""
 
     def __init__(self, count: int):
         self.address: tuple[str, str] | None = None

@@ -197,7 +197,7 @@ def _greeting(said: object) -> int:
 
 @dataclasses.dataclass
 class _Agreement:
-    """A group's last call: what decides whether another is like it, what the ranks said, and what followed."""
+    """A group's last call: what decides whether another is like it, and what followed from it."""
 
     key: tuple | None
     mine: dict
