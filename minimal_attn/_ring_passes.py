@@ -122,7 +122,7 @@ class Ring:
             yield
 
     def _differentiate(self, rows, found, step: int, blocks: _Blocks) -> Iterator[None]:
-        """Likewise, own in three. `rows` are do, q, o, lse and dlse, `found` dq of the step's rows, dk, dv."""
+        """Likewise, own in three. `rows` are do, q, o, lse, dlse; `found` dq of the step's rows, dk, dv."""
         if (part := self.part(step)) is None:
             return
         do, q, o, lse, dlse = (x if x is None else _taken(x, part.rows) for x in rows)
