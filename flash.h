@@ -107,8 +107,8 @@ struct Attention {
     const float *o_in, *l_in, *m_in;
     Strides o_in_stride;
 
-    // The results. o has q's dtype or is float32; with l and m or an earlier state it is float32. l and m, the state,
-    // are (B, Hq, Nq), contiguous. lse (B, Hq, Nq) is m + log(l). Null: not wanted.
+    // The results. o is float32 with l and m, else it has q's dtype. l and m, the state, are (B, Hq, Nq), contiguous.
+    // lse (B, Hq, Nq) is m + log(l). Null: not wanted.
     void *o;
     Dtype o_dtype;
     Strides o_stride;

@@ -115,8 +115,8 @@ struct PythonFunctions<void(Types...)> {
         };
         return call(Arguments{q, k, v, value_of(all)...});
     }
-    // For rings: results go to the caller's tensors, whose shapes aren't checked, and autograd and autocast know nothing.
-    // With lse o has q's dtype, with l and m it is float32.
+    // For rings: results go to the caller's tensors, and autograd and autocast know nothing of them. Their dtypes and
+    // sizes aren't checked: with lse o has q's dtype; with l and m, which are contiguous, it is float32.
     static void forward_into(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
                              const Tensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &lse) {
         const auto call = [&](const Arguments &a) {

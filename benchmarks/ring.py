@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.ring               # in the repository's root, behind make build
 
-Every call begins when all ranks are ready, and its time is that of the slowest rank; the median of 10, two in
-each of five turns that peers take. The ideal is one GPU's time for the whole sequence, divided by the number
-of GPUs: `alone`, while the others wait, and `each`, where all GPUs compute it at the same time.
+Every call begins when all ranks are ready, and its time is that of the slowest rank; the median of all turns,
+which peers take one after the other. The ideal is one GPU's time for the whole sequence, divided by the
+number of GPUs: `alone`, while the others wait, and `each`, where all GPUs compute it at the same time.
 context_parallel takes cuDNN's kernel.
 """
 
@@ -31,7 +31,6 @@ CASES = {  # N, Hq, Hkv, d, causal, dtype
     "full": (65536, 16, 16, 64, False, torch.bfloat16),
     "float32": (65536, 32, 8, 128, True, torch.float32),
 }
-TURNS = 5
 
 
 def attention_of(name: str, causal: bool):
@@ -58,7 +57,7 @@ class Peer:
         return [ring.shard(x, *mine) for x in whole] if self.name == "ring" else whole
 
     def take_turn(self, what: str) -> None:
-        """A call that isn't timed, and two that are."""
+        """Two calls that aren't timed, and two that are."""
         if self.why:
             return
         qkv, attention = self.tensors(), attention_of(self.name, self.case[4])
@@ -72,10 +71,10 @@ class Peer:
                     "forward": lambda: attention(*qkv),
                     "both": lambda: torch.autograd.grad(attention(*inputs), inputs, do),
                 }
-                seconds = [time_of(calls[what], self.name == "alone") for _ in range(3)]
-                self.times[what] += seconds[1:]
+                seconds = [time_of(calls[what], self.name == "alone") for _ in range(4)]
+                self.times[what] += seconds[2:]
         except (RuntimeError, NotImplementedError) as error:
-            self.why = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.why = str(error).splitlines()[0]
 
     def median(self, what: str) -> float | None:
         return None if self.why else 1e3 * statistics.median(self.times[what])
@@ -85,12 +84,17 @@ def time_of(call, alone: bool) -> float:
     """Seconds of a call on the slowest rank; alone: on rank 0 while the others wait."""
     dist.barrier()
     torch.cuda.synchronize()
-    begin = time.perf_counter()
-    if not alone or dist.get_rank() == 0:
-        call()
-        torch.cuda.synchronize()
-    seconds = torch.tensor(time.perf_counter() - begin, device="cuda")
+    begin, why = time.perf_counter(), ""
+    try:
+        if not alone or dist.get_rank() == 0:
+            call()
+            torch.cuda.synchronize()
+    except (RuntimeError, NotImplementedError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    seconds = torch.tensor(torch.inf if why else time.perf_counter() - begin, device="cuda")
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    if seconds.isinf():
+        raise RuntimeError(why or "failed on another rank")
     return seconds.item()
 
 
@@ -103,8 +107,11 @@ def print_case(case, peers: list[Peer]) -> None:
     for what in "forward", "both":
         ms = {peer.name: peer.median(what) for peer in peers}
         row = "".join(f"{ms[name]:>17.2f}" if ms.get(name) else f"{'-':>17}" for name in PEERS)
-        shares = [ms[ideal] / dist.get_world_size() / ms["ring"] for ideal in ("alone", "each")]
-        print(f"{title:36} {what:8}{row}   {shares[0]:.2f} {shares[1]:.2f}", flush=True)
+        shares = ""
+        for ideal in "alone", "each":
+            known = ms[ideal] and ms["ring"]
+            shares += f" {ms[ideal] / dist.get_world_size() / ms['ring']:.2f}" if known else "    -"
+        print(f"{title:36} {what:8}{row}  {shares}", flush=True)
     for peer in peers:
         if peer.why:
             print(f"  {peer.name}: {peer.why}")
@@ -113,6 +120,7 @@ def print_case(case, peers: list[Peer]) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--turns", type=int, default=5, help="of each peer; two calls of each count")
     parser.add_argument("--only-ours", action="store_true", help="without context_parallel")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -125,7 +133,7 @@ def main():
     for name in args.case:
         peers = [Peer(x, CASES[name], mesh) for x in PEERS if x != "context_parallel" or not args.only_ours]
         for what in "forward", "both":
-            for turn in range(TURNS):
+            for turn in range(args.turns):
                 for place in range(len(peers)):  # each turn begins with another peer
                     peers[(turn + place) % len(peers)].take_turn(what)
         if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ import os
 import time
 
 import torch
-import torch._dynamo  # else an optimizer imports it, and keeps the group's threads (torch 2.11)
+import torch._dynamo  # first: findings/torch_optimizer_keeps_process_group.sh
 import torch.distributed as dist
 from torch.nn import functional as F
 

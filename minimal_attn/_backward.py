@@ -26,8 +26,6 @@ def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
     return _known[device, dtype]
 
 
-# The operator's, behind do, q, k, v, o, lse and dlse, without those of backward alone: binding/arguments.h.
-_OPTIONS = tuple(x.name for x in torch.ops.minimal_attn.backward.default._schema.arguments[7:-3])
 _known: dict[tuple[torch.device, torch.dtype], bool] = {}
 # What torch.compiler.assume_constant_result does, which imports the compiler in a second.
 _has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -131,5 +129,10 @@ def backward(
 
 def backward_into(do, q, k, v, o, lse, dlse, *, dq, dk, dv, **options) -> None:
     """backward, for rings: the results go to tensors that the caller has, unchecked."""
-    given = (options.get(name, backward.__kwdefaults__.get(name)) for name in _OPTIONS)
-    _C.backward_into(do, q, k, v, o, lse, dlse, *given, dq, dk, dv)
+    _C.backward_into(do, q, k, v, o, lse, dlse, *(_DEFAULTS | options).values(), dq, dk, dv)
+
+
+# The operator's options, between dlse and out_dtype: binding/arguments.h.
+_NAMES = [x.name for x in torch.ops.minimal_attn.backward.default._schema.arguments]
+_OPTIONS = _NAMES[_NAMES.index("dlse") + 1 : _NAMES.index("out_dtype")]
+_DEFAULTS = {name: backward.__kwdefaults__.get(name) for name in _OPTIONS}

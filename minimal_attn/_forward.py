@@ -250,9 +250,11 @@ def forward(
 
 def forward_into(q, k, v, o, l=None, m=None, lse=None, state=None, **options) -> None:
     """forward, for rings: the results go to tensors that the caller has, unchecked: o, l, m, or o and lse."""
-    given = dict(zip("olm", state or [None] * 3, strict=True)) | options
-    defaults = forward.__kwdefaults__
-    _C.forward_into(q, k, v, *(given.get(name, defaults.get(name)) for name in _ARGUMENTS), o, l, m, lse)
+    given = _DEFAULTS | dict(zip("olm", state or [None] * 3, strict=True)) | options
+    _C.forward_into(q, k, v, *given.values(), o, l, m, lse)
+
+
+_DEFAULTS = {name: forward.__kwdefaults__.get(name) for name in _ARGUMENTS}
 
 
 def _three(state):

@@ -51,14 +51,16 @@ class Disagreement(Exception):
 
 @dataclass
 class _Calls:
-    """Of a group: how many calls there were. A store may know earlier groups of this name: they had other
-    lives.
-    """
+    """Of a group: how many calls there were. A store may have known earlier groups of this name."""
 
-    life: int
+    generation: int  # of the group's name
     number: int = 0
     has_exchanged: bool = False
-    words: SharedWords | None = None  # once all ranks have opened them, which are on one host then
+    words: SharedWords | None = None  # once all ranks have opened them, which are on one node then
+
+    def word(self, number: int) -> int:
+        """What a rank in this call shows: the call's number and its own."""
+        return self.number % (1 << 32) << 32 | number
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
@@ -81,51 +83,51 @@ class Peers:
         self.group, self.timeout, self.is_cuda, self.call = group, timeout, is_cuda, call
         self.rank, self.ranks = group.rank(), group.size()
         self.before, self.after = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
-        has_method = hasattr(group, "get_group_store")  # torch 2.8 has not
+        has_method = hasattr(group, "get_group_store")  # torch 2.8 lacks it
         self.store = group.get_group_store() if has_method else _get_process_group_store(group)
         self.stream = torch.cuda.current_stream() if is_cuda else None
         self.transfers: list[Transfer] = []
 
-    def greet(self, greeting: int | None) -> Callable[[], bool]:
-        """Begins a call. The result waits for all ranks, and says whether each greets with the same number.
+    def handshake(self, number: int | None) -> Callable[[], bool]:
+        """Begins a call. The result waits for all ranks, and says whether all have the same number.
 
-        It is below 2^40; None is like no other one. A usual call is like the last one, and has no time for
-        more: on one host ranks greet in shared memory, else a sum goes through the store.
+        It is below 2^32; None is like no other one. Through shared memory on one node, else by a sum in the
+        store: a call like an earlier one has no time for more (docs/ring.md).
         """
         if self.ranks == 1:
-            return lambda: greeting is not None
-        if greeting is None:
-            greeting = int.from_bytes(os.urandom(5), "little")
+            return lambda: number is not None
+        if number is None:
+            number = int.from_bytes(os.urandom(4), "little")
         calls = _calls.get(self.group)
         if calls is None or calls.words is None:
-            return _started(self.timeout + 1, lambda: self._greet_by_store(greeting))
+            return _started(self.timeout + 1, lambda: self._all_in_store(number))
         calls.number += 1
         # Two calls take turns: a rank that is two calls on knows that all have begun the one between, and so
         # have read this one's.
         places = range(calls.number % 2 * self.ranks, (calls.number % 2 + 1) * self.ranks)
-        calls.words[places[self.rank]] = calls.number % (1 << 24) << 40 | greeting
-        return lambda: self._all_words(calls, places, greeting)
+        calls.words[places[self.rank]] = calls.word(number)
+        return lambda: self._all_in_memory(calls, places, number)
 
-    def _all_words(self, calls: _Calls, places: range, greeting: int) -> bool:
+    def _all_in_memory(self, calls: _Calls, places: range, number: int) -> bool:
         end, next_look, words = time.monotonic() + self.timeout, time.monotonic() + 0.5, []
         for now in itertools.chain(itertools.repeat(0.0, 200), _until(end, longest_pause=0.01)):
             words = [calls.words[place] for place in places]
-            if all(word >> 40 == calls.number % (1 << 24) for word in words):
-                return all(word % (1 << 40) == greeting for word in words)
+            if all(word >> 32 == calls.word(0) >> 32 for word in words):
+                return all(word == calls.word(number) for word in words)
             if now >= next_look:
                 next_look = now + 0.5
-                if _within(max(end - now, 0.1), lambda: self.store.check([FAILED])):
+                if _within(max(min(5, end - now), 0.1), lambda: self.store.check([FAILED])):
                     raise _Lost("was told of an earlier failure")
-        missing = [rank for rank, word in enumerate(words) if word >> 40 != calls.number % (1 << 24)]
+        missing = [rank for rank, word in enumerate(words) if word >> 32 != calls.word(0) >> 32]
         raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call {self.call}")
 
-    def _greet_by_store(self, greeting: int) -> bool:
+    def _all_in_store(self, number: int) -> bool:
         if (calls := _calls.get(self.group)) is None:
-            calls = _calls[self.group] = _Calls(self.store.add(f"{KEYS}/lives/{self.rank}", 1))
+            calls = _calls[self.group] = _Calls(self.store.add(f"{KEYS}/generations/{self.rank}", 1))
         calls.number += 1
-        key, here = f"{KEYS}/{calls.life}/{calls.number}", f"{KEYS}/{calls.life}/here"
+        key, here = f"{KEYS}/{calls.generation}/{calls.number}", f"{KEYS}/{calls.generation}/here"
         self.store.set(f"{here}/{self.rank}", str(calls.number))
-        count, total = divmod(self.store.add(key, (1 << 48) + greeting), 1 << 48)
+        count, total = divmod(self.store.add(key, (1 << 48) + number), 1 << 48)
         for _ in _until(time.monotonic() + self.timeout, longest_pause=0.05):
             if count == self.ranks:
                 break
@@ -138,8 +140,8 @@ class Peers:
             if missing := [rank for rank, text in enumerate(numbers) if text != str(calls.number)]:
                 raise _Lost(f"waited {self.timeout:g} s for {named(missing)} to call {self.call}")
         if self.rank == 0:  # all ranks are in this call, so none still looks at the last one's sum
-            _started(1, lambda: self.store.delete_key(f"{KEYS}/{calls.life}/{calls.number - 1}"))
-        return total == greeting * self.ranks
+            _started(1, lambda: self.store.delete_key(f"{KEYS}/{calls.generation}/{calls.number - 1}"))
+        return total == number * self.ranks
 
     def exchange(self, mine: dict) -> list[dict]:
         """The dicts of all ranks, in their order. All have greeted before."""
@@ -162,7 +164,7 @@ class Peers:
     def _gathered(self, topic: str, mine: object) -> list:
         """What all ranks say of a topic in this call."""
         calls = _calls[self.group]
-        keys = [f"{KEYS}/{calls.life}/{topic}/{rank}" for rank in range(self.ranks)]
+        keys = [f"{KEYS}/{calls.generation}/{topic}/{rank}" for rank in range(self.ranks)]
         self.store.set(keys[self.rank], json.dumps([calls.number, mine]))
         # Not store.wait, which would log that it waited in vain.
         for _ in _until(time.monotonic() + self.timeout, longest_pause=0.05):
@@ -199,8 +201,10 @@ class Peers:
         except RuntimeError as error:
             text = f"lost rank {self.before} or {self.after} ({_line(error)})"
             raise _Lost(text, self.before, self.after) from None
-        self.transfers.append(Transfer(works))
-        return self.transfers[-1]
+        transfer = Transfer(works)
+        if self.is_cuda:  # else `wait` has waited for it
+            self.transfers.append(transfer)
+        return transfer
 
     def _queue(self, transfers: Sequence[tuple[Tensor, Tensor]]) -> list[dist.Work]:
         """As dist.batch_isend_irecv, whose checks take the host as long as a small transfer takes."""
@@ -210,7 +214,7 @@ class Peers:
             works.append(self.group.send([going], self.after, tag))
         return works
 
-    def arrive(self, transfer: Transfer) -> None:
+    def wait(self, transfer: Transfer) -> None:
         """What is queued from now on may use what comes and change what goes. On a CPU it waits for that."""
         if self.is_cuda:
             for work in transfer.works:
@@ -250,7 +254,7 @@ class Peers:
                 return
             if now >= next_look:
                 next_look = now + 0.5
-                if _within(5, lambda: self.store.check([FAILED])):
+                if _within(max(min(5, end - now), 0.1), lambda: self.store.check([FAILED])):
                     raise _Lost("was told of a failure")
         raise RuntimeError("timeout")
 

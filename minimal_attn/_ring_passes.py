@@ -13,7 +13,7 @@ computed in two parts, and there is room for more blocks than two:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from minimal_attn._backward import backward_into
 from minimal_attn._forward import State, forward_into
-from minimal_attn._peers import Peers, Transfer
+from minimal_attn._peers import Disagreement, Peers, Transfer
 from minimal_attn._ring_masks import Mask, Part
 from minimal_attn._zigzag import length, segments
 
-ROOMS = 3  # for blocks of other ranks: one is computed with, one has come, one is coming
+BUFFERS = 3  # for blocks of other ranks: one is computed with, one has come, one is coming
 
 
 @dataclass
@@ -38,22 +38,23 @@ class Ring:
     parts: dict[tuple[int, int], Part | None] = field(default_factory=dict)
     key_ranges: dict[int, Tensor] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, agree: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """o and the log-sum-exp of this rank's queries, after all blocks have come by."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, agree: Callable[[], bool] | None = None):
+        """o and the log-sum-exp of this rank's queries, after all blocks have come by.
+
+        `agree` waits for the other ranks, and says whether their arguments are what this call relies on.
+        """
         states, blocks = _States(self, q), _Blocks(self, k, v)
-        own = self._compute(states, 0, q, blocks)
-        if self._is_split(q, k):
-            next(own, None)
-        agree()
+        own = self._calls(states, 0, q, blocks)
+        _run(own[:-1])
+        if agree and not agree():
+            raise Disagreement
         blocks.start(1)
-        for _ in own:
-            pass
+        _run(own[-1:])
         for step in range(1, self.peers.ranks):
-            blocks.arrive(step)
+            blocks.wait(step)
             blocks.start(step + 1)
-            for _ in self._compute(states, step, q, blocks):
-                pass
-            blocks.has_been_read(step)
+            _run(self._calls(states, step, q, blocks))
+            blocks.release(step)
         results = states.results()
         self.peers.finish()
         return results
@@ -66,23 +67,19 @@ class Ring:
         """
         rows = do.contiguous() if 0 in do.stride() else do, q, o, lse, dlse  # one copy for all steps
         blocks, gradients = _Blocks(self, k, v), _Gradients(self, q, k)
-        own = self._differentiate(rows, gradients.own, 0, blocks)
-        if self._is_split(q, k):
-            next(own, None)
+        own = self._gradient_calls(rows, gradients.own, 0, blocks)
+        _run(own[:-2])
         blocks.start(1)
-        next(own, None)
+        _run(own[-2:-1])
         for step in range(1, self.peers.ranks):
-            blocks.arrive(step)
+            blocks.wait(step)
             blocks.start(step + 1)
             found = gradients.of_step(step)
-            for _ in self._differentiate(rows, found, step, blocks):
-                pass
-            blocks.has_been_read(step)
+            _run(self._gradient_calls(rows, found, step, blocks))
+            blocks.release(step)
             gradients.add(step, found)
-        for _ in own:
-            pass
-        if gradients.transfer:
-            self.peers.arrive(gradients.transfer)
+        _run(own[-1:])
+        gradients.wait()
         results = gradients.results()
         self.peers.finish()
         return results
@@ -105,42 +102,42 @@ class Ring:
         """Whether a rank that has the block of `owner` at one of the steps sees one of its keys."""
         return any(self._part_of((owner + step) % self.peers.ranks, owner) for step in steps)
 
-    def _compute(self, states: _States, step: int, q: Tensor, blocks: _Blocks) -> Iterator[None]:
-        """What is computed of a step's block, in one call; the own block in two, the larger one first."""
+    def _calls(self, states: _States, step: int, q: Tensor, blocks: _Blocks) -> list[Callable[[], None]]:
+        """What computes a step's block: one call; for the own block two, the larger one first."""
         if (part := self.part(step)) is None:
-            return
+            return []
         earlier, results = states.of_step(step)
         q, k, v = _taken(q, part.rows), *(_taken(x, part.keys) for x in blocks[step])
         options = dict(self._mask_of(part, step, q.device), **self.options, state=earlier)
-        if step > 0 or not self._is_split(q, k):
-            forward_into(q, k, v, **results, **options)
-            yield
-            return
-        for of_q, of_k in _cuts(q, k, (0.75, 1)):
-            some = {name: x.narrow(*of_q) for name, x in results.items()}
-            forward_into(q.narrow(*of_q), k.narrow(*of_k), v.narrow(*of_k), **some, **options)
-            yield
 
-    def _differentiate(self, rows, found, step: int, blocks: _Blocks) -> Iterator[None]:
+        def call(of_q, of_k):
+            some = {name: _narrowed(x, of_q) for name, x in results.items()}
+            forward_into(_narrowed(q, of_q), _narrowed(k, of_k), _narrowed(v, of_k), **some, **options)
+
+        return self._in_slices(call, q, k, step, (0.75, 1))
+
+    def _gradient_calls(self, rows, found, step: int, blocks: _Blocks) -> list[Callable[[], None]]:
         """Likewise, own in three. `rows` are do, q, o, lse, dlse; `found` dq of the step's rows, dk, dv."""
         if (part := self.part(step)) is None:
-            return
-        do, q, o, lse, dlse = (x if x is None else _taken(x, part.rows) for x in rows)
+            return []
+        do, q, o, lse, dlse = (_taken(x, part.rows) for x in rows)
         dq, (k, v, dk, dv) = found[0], (_taken(x, part.keys) for x in (*blocks[step], *found[1:]))
         options = dict(self._mask_of(part, step, q.device), **self.options)
-        if step > 0 or not self._is_split(q, k):
-            backward_into(do, q, k, v, o, lse, dlse, dq=dq, dk=dk, dv=dv, **options)
-            yield
-            return
-        for of_q, of_k in _cuts(q, k, (0.25, 0.5, 1)):
-            of_rows = [x if x is None else x.narrow(*of_q) for x in (do, q, o, lse, dlse)]
-            results = dict(dq=dq.narrow(*of_q), dk=dk.narrow(*of_k), dv=dv.narrow(*of_k))
-            backward_into(*of_rows[:2], k.narrow(*of_k), v.narrow(*of_k), *of_rows[2:], **results, **options)
-            yield
 
-    def _is_split(self, q: Tensor, k: Tensor) -> bool:
-        """Whether there are transfers to hide behind parts of the own block, and parts."""
-        return q.is_cuda and self.peers.ranks > 1 and (q.shape[0] > 1 or k.shape[1] > 1)
+        def call(of_q, of_k):
+            of_rows = [_narrowed(x, of_q) for x in (do, q, o, lse, dlse, dq)]
+            of_keys = [_narrowed(x, of_k) for x in (k, v, dk, dv)]
+            do_, q_, o_, lse_, dlse_, dq_ = of_rows
+            k_, v_, dk_, dv_ = of_keys
+            backward_into(do_, q_, k_, v_, o_, lse_, dlse_, dq=dq_, dk=dk_, dv=dv_, **options)
+
+        return self._in_slices(call, q, k, step, (0.25, 0.5, 1))
+
+    def _in_slices(self, call, q: Tensor, k: Tensor, step: int, ends: tuple[float, ...]) -> list:
+        """One call, or one for each slice of the own block where there are transfers to hide on a GPU."""
+        if step > 0 or self.peers.ranks == 1 or not q.is_cuda:
+            return [lambda: call(None, None)]
+        return [functools.partial(call, *some) if some else _nothing for some in slices_of_heads(q, k, ends)]
 
     def _mask_of(self, part: Part, step: int, device: torch.device) -> dict:
         """The part's mask as arguments of minimal_attn.forward."""
@@ -151,22 +148,36 @@ class Ring:
         return dict(key_ranges=self.key_ranges[step])
 
 
-def _cuts(q: Tensor, k: Tensor, ends: tuple[float, ...]) -> Iterator[tuple]:
-    """The batches, or the heads, of q and of k for each of some calls, as Tensor.narrow takes them.
+def _run(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
-    `ends` are shares of all. The first call has at least one head and leaves one; another one may have none.
+
+def _nothing() -> None:
+    pass
+
+
+def slices_of_heads(q: Tensor, k: Tensor, ends: tuple[float, ...]) -> list[tuple | None]:
+    """The heads of q and of k for each of some calls, or the batches, as Tensor.narrow takes them.
+
+    `ends` are shares of all, ascending. No slice is larger than it must be for the last one to have a head.
     """
-    dim, begin = 0 if q.shape[0] > 1 else 1, 0
-    count, group = k.shape[dim], q.shape[dim] // k.shape[dim]
+    dim, begin, slices = 0 if q.shape[0] > 1 else 1, 0, []
+    count, group = k.shape[dim], q.shape[dim] // max(k.shape[dim], 1)
     for end in ends:
-        stop = min(max(int(end * count), 1), count - (end < 1))
-        if begin < stop:
-            yield (dim, begin * group, (stop - begin) * group), (dim, begin, stop - begin)
-        begin = stop
+        stop = count if end == 1 else min(max(round(end * count), 1), count - 1)
+        some = (dim, begin * group, (stop - begin) * group), (dim, begin, stop - begin)
+        slices.append(some if begin < stop else None)
+        begin = max(begin, stop)
+    return slices
 
 
-def _taken(x: Tensor, some: slice) -> Tensor:
-    return x if _is_all(some, x) else x[:, :, some]
+def _narrowed(x: Tensor | None, some: tuple[int, int, int] | None) -> Tensor | None:
+    return x if x is None or some is None else x.narrow(*some)
+
+
+def _taken(x: Tensor | None, some: slice) -> Tensor | None:
+    return x if x is None or _is_all(some, x) else x[:, :, some]
 
 
 class _Blocks:
@@ -178,9 +189,9 @@ class _Blocks:
         self.blocks = {0: (k.contiguous(), v.contiguous()) if ranks > 1 else (k, v)}
         longest = max(ring.block_length(owner) for owner in range(ranks))
         numbers = k.shape[0] * k.shape[1] * longest * k.shape[3]
-        self.rooms = [k.new_empty(2, numbers) for _ in range(min(ROOMS, ranks - 1))]
+        self.buffers = [k.new_empty(2, numbers) for _ in range(min(BUFFERS, ranks - 1))]
         self.transfers: dict[int, Transfer] = {}
-        self.ready = ring.peers.event()  # behind the rooms: their memory may be in use until now
+        self.ready = ring.peers.event()  # after the buffers: their memory may be in use until now
         self.read: dict[int, torch.cuda.Event | None] = {}
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
@@ -194,25 +205,26 @@ class _Blocks:
         ring, ranks = self.ring, self.peers.ranks
         if step >= ranks:
             return
-        going, coming = self.blocks[step - 1], self._room(step)
+        going, coming = self.blocks[step - 1], self._buffer(step)
         if not ring.is_seen(ring.owner(step - 1), range(step, ranks)):
             going = [x[:0] for x in going]
         self.blocks[step] = coming
-        events = self.ready, self.read.get(step - ROOMS)
+        events = self.ready, self.read.get(step - BUFFERS)
         self.transfers[step] = self.peers.start(list(zip(going, coming, strict=True)), *events)
 
-    def arrive(self, step: int) -> None:
-        self.peers.arrive(self.transfers.pop(step))
+    def wait(self, step: int) -> None:
+        self.peers.wait(self.transfers.pop(step))
 
-    def has_been_read(self, step: int) -> None:
+    def release(self, step: int) -> None:
+        """The step's kernels are queued: the block before it is needed no more, and its own buffer soon."""
         self.read[step] = self.peers.event()
         del self.blocks[step - 1]
 
-    def _room(self, step: int) -> tuple[Tensor, Tensor]:
+    def _buffer(self, step: int) -> tuple[Tensor, Tensor]:
         ring, ranks, (B, Hkv, _, d) = self.ring, self.peers.ranks, self.shape
         owner = ring.owner(step)
         N = ring.block_length(owner) if ring.is_seen(owner, range(step, ranks)) else 0
-        k, v = (x[: B * Hkv * N * d].view(B, Hkv, N, d) for x in self.rooms[(step - 1) % ROOMS])
+        k, v = (x[: B * Hkv * N * d].view(B, Hkv, N, d) for x in self.buffers[(step - 1) % BUFFERS])
         return k, v
 
 
@@ -225,7 +237,7 @@ class _States:
         parts = (ring.part(step) for step in range(ring.peers.ranks))
         self.q, self.rows = q, [None if part is None else part.rows for part in parts]
         self.found: dict[tuple[int, int], State] = {}
-        self.ended: list[slice] = []
+        self.ended: set[tuple[int, int]] = set()  # rows whose o and lse are written
 
     @functools.cached_property
     def last(self) -> tuple[Tensor, Tensor]:
@@ -239,7 +251,7 @@ class _States:
         rows = self.rows[step]
         earlier = self._earlier(rows)
         if not any(later and _overlap(rows, later) for later in self.rows[step + 1 :]):
-            self.ended.append(rows)
+            self.ended.add((rows.start, rows.stop))
             return earlier, {name: _taken(x, rows) for name, x in zip(("o", "lse"), self.last, strict=True)}
         o = torch.empty_like(_taken(self.q, rows), dtype=torch.float32)
         l, m = o.new_empty(o.shape[:3]), o.new_empty(o.shape[:3])
@@ -259,7 +271,7 @@ class _States:
                     to[at, stop] = tuple(x[:, :, at - begin : stop - begin] for x in state)
         if not inside:
             return None
-        pieces = [inside.get(gap) or self._empty(*gap) for gap in _cut(inside, rows)]
+        pieces = [inside.get(gap) or self._empty(*gap) for gap in _pieces_and_gaps(inside, rows)]
         return pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, 2) for x in zip(*pieces, strict=True))
 
     def _empty(self, begin: int, end: int) -> State:
@@ -269,10 +281,9 @@ class _States:
 
     def results(self) -> tuple[Tensor, Tensor]:
         o, lse = self.last
-        known = self.found | {(rows.start, rows.stop): None for rows in self.ended}
-        for begin, end in _cut(known, slice(0, self.q.shape[2])):
-            if known.get((begin, end), ()) is not None:
-                state_o, l, m = known.get((begin, end)) or self._empty(begin, end)
+        for begin, end in _pieces_and_gaps({*self.found, *self.ended}, slice(0, self.q.shape[2])):
+            if (begin, end) not in self.ended:
+                state_o, l, m = self.found.get((begin, end)) or self._empty(begin, end)
                 o[:, :, begin:end], lse[:, :, begin:end] = state_o, m + l.log()
         return o, lse
 
@@ -305,7 +316,7 @@ class _Gradients:
         """Adds what came with the block to a step's gradients, and begins to send the sum on."""
         ring, total = self.ring, found[1:] if found else self.coming
         if step > 1:
-            self.peers.arrive(self.transfer)
+            self.wait()
             if found and self.coming[0].numel():
                 for x, more in zip(total, self.coming, strict=True):
                     x.add_(more)
@@ -320,6 +331,11 @@ class _Gradients:
             dq = self.of_rows.setdefault((rows.start, rows.stop), found[0])
             if dq is not found[0]:
                 dq.add_(found[0])
+
+    def wait(self) -> None:
+        """For the sum that comes with, or after, the block that this rank has next."""
+        if self.transfer:
+            self.peers.wait(self.transfer)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         pieces = list(self.of_rows.items())
@@ -344,7 +360,7 @@ def _is_all(some: slice, x: Tensor) -> bool:
     return some.stop - some.start == x.shape[2]
 
 
-def _cut(pieces: Iterable[tuple[int, int]], rows: slice) -> list[tuple[int, int]]:
+def _pieces_and_gaps(pieces: Iterable[tuple[int, int]], rows: slice) -> list[tuple[int, int]]:
     """The pieces, which lie within the rows, and the gaps between them, in order."""
     ends = sorted({rows.start, rows.stop, *(end for piece in pieces for end in piece)})
     return list(zip(ends, ends[1:], strict=False))

@@ -1,4 +1,4 @@
-"""Numbers that the processes of one host share, in memory: what a ring's ranks greet each other with."""
+"""Numbers in memory that processes of one node share: a ring's ranks compare their calls by them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Offer:
     """New memory for so many words. `address` is for other processes, None where there is no memory."""
 
     def __init__(self, count: int):
-        self.address: tuple[str, str] | None = None
+        self.address: tuple[str, str, str] | None = None
         if not hasattr(os, "memfd_create"):
             return
         with contextlib.suppress(OSError, ValueError):
             self.file, token = os.memfd_create("minimal_attn.ring"), os.urandom(TOKEN)
             os.truncate(self.file, TOKEN + 8 * count)
             os.pwrite(self.file, token, 0)
-            self.address = f"/proc/{os.getpid()}/fd/{self.file}", token.hex()
+            self.address = _place(), f"/proc/{os.getpid()}/fd/{self.file}", token.hex()
 
     def close(self) -> None:
         """Nobody can open it any more; who has opened it keeps it."""
@@ -41,9 +41,11 @@ class Offer:
             os.close(self.file)
 
 
-def opened(path: str, token: str) -> SharedWords | None:
-    """The words at an address; None on another host, or where the system doesn't let us."""
+def opened(place: str, path: str, token: str) -> SharedWords | None:
+    """The words at an address; None on another node, or where the system doesn't let us."""
     with contextlib.suppress(OSError, ValueError):
+        if place != _place():
+            return None
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(file, 0)
@@ -52,3 +54,9 @@ def opened(path: str, token: str) -> SharedWords | None:
         if memory[:TOKEN] == bytes.fromhex(token):
             return SharedWords(memory)
     return None
+
+
+def _place() -> str:
+    """The running kernel, and whose process numbers a path in /proc has."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DTYPES, check_o
-from reference import Attention, attention, gradients
+from reference import Attention, attention, gradients, visible_keys
 from ring_processes import needs_gpus, raise_first, run
 
 import minimal_attn
 from minimal_attn import _ring_passes, ring
+from minimal_attn._ring_masks import Mask
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,56 @@ def test_rank_has_chunks_from_both_ends():
 def test_unshard_refuses_other_lengths():
     with pytest.raises(ValueError, match=r"shards must have .* but have \[3, 9\]"):
         ring.unshard([torch.ones(1, 1, 3, 1), torch.ones(1, 1, 9, 1)])
+
+
+# ------------------------------------------------------------------------------------ the masks
+
+
+def drawn_mask(generator, ranks):
+    """A mask of a whole sequence, and the arguments of forward that mean the same."""
+    Nq, Nk, kind, left, right = torch.randint(0, 40, (5,), generator=generator).tolist()
+    Nq, Nk, kind = Nq + 1, Nk + 1, kind % 4
+    band = (left if kind % 2 else -1, right if kind > 1 else 0)
+    if kind < 3:
+        offset = left - right
+        return Mask(Nq, Nk, offset, band, None, ranks), dict(window_size=band, offset=offset)
+    cu_q = bounds_of_documents(Nq, generator)
+    if is_self := left % 2:
+        Nk = Nq
+    cu_k = cu_q if is_self else bounds_of_documents(Nk, generator)
+    documents = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return Mask(Nq, Nk, 0, band, (cu_q, cu_k), ranks), dict(documents, window_size=band)
+
+
+def test_masks_of_parts(seed):
+    """Together the parts of all ranks' calls are the mask of the whole sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(200):
+        ranks = number % 8 + 1
+        mask, options = drawn_mask(generator, ranks)
+        seen = torch.zeros(mask.Nq, mask.Nk, dtype=torch.bool)
+        for rank, owner in itertools.product(range(ranks), repeat=2):
+            rows = ring.shard(torch.arange(mask.Nq), rank, ranks, dim=0)
+            keys = ring.shard(torch.arange(mask.Nk), owner, ranks, dim=0)
+            if part := mask.part(rank, owner):
+                rows, keys = rows[part.rows], keys[part.keys]
+                sees = part.band
+                if sees is None:
+                    sees = dict(key_ranges=mask.key_ranges(part, torch.device("cpu")))
+                seen[rows[:, None], keys] = visible_keys(1, len(rows), len(keys), **sees)[0, 0]
+        assert torch.equal(seen, visible_keys(1, mask.Nq, mask.Nk, **options)[0, 0]), (mask, options)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+def test_slices_of_heads(heads):
+    """Each head is in one slice, and the first and the last one have some, if there are two."""
+    q, k = torch.empty(1, 3 * heads, 1, 1), torch.empty(1, heads, 1, 1)
+    for ends in (0.75, 1), (0.25, 0.5, 1):
+        slices = _ring_passes.slices_of_heads(q, k, ends)
+        assert len(slices) == len(ends) and slices[-1] and (slices[0] or heads == 1)
+        for x, which in (q, 0), (k, 1):
+            found = [head for some in slices if some for head in range(some[which][1], sum(some[which][1:]))]
+            assert found == list(range(x.shape[1]))
 
 
 # ------------------------------------------------------------------------------------ the attention
@@ -174,7 +225,7 @@ def check_documents(rank, ranks, device, seed):
             assert error < bound, f"{ranks} ranks, {dtype}, {options}: {error:.1e}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])  # of 6 each takes a buffer again
 def test_documents(ranks, transport, seed):
     needs_gpus(transport, ranks)
     raise_first(run(check_documents, ranks, seed, transport=transport))
@@ -197,9 +248,16 @@ def wrong_documents(rank, ranks, device):
         with pytest.raises(kind, match=text) as error:
             ring.forward(x, x, x, timeout=20, **options)
         assert "\n" not in str(error.value)
-    cu = torch.tensor([0, 3 + rank, 8])
-    with pytest.raises(ValueError, match="cu_seqlens must be the same on all ranks"):
-        ring.forward(x, x, x, timeout=20, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    same, other = torch.tensor([0, 4, 8]), torch.tensor([0, 3 + rank, 8])
+    ring.forward(x, x, x, timeout=20, cu_seqlens_q=same, cu_seqlens_k=same)
+    for cu_q, cu_k, text in (
+        (other, other, "cu_seqlens_q must be the same on all ranks, but was 2 documents"),
+        (same, same.clone() if rank else same, "cu_seqlens_k must .* cu_seqlens_q itself on rank 0 and"),
+        (same if rank else None, same if rank else None, "cu_seqlens_q must .* None on rank 0 and"),
+        (None if rank else same, None if rank else same, "cu_seqlens_q must .* None on rank 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ring.forward(x, x, x, timeout=20, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def test_wrong_documents():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ring_processes import needs_gpus, raise_first, run
 
-from minimal_attn import _ring_passes, ring
+from minimal_attn import _peers, _ring_passes, ring
 
 TIMEOUT = 1.0  # seconds that a rank waits for another one that is gone
 BACKWARD = "ring.forward's backward pass"  # as errors name it
@@ -57,9 +57,12 @@ ODD = {  # what rank 1 does differently, the error on all ranks
 }
 
 
-def odd_rank(rank, ranks, device):
-    """All errors in one go: the group stays usable."""
+def odd_rank(rank, ranks, device, in_store):
+    """All errors in one go, after a good call: the group stays usable."""
     q, k, v = torch.randn(3, 1, 4, 20, 16, device=device)
+    if in_store:
+        _peers.opened = lambda *address: None  # as on several nodes
+    expected = [ring.forward(q, k, v, timeout=20) for _ in range(2)]
     errors = {}
     for name, (change, options, *_) in ODD.items():
         arguments, here = ((q, k, v), {}) if rank != 1 else (change(q.clone(), k, v), options)
@@ -67,14 +70,15 @@ def odd_rank(rank, ranks, device):
             ring.forward(*arguments, **{"timeout": 20, **here})
         except Exception as error:
             errors[name] = type(error), str(error)
-    assert ring.forward(q, k, v).isfinite().all()
+    assert all(torch.equal(ring.forward(q, k, v, timeout=20), o) for o in expected)
     return errors
 
 
+@pytest.mark.parametrize("in_store", [False, True], ids=["one node", "several nodes"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_odd_ranks(ranks, transport):
+def test_odd_ranks(ranks, transport, in_store):
     needs_gpus(transport, ranks)
-    results = run(odd_rank, ranks, transport=transport)
+    results = run(odd_rank, ranks, in_store, transport=transport)
     raise_first(results)
     assert all(result == results[0] for result in results)
     for name, (*_, kind, text) in ODD.items():
