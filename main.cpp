@@ -92,6 +92,11 @@ pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTens
                           "copied"_a = found.copied, "others"_a = others);
 }
 
+void check_rows(const Tensor &t) {
+    TORCH_CHECK_VALUE(t.size(3) <= 1 || t.stride(3) == 1, "a result must have contiguous rows, but has strides ",
+                      t.strides());
+}
+
 Returns returns_of(const Arguments &a, bool return_state, bool return_lse) {
     return return_lse ? Returns::lse : a.o || return_state ? Returns::state : Returns::o;
 }
@@ -119,6 +124,7 @@ struct PythonFunctions<void(Types...)> {
     // sizes aren't checked: with lse o has q's dtype; with l and m, which are contiguous, it is float32.
     static void forward_into(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
                              const Tensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &lse) {
+        check_rows(o);
         const auto call = [&](const Arguments &a) {
             run(a, lse ? Returns::lse : Returns::state, nullptr,
                 {o, l.value_or(Tensor()), m.value_or(Tensor()), lse.value_or(Tensor())});
@@ -133,6 +139,7 @@ struct PythonBackward<void(Types...)> {
     static void backward_into(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
                               const Tensor &lse, const MaybeTensor &dlse, typename FromPython<Types>::type... options,
                               const Tensor &dq, const Tensor &dk, const Tensor &dv) {
+        check_rows(dq), check_rows(dk), check_rows(dv);
         const auto call = [&](const Arguments &a) {
             differentiate(a, do_, o, lse, dlse, dq.scalar_type(), {dq, dk, dv});
         };

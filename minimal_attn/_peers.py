@@ -87,6 +87,7 @@ class Peers:
         self.store = group.get_group_store() if has_method else _get_process_group_store(group)
         self.stream = torch.cuda.current_stream() if is_cuda else None
         self.transfers: list[Transfer] = []
+        self.number = 0  # of the call, among the group's: since its handshake
 
     def handshake(self, number: int | None) -> Callable[[], bool]:
         """Begins a call. The result waits for all ranks, and says whether all have the same number.
@@ -102,6 +103,7 @@ class Peers:
         if calls is None or calls.words is None:
             return _started(self.timeout + 1, lambda: self._all_in_store(number))
         calls.number += 1
+        self.number = calls.number
         # Two calls take turns: a rank that is two calls on knows that all have begun the one between, and so
         # have read this one's.
         places = range(calls.number % 2 * self.ranks, (calls.number % 2 + 1) * self.ranks)
@@ -125,6 +127,7 @@ class Peers:
         if (calls := _calls.get(self.group)) is None:
             calls = _calls[self.group] = _Calls(self.store.add(f"{KEYS}/generations/{self.rank}", 1))
         calls.number += 1
+        self.number = calls.number
         key, here = f"{KEYS}/{calls.generation}/{calls.number}", f"{KEYS}/{calls.generation}/here"
         self.store.set(f"{here}/{self.rank}", str(calls.number))
         count, total = divmod(self.store.add(key, (1 << 48) + number), 1 << 48)
@@ -148,17 +151,19 @@ class Peers:
         return [mine] if self.ranks == 1 else _within(self.timeout + 1, lambda: self._exchange(mine))
 
     def _exchange(self, mine: dict) -> list[dict]:
-        calls, offer = _calls[self.group], None
-        if not calls.has_exchanged and self.rank == 0:
-            offer = Offer(2 * self.ranks)
-        said = self._gathered(f"said {calls.number % 2}", [mine, offer and offer.address])
-        if not calls.has_exchanged:
-            calls.has_exchanged, (_, address) = True, said[0]
+        calls = _calls[self.group]
+        if calls.has_exchanged:
+            return self._gathered(f"said {calls.number % 2}", mine)
+        calls.has_exchanged = True
+        with contextlib.ExitStack() as stack:
+            address = None
+            if self.rank == 0:
+                address = stack.enter_context(Offer(2 * self.ranks)).address
+            said = self._gathered("first", [mine, address])
+            address = said[0][1]
             words = opened(*address) if address else None
             if all(self._gathered("opened", words is not None)):
                 calls.words = words
-            if offer:
-                offer.close()
         return [its for its, _ in said]
 
     def _gathered(self, topic: str, mine: object) -> list:
@@ -217,8 +222,12 @@ class Peers:
     def wait(self, transfer: Transfer) -> None:
         """What is queued from now on may use what comes and change what goes. On a CPU it waits for that."""
         if self.is_cuda:
-            for work in transfer.works:
-                work.wait()  # a stream waits
+            try:
+                for work in transfer.works:
+                    work.wait()  # a stream waits
+            except RuntimeError as error:
+                text = f"lost rank {self.before} or {self.after} ({_line(error)})"
+                raise _Lost(text, self.before, self.after) from None
         else:
             self._wait(transfer)
 
@@ -239,8 +248,7 @@ class Peers:
             try:
                 if self.is_cuda:
                     self._poll(work, end)
-                else:
-                    work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))  # raises if it failed
             except RuntimeError as error:
                 is_late = time.monotonic() > end - 2e-3  # gloo waits for whole milliseconds, rounded down
                 why = f"in {self.timeout:g} s" if is_late else f"({_line(error)})"
@@ -296,7 +304,7 @@ class Peers:
         with contextlib.suppress(RuntimeError):
             self.group.abort()
             if not self.is_cuda:  # gloo has no abort, but a wait that times out closes all connections
-                work = dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=self.after, tag=1)
+                work = dist.irecv(torch.empty(1, device="cpu"), group=self.group, group_src=self.after, tag=9)
                 work.wait(timedelta(milliseconds=1))
 
 
@@ -328,7 +336,11 @@ def _started(seconds: float, use_store: Callable[[], T]) -> Callable[[], T]:
     TCPStore's own limits don't hold while the host of the store, most often rank 0, is stopped.
     """
     future: Future[T] = Future()
-    (_idle.pop() if _idle else _new_thread()).put((future, use_store))
+    try:
+        tasks = _idle.pop()
+    except IndexError:
+        tasks = _new_thread()
+    tasks.put((future, use_store))
     end = time.monotonic() + seconds
 
     def result() -> T:

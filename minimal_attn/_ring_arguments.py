@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import minimal_attn
 from minimal_attn._peers import named
@@ -47,6 +48,8 @@ class Arguments:
         tensors = self.q, self.k, self.v, *(self.documents or ())
         if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
             return None
+        if any(x.is_nested or x.layout != torch.strided for x in tensors) or _is_transformed():
+            return None
         if not isinstance(self.window_size, (tuple, list)):
             return None
         plain = *self.window_size, self.softmax_scale, self.softcap, self.offset
@@ -55,7 +58,9 @@ class Arguments:
             return None
         seen = ((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad) for x in tensors)
         numbers = (tuple(x.tolist()) for x in tensors[3:] if not x.is_cuda)
-        return torch.is_grad_enabled(), self.cu_seqlens_q is self.cu_seqlens_k, *plain, *seen, *numbers
+        kinds = tuple(type(x) for x in plain)  # 1 is not True
+        is_one = self.cu_seqlens_q is self.cu_seqlens_k
+        return torch.is_grad_enabled(), is_one, kinds, *plain, *seen, *numbers
 
     def described(self) -> dict:
         """What the other ranks must know of this one's arguments. Raises what is wrong with them."""
@@ -66,8 +71,12 @@ class Arguments:
         if isinstance(self.offset, Tensor):
             raise TypeError("offset must be an int or None, but was a tensor")
         mask = dict(causal=self.causal, window_size=self.window_size, offset=self.offset)
-        scores = dict(softmax_scale=self.softmax_scale, softcap=self.softcap or None)
+        scores = dict(softmax_scale=self.softmax_scale, softcap=self.softcap)
         minimal_attn.explain(q, k, self.v, **mask, **scores, backend=self.backend)  # raises forward's errors
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, self.v)):
+            raise RuntimeError(
+                "q, k and v must not be dual tensors, but are: there is no forward-mode derivative"
+            )
         if self.documents:
             self._check_documents()
         backends = dist.get_backend_config(self.group)  # such as cpu:gloo,cuda:nccl
@@ -80,6 +89,7 @@ class Arguments:
         mine |= {"dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
         mine |= {"causal": bool(self.causal), "window_size": [int(bound) for bound in self.window_size]}
         mine |= {name: None if x is None else float(x) for name, x in scores.items()}
+        mine["softcap"] = mine["softcap"] or None
         mine["offset"] = None if self.offset is None else int(self.offset)
         mine["cu_seqlens_q"], mine["cu_seqlens_k"] = map(_documents_in_words, self.documents or (None, None))
         if self.documents and self.cu_seqlens_q is self.cu_seqlens_k:
@@ -94,8 +104,11 @@ class Arguments:
             if not isinstance(x, Tensor):
                 was = _line(x)
                 raise TypeError(f"{name} must be a tensor where the other one is given, but was {was}")
-            if x.dim() != 1 or len(x) < 2 or x.dtype not in _INTEGERS:
-                what = f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}"
+            is_dense = x.layout == torch.strided and not x.is_nested
+            if not is_dense or x.dim() != 1 or len(x) < 2 or x.dtype not in _INTEGERS:
+                what = (
+                    f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}" if is_dense else "not dense"
+                )
                 raise ValueError(f"{name} must be (documents + 1,) of an integer dtype, but was {what}")
             if x.device != self.q.device:
                 raise ValueError(f"{name} must be on q's device {self.q.device}, but is on {x.device}")
@@ -133,6 +146,11 @@ class Agreement:
     fingerprint: int
     mask: Mask  # without the documents, whose numbers may change
     parts: dict[tuple[int, int], Part | None] = field(default_factory=dict)
+
+
+def _is_transformed() -> bool:
+    """Whether tensors may be more than they show: in forward mode, or in a transform such as vmap."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64

@@ -64,6 +64,8 @@ class Mask:
             return None
         if all(self._sees_all(*q, *k) for q in queries for k in keys):
             return {}
+        if abs(self.offset) > 1 << 31:  # an int of 64 bits would wrap
+            return None
         if len(queries) == len(keys) == 1:
             return dict(window_size=self.band, offset=queries[0][0] + self.offset - keys[0][0])
         positions = [(begin + self.offset, end + self.offset) for begin, end in queries]
@@ -93,18 +95,20 @@ class Mask:
         """
         at = torch.cat([torch.arange(begin, end, device=device) for begin, end in part.queries_in])
         begin, end = torch.zeros_like(at), torch.full_like(at, self.Nk)
-        position = at + self.offset
+        position, offset = at, self.offset
         if self.documents:
-            cu_q, cu_k = (x.long() for x in self.documents)
+            cu_q, cu_k = (
+                x.long().clamp(0, N) for x, N in zip(self.documents, (self.Nq, self.Nk), strict=True)
+            )
             n = (torch.searchsorted(cu_q, at, right=True) - 1).clamp(0, len(cu_q) - 2)
             begin, end = cu_k[n], cu_k[n + 1]
-            position = end - (cu_q[n + 1] - at)
+            position, offset = end - (cu_q[n + 1] - at), 0
             end = torch.where((at < cu_q[n]) | (at >= cu_q[n + 1]), begin, end)
-        left, right = self.band
+        (left, right), most = self.band, self.Nq + self.Nk + 1
         if left != -1:
-            begin = torch.maximum(begin, position - left)
+            begin = torch.maximum(begin, position + min(max(offset - left, -most), most))
         if right != -1:
-            end = torch.minimum(end, position + right + 1)
+            end = torch.minimum(end, position + min(max(offset + right + 1, -most), most))
         ranges = torch.stack((begin, torch.maximum(begin, end)), -1)
         before = sum((ranges - first).clamp(0, last - first) for first, last in part.keys_in)
         return before[None].int()

@@ -23,10 +23,14 @@ class SharedWords:
 
 
 class Offer:
-    """New memory for so many words. `address` is for other processes, None where there is no memory."""
+    """New memory for so many words, until it is closed. Who has opened it keeps it.
+
+    `address` is for other processes, None where the system has no such memory.
+    """
 
     def __init__(self, count: int):
         self.address: tuple[str, str, str] | None = None
+        self.file: int | None = None
         if not hasattr(os, "memfd_create"):
             return
         with contextlib.suppress(OSError, ValueError):
@@ -35,9 +39,11 @@ class Offer:
             os.pwrite(self.file, token, 0)
             self.address = _place(), f"/proc/{os.getpid()}/fd/{self.file}", token.hex()
 
-    def close(self) -> None:
-        """Nobody can open it any more; who has opened it keeps it."""
-        if self.address:
+    def __enter__(self) -> Offer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
             os.close(self.file)
 
 

@@ -144,7 +144,7 @@ def forward(
     known = key = arguments = None
     try:
         if all(isinstance(x, Tensor) for x in (q, k, v)):
-            q, k, v = (x.resolve_neg() for x in cast_by_autocast(q, k, v))
+            q, k, v = map(_plain, cast_by_autocast(q, k, v))
         mask = dict(causal=causal, window_size=window_size, offset=offset)
         mask |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         scores = dict(softmax_scale=softmax_scale, softcap=softcap)
@@ -153,7 +153,7 @@ def forward(
         known = agreements.get(key)
         mine = None if known else arguments.described()
     except Exception as error:
-        mine = {"error": [type(error).__name__, str(error)]}
+        mine = {"error": [type(error).__name__, (str(error).splitlines() or [""])[0]]}
     is_same = peers.handshake(known.fingerprint if known else None)
 
     def compute(agreement: Agreement, agree: Callable[[], bool] | None = None):
@@ -190,6 +190,7 @@ _agreements = weakref.WeakKeyDictionary()
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring, agree: Callable[[], bool] | None
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = (x if x.stride(3) == 1 or x.size(3) == 1 else x.contiguous() for x in (q, k, v))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return _RingAttention.apply(q, k, v, ring, agree)
     with torch.no_grad(), ring.peers:
@@ -208,12 +209,19 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
-        last = ctx.ring.peers
+        last, tensors = ctx.ring.peers, ctx.saved_tensors
+        do, dlse = _plain(do), _plain(dlse)
         peers = Peers(last.group, last.timeout, last.is_cuda, "ring.forward's backward pass")
-        said = {"call": peers.call}
+        said = {"call": peers.call, "number of the forward call": last.number}
         with peers:
             everyone = [said] if peers.handshake(fingerprint(said))() else peers.exchange(said)
-        check_same(everyone, "call")
+        for name in said:
+            check_same(everyone, name)
         with peers:
             ring = dataclasses.replace(ctx.ring, peers=peers)
-            return *ring.backward(do, dlse, *ctx.saved_tensors), None, None
+            return *ring.backward(do, dlse, *tensors), None, None
+
+
+def _plain(x: Tensor) -> Tensor:
+    """x with numbers in memory as they are: kernels are called past the dispatcher."""
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()

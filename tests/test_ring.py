@@ -73,6 +73,8 @@ def drawn_mask(generator, ranks):
     band = (left if kind % 2 else -1, right if kind > 1 else 0)
     if kind < 3:
         offset = left - right
+        if right % 8 == 0:  # as far as an int of 64 bits goes
+            band, offset = (band[0], max(band[1], 2**63 - 1 - right)), (right - 2**63) // 2
         return Mask(Nq, Nk, offset, band, None, ranks), dict(window_size=band, offset=offset)
     cu_q = bounds_of_documents(Nq, generator)
     if is_self := left % 2:
@@ -135,7 +137,15 @@ SIZES = [  # B, Hq, Hkv, Nq, Nk, d
 ]
 
 
-def check_all(rank, ranks, device, seed, transposed):
+LAYOUTS = {  # of (B, H, N, d)
+    "contiguous": lambda x: x,
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "rows apart": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+}
+
+
+def check_all(rank, ranks, device, seed, layout):
     """Each size with each band, in one of the dtypes."""
     generator = torch.Generator().manual_seed(seed)
     dtypes = itertools.cycle(DTYPES[seed % 3 :] + DTYPES[: seed % 3] + DTYPES[:1])
@@ -145,12 +155,12 @@ def check_all(rank, ranks, device, seed, transposed):
         whole = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
         expected = Attention(*(ring.shard(x, rank, ranks) for x in attention(*whole, **band)))
         shards = [ring.shard(x, rank, ranks) for x in whole]
-        if transposed:  # (B, N, H, d) in memory
-            shards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
+        shards = [LAYOUTS[layout](x) for x in shards]
         o, lse = ring.forward(*shards, **band, return_lse=True)
         try:
             assert o.dtype == dtype and lse.dtype == torch.float32
-            assert o.stride() == torch.empty_like(shards[0]).stride()
+            if layout != "channels last":  # whose rows aren't contiguous
+                assert o.stride() == torch.empty_like(shards[0]).stride()
             check_o(o, expected, dtype)
             # docs/scores.md: tanh of bfloat16 on a GPU
             is_approximate = device.type == "cuda" and dtype == torch.bfloat16 and "softcap" in band
@@ -162,10 +172,10 @@ def check_all(rank, ranks, device, seed, transposed):
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_against_float64(ranks, transport, seed):
+@pytest.mark.parametrize("ranks, layout", zip([1, 2, 3, 4], LAYOUTS, strict=True))
+def test_against_float64(ranks, layout, transport, seed):
     needs_gpus(transport, ranks)
-    raise_first(run(check_all, ranks, seed, ranks == 3, transport=transport))
+    raise_first(run(check_all, ranks, seed, layout, transport=transport))
 
 
 def check_gradients(rank, ranks, device, seed):
@@ -194,6 +204,29 @@ def check_gradients(rank, ranks, device, seed):
 def test_gradients(ranks, transport, seed):
     needs_gpus(transport, ranks)
     raise_first(run(check_gradients, ranks, seed, transport=transport))
+
+
+def odd_gradients(rank, ranks, device):
+    """Tensors that aren't what their memory holds, rows that aren't contiguous, and layers in another order."""
+    x = torch.randn(3, 1, 2, 30, 16, device=device).transpose(-1, -2).contiguous().transpose(-1, -2)
+    inputs = [part.detach().requires_grad_() for part in x]
+    o, lse = ring.forward(*inputs, causal=True, return_lse=True)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    expected = torch.autograd.grad((o, lse), inputs, (do, dlse), retain_graph=True)
+    negated = torch.autograd.grad(
+        (o, lse), inputs, [torch._neg_view(-x) for x in (do, dlse)], retain_graph=True
+    )
+    for found, known in zip(negated, expected, strict=True):
+        torch.testing.assert_close(found, known)
+    zeros = torch._efficientzerotensor(o.shape, device=device)
+    assert not any(x.any() for x in torch.autograd.grad(o, inputs, zeros, retain_graph=True))
+    first, second = (ring.forward(*inputs, causal=causal, timeout=20).sum() for causal in (True, False))
+    with pytest.raises(ValueError, match="number of the forward call must be the same on all ranks"):
+        (first if rank == 0 else second).backward()
+
+
+def test_odd_gradients():
+    raise_first(run(odd_gradients, 2))
 
 
 def bounds_of_documents(N, generator):

@@ -54,6 +54,7 @@ ODD = {  # what rank 1 does differently, the error on all ranks
     "offset": (lambda *qkv: qkv, dict(offset=torch.tensor([1])), TypeError, "rank 1: offset must be an int"),
     "grad": (lambda q, k, v: (q.requires_grad_(), k, v), {}, ValueError, "requires_grad .* True on rank 1"),
     "backend": (lambda *qkv: qkv, dict(backend="best"), ValueError, "rank 1: "),
+    "softcaps": (lambda *qkv: qkv, dict(softcap=torch.ones(2)), TypeError, "rank 1: softcap must be"),
 }
 
 
@@ -183,15 +184,16 @@ def test_lost_rank_on_gpus(how, lost, when, within):
     assert seconds < TIMEOUT + 5
 
 
+@pytest.mark.parametrize("ranks, lost", [(2, 1), (4, 2)])
 @pytest.mark.parametrize("within, name", [("forward", "ring.forward"), ("backward", BACKWARD)])
-def test_rank_that_raises(within, name):
+def test_rank_that_raises(ranks, lost, within, name):
     """It raises its own error, and the others name it at once, long before the timeout."""
-    results = run(lose_a_rank, 4, 2, 1, "raises", 1000, within)
-    assert results[2][:2] == (MemoryError, "there is none")
-    for kind, text, seconds in results[:2] + results[3:]:
+    results = run(lose_a_rank, ranks, lost, 1, "raises", 1000, within)
+    assert results.pop(lost)[:2] == (MemoryError, "there is none")
+    for kind, text, seconds in results:
         assert (kind, text) == (
             ring.RingError,
-            f"{name} ended on all ranks: rank 2 raised MemoryError: there is none",
+            f"{name} ended on all ranks: rank {lost} raised MemoryError: there is none",
         )
         assert seconds < 10
 
