@@ -172,7 +172,7 @@ def check_all(rank, ranks, device, seed, layout):
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.parametrize("ranks, layout", zip([1, 2, 3, 4], LAYOUTS, strict=True))
+@pytest.mark.parametrize("ranks, layout", list(zip([1, 2, 3, 4], LAYOUTS, strict=True)))
 def test_against_float64(ranks, layout, transport, seed):
     needs_gpus(transport, ranks)
     raise_first(run(check_all, ranks, seed, layout, transport=transport))
@@ -213,9 +213,8 @@ def odd_gradients(rank, ranks, device):
     o, lse = ring.forward(*inputs, causal=True, return_lse=True)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     expected = torch.autograd.grad((o, lse), inputs, (do, dlse), retain_graph=True)
-    negated = torch.autograd.grad(
-        (o, lse), inputs, [torch._neg_view(-x) for x in (do, dlse)], retain_graph=True
-    )
+    negated = [torch._neg_view(-x) for x in (do, dlse)]
+    negated = torch.autograd.grad((o, lse), inputs, negated, retain_graph=True)
     for found, known in zip(negated, expected, strict=True):
         torch.testing.assert_close(found, known)
     zeros = torch._efficientzerotensor(o.shape, device=device)
