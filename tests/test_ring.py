@@ -207,7 +207,7 @@ def test_gradients(ranks, transport, seed):
 
 
 def odd_gradients(rank, ranks, device):
-    """Tensors that aren't what their memory holds, rows that aren't contiguous, and layers in another order."""
+    """Tensors that are not what memory holds, rows that are not contiguous, layers in another order."""
     x = torch.randn(3, 1, 2, 30, 16, device=device).transpose(-1, -2).contiguous().transpose(-1, -2)
     inputs = [part.detach().requires_grad_() for part in x]
     o, lse = ring.forward(*inputs, causal=True, return_lse=True)
