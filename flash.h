@@ -22,6 +22,9 @@ struct CUstream_st;  // cudaStream_t is a pointer to it; named here so that call
 
 namespace minimal_attn {
 
+// The largest head dimension d.
+constexpr int kMostDOnGPU = 256, kMostDOnCPU = 512;
+
 enum class Dtype { float32, float16, bfloat16 };
 
 constexpr int64_t kNoBound = int64_t(1) << 40;  // further than any key from any query

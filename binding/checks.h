@@ -73,8 +73,9 @@ inline void check_q_k_v(const Arguments &a) {
                           " tokens, but has shape ", t->sym_sizes());
     }
     const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
-    TORCH_CHECK_VALUE(may_hold(q[3].sym_ge(1)) && may_hold(q[3].sym_le(256)),
-                      "q must have a head dimension d from 1 to 256, but has shape ", q);
+    const int most_d = a.q.is_cuda() ? kMostDOnGPU : kMostDOnCPU;
+    TORCH_CHECK_VALUE(may_hold(q[3].sym_ge(1)) && may_hold(q[3].sym_le(most_d)),
+                      "q must have a head dimension d from 1 to ", most_d, ", but has shape ", q);
     const bool has_d = holds(k[3].sym_eq(q[3]));
     TORCH_CHECK_VALUE(a.block_table || (has_d && holds(k[0].sym_eq(q[0]))),
                       "k must have q's batch size and head dimension, (", q[0], ", Hkv, Nk, ", q[3],

@@ -66,7 +66,8 @@ def backward(
 
     Args:
         do: the gradient in o, (B, Hq, Nq, d), in q's dtype, or float32, which is rounded to q's dtype.
-        q: the queries (B, Hq, Nq, d), float32, float16 or bfloat16, d from 1 to 256.
+        q: the queries (B, Hq, Nq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU
+            1 to 512.
         k, v: the keys and values (B, Hkv, Nk, d) in q's dtype; there is no block_table. Hkv divides Hq.
         o: forward's result over all keys, in q's shape, in q's dtype, or float32, which is rounded to it.
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).

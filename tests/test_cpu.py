@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Backend
 from reference import attention
+from test_backward import check as check_gradients
 from torch.nn.functional import scaled_dot_product_attention
 
 import minimal_attn
@@ -53,6 +54,18 @@ def test_same_bits_on_any_number_of_threads(cpu, instructions, set_num_threads, 
     for result in results:
         for actual, expected in zip(result, results[0], strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(30, 5), softcap=3.0)], ids=str)
+@pytest.mark.parametrize("d", [257, 320, 500, 512])
+def test_large_head_dimensions(cpu, instructions, dtype, d, options):
+    """Up to 512: values, with many queries and few, over many keys, and gradients."""
+    q, k, v = cpu.qkv(Hq=4, Hkv=2, Nq=70, Nk=150, d=d, dtype=dtype)
+    cpu.check(q, k, v, **options)
+    check_gradients(cpu, torch.randn_like(q), q, k, v, **options)
+    q, k, v = cpu.qkv(B=1, Hq=2, Hkv=1, Nq=2, Nk=2300, d=d, dtype=dtype)
+    cpu.check(q, k, v, **options)
+    check_gradients(cpu, torch.randn_like(q), q, k, v, **options)
 
 
 @pytest.mark.parametrize("flush", [True, False])
