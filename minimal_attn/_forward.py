@@ -127,8 +127,9 @@ def forward(
 
     Args:
         q: queries (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA GPU. d is 1 to 256,
-            on a CPU 1 to 512; Nq and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass x.transpose(1, 2).
-            Under torch.autocast, q, k and v are cast to its dtype first, as SDPA casts them.
+            on a CPU 1 to 512; Nq and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass
+            x.transpose(1, 2). Under torch.autocast, q, k and v are cast to its dtype first, as SDPA casts
+            them.
         k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device. Hkv divides Hq: query head h reads
             key head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose
             last dimension isn't contiguous is copied once.

@@ -86,7 +86,7 @@ def flash_attn_func(
     """softmax(softmax_scale * q k^T + mask) v, as flash_attn.flash_attn_func computes it. Copies nothing.
 
     Args:
-        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256 (as flash_attn's), on a CPU or a CUDA GPU.
+        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU or a CUDA GPU.
         k, v: keys and values (B, Nk, Hkv, d), of q's dtype and device. Hkv divides Hq: query head h reads key
             head h // (Hq // Hkv).
         dropout_p: must be 0.

@@ -152,7 +152,7 @@ def test_state_from_elsewhere(backend):
 
 @pytest.mark.parametrize("d", [5, 33, 64, 96, 128, 200, 256])
 def test_o_in_the_dtype_of_q(backend, dtype, d):
-    """With the log-sum-exp, after a state: what the state form gives, but for rounding. o may lie anywhere."""
+    """With the log-sum-exp, after a state: as the state form, but for rounding. o may lie anywhere."""
     q, k, v = backend.qkv(Nq=75, Nk=200, d=d, dtype=dtype)
     if backend.random.random() < 0.5:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
