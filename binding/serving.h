@@ -149,7 +149,8 @@ inline Outcome outcome_of(Call &c) {
     if (c.k.scalar_type() != type || c.v.scalar_type() != type) return dtype;
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return shapes;
     const auto q = c.q.sym_sizes(), k = c.k.sym_sizes(), v = c.v.sym_sizes();
-    if (q[3] > (c.q.is_cuda() ? kMostDOnGPU : kMostDOnCPU) || differ(k[3], q[3]) || differ(v[3], q[3])) return head_dimension;
+    if (q[3] > (c.q.is_cuda() ? kMostDOnGPU : kMostDOnCPU) || differ(k[3], q[3]) || differ(v[3], q[3]))
+        return head_dimension;
     bool fit = may_hold(q[2].sym_lt(kMaxTokens)) && may_hold(k[2].sym_lt(kMaxTokens)) && !differ(k[0], q[0]);
     for (int i = 0; i < 4; ++i) fit = fit && !is(q[i], 0) && !is(k[i], 0) && !differ(k[i], v[i]);
     if (!fit || differ(q[1] % k[1], 0)) return shapes;

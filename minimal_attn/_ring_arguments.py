@@ -57,7 +57,10 @@ class Arguments:
         if any(type(x) not in (int, float, bool, str, type(None)) for x in plain):
             return None
         seen = ((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad) for x in tensors)
-        numbers = (tuple(x.tolist()) for x in tensors[3:] if not x.is_cuda)
+        packed = tensors[3:]
+        if any(x.dim() != 1 or x.dtype not in _INTEGERS or x.device != self.q.device for x in packed):
+            return None
+        numbers = (tuple(x.tolist()) for x in packed if x.device.type == "cpu")
         kinds = tuple(type(x) for x in plain)  # 1 is not True
         is_one = self.cu_seqlens_q is self.cu_seqlens_k
         return torch.is_grad_enabled(), is_one, kinds, *plain, *seen, *numbers
@@ -112,7 +115,7 @@ class Arguments:
                 raise ValueError(f"{name} must be (documents + 1,) of an integer dtype, but was {what}")
             if x.device != self.q.device:
                 raise ValueError(f"{name} must be on q's device {self.q.device}, but is on {x.device}")
-            if not x.is_cuda and bool((x.diff() < 0).any() or x[0] < 0):
+            if not x.is_cuda and bool((x[1:] < x[:-1]).any() or x[0] < 0):
                 raise ValueError(f"{name} must be at least 0 and never decrease, but was {x.tolist()[:8]}")
         documents, others = len(self.cu_seqlens_q), len(self.cu_seqlens_k)
         if documents != others:
@@ -174,13 +177,22 @@ def check_same(everyone: list[dict], name: str) -> None:
         raise ValueError(f"{name} must be the same on all ranks, but was {was}")
 
 
-def totals(everyone: list[dict]) -> tuple[int, int]:
-    """The lengths of the whole sequences of queries and keys, or the error that every rank raises."""
-    ranks = len(everyone)
+def in_words(error: Exception) -> dict:
+    """What a rank says instead of its arguments."""
+    return {"error": [type(error).__name__, (str(error).splitlines() or [""])[0]]}
+
+
+def raise_errors(everyone: list[dict]) -> None:
     for rank, its in enumerate(everyone):
         if "error" in its:
             kind, text = its["error"]
-            raise ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}" if ranks > 1 else text)
+            raise ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}" if len(everyone) > 1 else text)
+
+
+def totals(everyone: list[dict]) -> tuple[int, int]:
+    """The lengths of the whole sequences of queries and keys, or the error that every rank raises."""
+    raise_errors(everyone)
+    ranks = len(everyone)
     lengths = "q's length", "k's length"
     for name in everyone[0]:
         if name not in lengths:

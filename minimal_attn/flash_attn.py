@@ -86,7 +86,8 @@ def flash_attn_func(
     """softmax(softmax_scale * q k^T + mask) v, as flash_attn.flash_attn_func computes it. Copies nothing.
 
     Args:
-        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU or a CUDA GPU.
+        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256 on a CUDA GPU, to 512
+            on a CPU.
         k, v: keys and values (B, Nk, Hkv, d), of q's dtype and device. Hkv divides Hq: query head h reads key
             head h // (Hq // Hkv).
         dropout_p: must be 0.
@@ -389,8 +390,9 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
     of_q = dict(zip(q_shape, sizes, strict=True))
     of_k = _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape])
     _check("v" + suffix, v, q, of_k)
-    if known(of_q["d"] < 1, of_q["d"] > 256):
-        raise ValueError(f"q must have a head dimension d from 1 to 256, but has shape {tuple(sizes)}")
+    most = 512 if q.device.type == "cpu" else 256
+    if known(of_q["d"] < 1, of_q["d"] > most):
+        raise ValueError(f"q must have a head dimension d from 1 to {most}, but has shape {tuple(sizes)}")
     Hq, Hkv = of_q["Hq"], of_k[-2]
     if known(Hq != Hkv) and known((Hq % Hkv if Hkv else Hq) != 0):
         hint = "; with heads in front of tokens, as in SDPA, pass x.transpose(-3, -2)"

@@ -33,7 +33,16 @@ from torch import Tensor
 
 from minimal_attn._forward import cast_by_autocast
 from minimal_attn._peers import Disagreement, Peers, RingError
-from minimal_attn._ring_arguments import Agreement, Arguments, check_same, fingerprint, is_timeout, totals
+from minimal_attn._ring_arguments import (
+    Agreement,
+    Arguments,
+    check_same,
+    fingerprint,
+    in_words,
+    is_timeout,
+    raise_errors,
+    totals,
+)
 from minimal_attn._ring_passes import Ring
 from minimal_attn._zigzag import segments, shard, unshard
 
@@ -153,7 +162,7 @@ def forward(
         known = agreements.get(key)
         mine = None if known else arguments.described()
     except Exception as error:
-        mine = {"error": [type(error).__name__, (str(error).splitlines() or [""])[0]]}
+        mine = in_words(error)
     is_same = peers.handshake(known.fingerprint if known else None)
 
     def compute(agreement: Agreement, agree: Callable[[], bool] | None = None):
@@ -209,12 +218,17 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
-        last, tensors = ctx.ring.peers, ctx.saved_tensors
-        do, dlse = _plain(do), _plain(dlse)
+        last = ctx.ring.peers
         peers = Peers(last.group, last.timeout, last.is_cuda, "ring.forward's backward pass")
-        said = {"call": peers.call, "number of the forward call": last.number}
+        said: dict = {"call": peers.call, "number of the forward call": last.number}
+        number = fingerprint(said)
+        try:
+            tensors, do, dlse = ctx.saved_tensors, _plain(do), _plain(dlse)
+        except Exception as error:  # a saved tensor has been changed in place
+            number, said = None, said | in_words(error)
         with peers:
-            everyone = [said] if peers.handshake(fingerprint(said))() else peers.exchange(said)
+            everyone = [said] if peers.handshake(number)() else peers.exchange(said)
+        raise_errors(everyone)
         for name in said:
             check_same(everyone, name)
         with peers:

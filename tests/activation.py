@@ -39,7 +39,7 @@ def heads(randn, dtype, Nq=50, Nk=70, d=64):
 def passed_on(randn):
     """Calls of the function that PyTorch's kernels serve: (why, tensors, options)."""
     q = randn(2, 4, 5, 8)
-    wide = randn(2, 4, 5, 257)
+    wide = randn(2, 4, 5, 520)
     return [
         ("attn_mask is given", (q, q, q, randn(5, 5)), {}),
         ("dropout_p is not 0", (q, q, q), {"dropout_p": 0.3}),

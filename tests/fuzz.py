@@ -295,6 +295,8 @@ def check_values(call, results):
     a = call.arguments
     if max(a["q"].shape) > 300:  # but no elements
         return
+    if a.get("softcap") and abs(float(a.get("softmax_scale") or 0)) > 1e6:
+        return  # tanh is 1 for many scores, which float64 tells apart
     dtype, o, l, m, size = expected(call)
     wants_state = a.get("return_state") or (a.get("state") is not None and not a.get("return_lse"))
     if a.get("out") is not None:

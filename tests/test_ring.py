@@ -219,6 +219,14 @@ def odd_gradients(rank, ranks, device):
         torch.testing.assert_close(found, known)
     zeros = torch._efficientzerotensor(o.shape, device=device)
     assert not any(x.any() for x in torch.autograd.grad(o, inputs, zeros, retain_graph=True))
+    empty = torch.randn(0, 2, 16, 8, device=device).transpose(2, 3)  # whose rows aren't contiguous
+    assert ring.forward(empty, empty, empty).shape == empty.shape
+    doubled = (2 * inputs[0]).contiguous()
+    o = ring.forward(doubled, *inputs[1:], timeout=20)
+    if rank == 0:
+        doubled.mul_(2)
+    with pytest.raises(RuntimeError, match="^rank 0: one of the variables .* by an inplace operation"):
+        o.sum().backward()
     first, second = (ring.forward(*inputs, causal=causal, timeout=20).sum() for causal in (True, False))
     with pytest.raises(ValueError, match="number of the forward call must be the same on all ranks"):
         (first if rank == 0 else second).backward()
@@ -268,6 +276,8 @@ WRONG_DOCUMENTS = [
     (dict(cu_seqlens_q=[0, 4, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_k .* length 3, but has 2"),
     (dict(cu_seqlens_q=[0, 9], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must end at the whole"),
     (dict(cu_seqlens_q=[0, 4, 3], cu_seqlens_k=[0, 4, 8]), ValueError, "cu_seqlens_q must .* never decrease"),
+    (dict(cu_seqlens_q=[0, 2**62, -(2**62)], cu_seqlens_k=[0, 4, 8]), ValueError, "cu_seqlens_q .* decr"),
+    (dict(cu_seqlens_q=[[0, 8]], cu_seqlens_k=[0, 8]), ValueError, r"cu_seqlens_q must be \(doc"),
     (dict(cu_seqlens_q=[0.0, 8], cu_seqlens_k=[0, 8]), ValueError, "cu_seqlens_q must .* an integer dtype"),
     (dict(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8], offset=1), ValueError, "offset must be None with"),
 ]
