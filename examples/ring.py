@@ -11,10 +11,10 @@ rank has its part of the tokens, and the gradients of the weights are summed.
 
 import argparse
 import os
+import sys
 import time
 
 import torch
-import torch._dynamo  # first: findings/torch_optimizer_keeps_process_group.sh
 import torch.distributed as dist
 from torch.nn import functional as F
 
@@ -43,6 +43,8 @@ def main():
     (train if args.train else measure)(args, device, dist.get_rank(), dist.get_world_size())
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group: findings/torch_optimizer_keeps_process_group.sh
 
 
 def measure(args, device, rank, ranks):

@@ -190,6 +190,8 @@ def test_rank_that_raises(ranks, lost, within, name):
     """It raises its own error, and the others name it at once, long before the timeout."""
     results = run(lose_a_rank, ranks, lost, 1, "raises", 1000, within)
     assert results.pop(lost)[:2] == (MemoryError, "there is none")
+    if ranks == 2 and within == "forward":  # the other one may have all keys by then
+        results = [result for result in results if result]
     for kind, text, seconds in results:
         assert (kind, text) == (
             ring.RingError,
