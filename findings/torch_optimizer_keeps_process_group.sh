@@ -7,9 +7,9 @@
 #            finished works that hold tensors. If torch._dynamo was imported before the group was made, the group is
 #            freed and its threads are joined.
 # Output     none: freed, no thread left; optimizer: alive, 3 threads left; dynamo first: freed, no thread left
-# Surprise   Every training script makes an optimizer. It needs no process group, and frees nothing of one. A thread
-#            that lives on and frees a tensor while Python ends can end the process with SIGABRT: "terminate called
-#            without an active exception". A small training loop over two ranks did so in 4 of 40 runs, all work done.
+# Surprise   Every training script makes an optimizer, which needs no process group. Nothing says that it decides whether
+#            destroy_process_group frees one. Threads that live on hold finished works and their tensors while Python
+#            ends, when freeing a tensor needs an interpreter that is going away.
 
 . "$(dirname "$0")/packages.sh"
 packages torch==2.11.0

@@ -147,7 +147,7 @@ class Agreement:
     """What the ranks agreed on in a call, for calls like that one."""
 
     fingerprint: int
-    mask: Mask  # without the documents, whose numbers may change
+    mask: Mask  # has no documents: their numbers may change from call to call
     parts: dict[tuple[int, int], Part | None] = field(default_factory=dict)
 
 

@@ -172,12 +172,12 @@ def slices_of_heads(q: Tensor, k: Tensor, ends: tuple[float, ...]) -> list[tuple
     return slices
 
 
-def _narrowed(x: Tensor | None, some: tuple[int, int, int] | None) -> Tensor | None:
-    return x if x is None or some is None else x.narrow(*some)
+def _narrowed(x: Tensor, some: tuple[int, int, int] | None) -> Tensor:
+    return x if some is None else x.narrow(*some)
 
 
-def _taken(x: Tensor | None, some: slice) -> Tensor | None:
-    return x if x is None or _is_all(some, x) else x[:, :, some]
+def _taken(x: Tensor, some: slice) -> Tensor:
+    return x if _is_all(some, x) else x[:, :, some]
 
 
 class _Blocks:
@@ -237,7 +237,7 @@ class _States:
         parts = (ring.part(step) for step in range(ring.peers.ranks))
         self.q, self.rows = q, [None if part is None else part.rows for part in parts]
         self.found: dict[tuple[int, int], State] = {}
-        self.ended: set[tuple[int, int]] = set()  # rows whose o and lse are written
+        self.ended: set[tuple[int, int]] = set()  # the rows of which o and lse are written
 
     @functools.cached_property
     def last(self) -> tuple[Tensor, Tensor]:

@@ -125,8 +125,9 @@ __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::
     for (int r = 0; r < R; ++r) rows.li[r] += l[r];
 }
 
-// 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without l, m and an earlier state. Each warp stages its rows of O in
-// the place of its rows of Qi: then a thread writes 16 bytes at once, and neighbouring threads write side by side.
+// 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without l, m and an earlier state. Each warp
+// stages its rows of O in the place of its rows of Qi: then a thread writes 16 bytes at once, and neighbouring threads
+// write side by side.
 template <class Tile, class T, class Mask>
 __device__ void store_rows(const Attention &a, const Block<T, Mask> &block, const ThreadRows<Tile> &rows, T *tile,
                            int warp_row, int lane) {

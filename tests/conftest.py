@@ -259,3 +259,11 @@ def unwritten_is_nan(request):
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def transport(request):
+    """Of the ranks of a process group."""
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs two GPUs")
+    return request.param

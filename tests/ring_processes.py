@@ -18,6 +18,11 @@ SERVER.set_forkserver_preload(["torch.distributed", "minimal_attn.ring", "pytest
 LIMIT = 30  # seconds for a test's processes to end
 
 
+@pytest.fixture(autouse=True)
+def unwritten_is_nan():
+    """The calls are in other processes, where `run_rank` does it."""
+
+
 def run_rank(function, rank, ranks, transport, port, host, results, arguments):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # new tensors start as NaN

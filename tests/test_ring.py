@@ -13,24 +13,11 @@ import torch
 import torch.distributed as dist
 from conftest import DTYPES, check_o
 from reference import Attention, attention, gradients, visible_keys
-from ring_processes import needs_gpus, raise_first, run
+from ring_processes import needs_gpus, raise_first, run, unwritten_is_nan  # noqa: F401
 
 import minimal_attn
 from minimal_attn import _ring_passes, ring
 from minimal_attn._ring_masks import Mask
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan():
-    """The calls are in other processes, where `run_rank` does it."""
-
-
-@pytest.fixture(params=["gloo", "nccl"])
-def transport(request):
-    if request.param == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs two GPUs")
-    return request.param
-
 
 # ------------------------------------------------------------------------------------ the zigzag
 
@@ -159,7 +146,7 @@ def check_all(rank, ranks, device, seed, layout):
         o, lse = ring.forward(*shards, **band, return_lse=True)
         try:
             assert o.dtype == dtype and lse.dtype == torch.float32
-            if layout != "channels last":  # whose rows aren't contiguous
+            if layout != "channels last":  # its rows aren't contiguous
                 assert o.stride() == torch.empty_like(shards[0]).stride()
             check_o(o, expected, dtype)
             # docs/scores.md: tanh of bfloat16 on a GPU
@@ -219,7 +206,7 @@ def odd_gradients(rank, ranks, device):
         torch.testing.assert_close(found, known)
     zeros = torch._efficientzerotensor(o.shape, device=device)
     assert not any(x.any() for x in torch.autograd.grad(o, inputs, zeros, retain_graph=True))
-    empty = torch.randn(0, 2, 16, 8, device=device).transpose(2, 3)  # whose rows aren't contiguous
+    empty = torch.randn(0, 2, 16, 8, device=device).transpose(2, 3)  # its rows aren't contiguous
     assert ring.forward(empty, empty, empty).shape == empty.shape
     doubled = (2 * inputs[0]).contiguous()
     o = ring.forward(doubled, *inputs[1:], timeout=20)

@@ -7,24 +7,12 @@ import time
 
 import pytest
 import torch
-from ring_processes import needs_gpus, raise_first, run
+from ring_processes import needs_gpus, raise_first, run, unwritten_is_nan  # noqa: F401
 
 from minimal_attn import _peers, _ring_passes, ring
 
 TIMEOUT = 1.0  # seconds that a rank waits for another one that is gone
 BACKWARD = "ring.forward's backward pass"  # as errors name it
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan():
-    """The calls are in other processes, where `run_rank` does it."""
-
-
-@pytest.fixture(params=["gloo", "nccl"])
-def transport(request):
-    if request.param == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs two GPUs")
-    return request.param
 
 
 # ------------------------------------------------------------------------------------ odd ranks
