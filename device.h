@@ -131,7 +131,7 @@ inline bool is_aligned(const void *tensor, const Strides &stride, int64_t elemen
 inline bool has_aligned_inputs(const Attention &a) {
     const int element = element_size(a.dtype);
     return is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
-           is_aligned(a.v, a.v_stride, element, a.d);
+           is_aligned(a.v, a.v_stride, element, a.d_v);
 }
 
 template <class... Tiles>

@@ -177,11 +177,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     const HeadRows<const float> O_in(a.o_in, a.o_in_stride, b, h);
     const float *const l_in = a.l_in + head * a.Nq, *const m_in = a.m_in + head * a.Nq;
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
-        for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
+        for_patches<1>(min(Br, a.Nq - i0), a.d_v, [&](int row, int x, int) {
             const int i = i0 + row;
             // l_in = 0: no key has counted so far. Then a row that sees a key starts anew; any other keeps O and m.
             const bool goes_on = a.o_in && (l_in[i] != 0.f || empty(keys_of_row(mask, i)));
-            store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d - x : 0, aligned), a.d - x, aligned);
+            store4(O[i] + x, load4(O_in[i] + x, goes_on ? a.d_v - x : 0, aligned), a.d_v - x, aligned);
             if (x == 0) l[i] = goes_on ? l_in[i] : 0.f, m[i] = goes_on ? m_in[i] : -INFINITY;
         });
 
@@ -193,10 +193,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int keys = min(Bc, seen.end - j0), keys_and_zeros = up_to_4s(keys);
         __syncthreads();
         // 6. Load Kj, Vj. The rows past the last key are zeros: there Pij = 0, but 0 times NaN would be NaN.
-        for_patches<1>(keys_and_zeros, a.d, [&](int row, int x, int) {
-            const int count = row < keys ? a.d - x : 0;
-            const Floats k = load4(K[j0 + row] + x, count, aligned);
-            floats_at(&Vj[row * D + x]) = load4(V[j0 + row] + x, count, aligned);
+        for_patches<1>(keys_and_zeros, D, [&](int row, int x, int) {
+            const Floats k = load4(K[j0 + row] + x, row < keys ? a.d - x : 0, aligned);
+            floats_at(&Vj[row * D + x]) = load4(V[j0 + row] + x, row < keys ? a.d_v - x : 0, aligned);
             for (int c = 0; c < 4; ++c) Kj_T[(x + c) * Bc + row] = k.x[c];
         });
 
@@ -207,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             if (seen_by_i.end <= j0 || seen_by_i.begin >= j0 + keys) continue;  // the mask hides all of Sij
 
             // 8. Load Qi, li, mi. Each thread loads its part of Oi in step 12.
-            for_patches<1>(up_to_4s(rows), a.d, [&](int row, int x, int) {
+            for_patches<1>(up_to_4s(rows), D, [&](int row, int x, int) {
                 floats_at(&Qi[row * Q_stride + x]) = load4(Q[i0 + row] + x, row < rows ? a.d - x : 0, aligned);
             });
             for (int row = threadIdx.x; row < rows; row += kThreads) li[row] = l[i0 + row], mi[row] = m[i0 + row];
@@ -253,8 +252,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             __syncthreads();
 
             // 12. Oi = (exp(mi - mi_new) li Oi + exp(mij - mi_new) Pij Vj) / li_new, to HBM
-            for_patches<4>(rows, a.d, [&](int row, int x, int step) {
-                const auto count = [&](int at) { return factor_PV[at] == kHidden ? 0 : a.d - x; };
+            for_patches<4>(rows, a.d_v, [&](int row, int x, int step) {
+                const auto count = [&](int at) { return factor_PV[at] == kHidden ? 0 : a.d_v - x; };
                 Patch Oi;
                 for (int r = 0, at = row; r < 4; ++r, at += step) Oi.row[r] = load4(O[i0 + at] + x, count(at), aligned);
                 const Patch PV = multiply(&Sij[row * S_stride], step * S_stride, &Vj[x], D, keys_and_zeros);
@@ -272,8 +271,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     // 16. Return O in the wanted dtype, l, m and lse. If all visible scores of a row are -inf, O is NaN
     __syncthreads();
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
-        for_patches<1>(min(Br, a.Nq - i0), a.d, [&](int row, int x, int) {
-            const int i = i0 + row, count = a.d - x;
+        for_patches<1>(min(Br, a.Nq - i0), a.d_v, [&](int row, int x, int) {
+            const int i = i0 + row, count = a.d_v - x;
             const bool is_nan = l[i] == 0. && !empty(keys_of_row(mask, i));
             const Floats Oi = is_nan ? Floats{NAN, NAN, NAN, NAN} : load4(O[i] + x, count, aligned);
             if (x == 0) store_l_m_lse(a, b, h, i, (float)l[i], m[i]);
@@ -291,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // Here M / 4d is rounded down, to a multiple of 4, so that they have at most that. Tiles are smaller where the padding
 // wouldn't fit, and no larger than Nq and Nk ask for.
 Tiles tiles_of(const Attention &a, int M) {
-    const int D = up_to_4s(a.d);
+    const int D = up_to_4s(most_columns(a));
     int Bc = std::max(M / (4 * D) / 4 * 4, 4);
     while (Bc > 4 && Tiles{std::min(Bc, D), Bc, D}.floats() > M) Bc -= 4;
     return {std::min({Bc, D, up_to_4s(a.Nq)}), std::min(Bc, up_to_4s(std::max(a.Nk, 1))), D};
@@ -302,8 +301,8 @@ const char *launch(const Attention &a, const Plan &plan, const State &state, CUs
     const Tiles tiles = {plan.Br, plan.Bc, plan.D};
     const int64_t element = sizeof(T);
     const bool aligned = is_aligned(a.q, a.q_stride, element, a.d) && is_aligned(a.k, a.k_stride, element, a.d) &&
-                         is_aligned(a.v, a.v_stride, element, a.d) && is_aligned(a.o_in, a.o_in_stride, 4, a.d) &&
-                         is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+                         is_aligned(a.v, a.v_stride, element, a.d_v) && is_aligned(a.o_in, a.o_in_stride, 4, a.d_v) &&
+                         is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d_v);
     return launch_blocks(algorithm_1<T>, plan, stream, a, state, tiles, aligned);
 }
 

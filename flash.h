@@ -29,7 +29,7 @@ enum class Dtype { float32, float16, bfloat16 };
 
 constexpr int64_t kNoBound = int64_t(1) << 40;  // further than any key from any query
 
-// Of a (B, H, N, d) tensor, in elements; the last dimension is contiguous.
+// Of a (B, H, N, d) or (B, H, N, d_v) tensor, in elements; the last dimension is contiguous.
 struct Strides {
     int64_t batch, head, row;
 };
@@ -82,7 +82,8 @@ struct Scores {
 };
 
 struct Attention {
-    // q (B, Hq, Nq, d); k, v (B, Hkv, Nk, d). Query head h reads key head h / (Hq / Hkv).
+    // q (B, Hq, Nq, d); k (B, Hkv, Nk, d); v (B, Hkv, Nk, d_v), where d_v stands last, below. Query head h reads key head
+    // h / (Hq / Hkv).
     Dtype dtype;
     int64_t B, Hq, Hkv;
     int Nq, Nk, d;
@@ -90,7 +91,7 @@ struct Attention {
     Strides q_stride, k_stride, v_stride;
     float softmax_scale;  // of what kernels mask: a product, or with softcap a tanh, and then it is softcap (scores.h)
 
-    // With a block_table (else null) k and v are (pages, Hkv, page_size, d). Key j of batch b is row j % page_size of
+    // With a block_table (else null) k and v are (pages, Hkv, page_size, d or d_v). Key j of batch b is row j % page_size of
     // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's
     // last key may be anything. KeyRows, below, finds a row.
     const int *block_table;  // on the device of q
@@ -106,7 +107,7 @@ struct Attention {
     bool offset_from_end;
     int64_t first, last;
 
-    // The state so far, float32, or null: o_in (B, Hq, Nq, d); l_in, m_in (B, Hq, Nq), contiguous.
+    // The state so far, float32, or null: o_in (B, Hq, Nq, d_v); l_in, m_in (B, Hq, Nq), contiguous.
     const float *o_in, *l_in, *m_in;
     Strides o_in_stride;
 
@@ -144,7 +145,12 @@ struct Attention {
     // How scores change before the mask, and whether the kernel that computes it is general: it reads tables of ranges.
     Scores scores;
     bool is_general;
+
+    int d_v;  // the columns of v and o: d in most models
 };
+
+// The columns of a tile that has either's rows.
+inline int most_columns(const Attention &a) { return a.d > a.d_v ? a.d : a.d_v; }
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 

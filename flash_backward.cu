@@ -182,13 +182,13 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
         const Keys seen = keys_of_row(mask, i0 + row);
         return seen.begin <= key && key < seen.end;
     };
-    load(shared.Qi, Q, i0, rows, a.d), load(shared.dOi, dO, i0, rows, a.d);
+    load(shared.Qi, Q, i0, rows, a.d), load(shared.dOi, dO, i0, rows, a.d_v);
     const Keys seen = keys_of_any(mask, i0, i0 + rows);
     for (int j0 = seen.begin; j0 < seen.end; j0 += Bc) {
         const int keys = min(Bc, seen.end - j0);
-        load(shared.Kj, K, j0, keys, a.d), load(shared.Vj, V, j0, keys, a.d);
+        load(shared.Kj, K, j0, keys, a.d), load(shared.Vj, V, j0, keys, a.d_v);
         __syncthreads();
-        multiply(rows, keys, a.d, shared.dOi, shared.Vj.transposed(),
+        multiply(rows, keys, a.d_v, shared.dOi, shared.Vj.transposed(),
                  [&](int row, int key, float dP) { shared.dSij.at(row, key) = dP; });
         multiply(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, float QK) {
             shared.Pij.at(row, key) = is_seen(row, j0 + key) ? sign * unscaled(a, QK) : -INFINITY;
@@ -304,7 +304,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // 5. Initialise dQ = 0, dK = 0, dV = 0 in HBM
     for (int64_t h = h0; h < h1; ++h)
         for_numbers(a.Nq, a.d, [&](int i, int x) { HeadRows<float>(dQ_tensor, dQ_stride, b, h).at(i, x) = 0.f; });
-    for_numbers(a.Nk, a.d, [&](int j, int x) { dK.set(j, x, 0.f), dV.set(j, x, 0.f); });
+    for_numbers(a.Nk, a.d, [&](int j, int x) { dK.set(j, x, 0.f); });
+    for_numbers(a.Nk, a.d_v, [&](int j, int x) { dV.set(j, x, 0.f); });
 
     // A float32 is too coarse for a large lse
     for (int64_t h = h0; h < h1; ++h)
@@ -318,11 +319,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();
         // 7. Load Kj, Vj. Rows past the last key are zeros: memory there may hold anything
         // 8. Initialise dKj = 0, dVj = 0
-        for_numbers(up_to_4s(keys), a.d, [&](int row, int x) {
-            Kj.at(row, x) = row < keys ? (float)K.at(j0 + row, x) : 0.f;
-            Vj.at(row, x) = row < keys ? (float)V.at(j0 + row, x) : 0.f;
-            dKj.at(row, x) = dVj.at(row, x) = 0.f;
-        });
+        load(Kj, K, j0, keys, a.d), load(Vj, V, j0, keys, a.d_v);
+        for_numbers(up_to_4s(keys), D, [&](int row, int x) { dKj.at(row, x) = dVj.at(row, x) = 0.f; });
 
         // 9. for 1 <= i <= Tr, in each query head that shares the key head
         for (int64_t h = h0; h < h1; ++h) {
@@ -336,10 +334,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
                 // 10. Load Qi, dOi, m_i, log_l_i; Oi is read in step 19, dQi in step 21. Rows without a key are zeros
                 __syncthreads();
-                for_numbers(up_to_4s(rows), a.d, [&](int row, int x) {
+                for_numbers(up_to_4s(rows), D, [&](int row, int x) {
                     const bool counts = row < rows && !empty(keys_of_row(mask, i0 + row));
-                    Qi.at(row, x) = counts ? (float)Q.at(i0 + row, x) : 0.f;
-                    dOi.at(row, x) = counts ? (float)dO.at(i0 + row, x) : 0.f;
+                    Qi.at(row, x) = counts && x < a.d ? (float)Q.at(i0 + row, x) : 0.f;
+                    dOi.at(row, x) = counts && x < a.d_v ? (float)dO.at(i0 + row, x) : 0.f;
                 });
                 bool any_large = false;
                 for (int row = threadIdx.x; row < rows; row += kThreads) {
@@ -367,13 +365,13 @@ __global__ void __launch_bounds__(kThreads, 1)
                 __syncthreads();
 
                 // 16. dVj = dVj + Pij^T dOi
-                multiply(keys, a.d, rows, Pij.transposed(), dOi,
+                multiply(keys, a.d_v, rows, Pij.transposed(), dOi,
                          [&](int key, int x, float PdO) { dVj.at(key, x) += PdO; });
                 // 19. Di = rowsum(dOi o Oi), less the gradient of lse, unless normalize_rows has it
                 const int lane = threadIdx.x % kRowLanes;
                 for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
                     float sum = 0.f;
-                    for (int x = lane; x < a.d && row < rows; x += kRowLanes)
+                    for (int x = lane; x < a.d_v && row < rows; x += kRowLanes)
                         sum = fmaf(dOi.at(row, x), (float)O.at(i0 + row, x), sum);
                     sum = row_sum<kRowLanes>(sum);
                     if (g.dlse && row < rows) sum -= g.dlse[head * a.Nq + i0 + row];
@@ -383,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
                 // 17. dPij = dOi Vj^T, here since dSij holds the slopes
                 // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, even if a hidden number is NaN
-                multiply(rows, keys, a.d, dOi, Vj.transposed(), [&](int row, int key, float dP) {
+                multiply(rows, keys, a.d_v, dOi, Vj.transposed(), [&](int row, int key, float dP) {
                     const float p = Pij.at(row, key);
                     dSij.at(row, key) = p == 0.f ? 0.f : p * (dP - Di[row] - Di_low[row]) * dSij.at(row, key);
                 });
@@ -399,8 +397,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         // 24. dKj, dVj to HBM
         __syncthreads();
-        for_numbers(keys, a.d,
-                    [&](int key, int x) { dK.set(j0 + key, x, dKj.at(key, x)), dV.set(j0 + key, x, dVj.at(key, x)); });
+        for_numbers(keys, a.d, [&](int key, int x) { dK.set(j0 + key, x, dKj.at(key, x)); });
+        for_numbers(keys, a.d_v, [&](int key, int x) { dV.set(j0 + key, x, dVj.at(key, x)); });
     }  // 25. end for
 
     // 26. Return dQ, dK, dV: dQ in the dtype that the caller wants
@@ -417,7 +415,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // 2. Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d). Six tiles of d columns and two of scores share M. So Br = Bc is the
 // largest multiple of 4 that fits, at most 64: a patch of Sij a thread.
 Tiles tiles_of(const Attention &a, int M) {
-    const int D = up_to_4s(a.d), most = std::min(64, up_to_4s(std::max({a.Nq, a.Nk, 1})));
+    const int D = up_to_4s(most_columns(a)), most = std::min(64, up_to_4s(std::max({a.Nq, a.Nk, 1})));
     int B = most;
     while (B > 4 && Tiles{B, B, D}.floats() > M) B -= 4;
     return {B, B, D};

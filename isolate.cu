@@ -61,7 +61,7 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
             const T *const v = V[j0 + n];
 #pragma unroll
             for (int x = 0; x < kMostColumns; ++x)
-                if (32 * x + lane < a.d) Oi[x] = fmaf(P_n, (float)v[32 * x + lane], Oi[x]);
+                if (32 * x + lane < a.d_v) Oi[x] = fmaf(P_n, (float)v[32 * x + lane], Oi[x]);
         }
     }
     const RowEnd end = end_of_row(true, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
@@ -69,7 +69,7 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
     O *const o = row_of<O>(a.o, a.o_stride, b, h, i);
 #pragma unroll
     for (int x = 0; x < kMostColumns; ++x)
-        if (const int c = 32 * x + lane; c < a.d)
+        if (const int c = 32 * x + lane; c < a.d_v)
             o[c] = (O)(end.weight_Oi * Oi[x] + (o_in ? end.weight_o_in * o_in[c] : 0.f));
 }
 
@@ -79,7 +79,7 @@ template <class T, class O>
 __device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int64_t h, int i, int end) {
     const int64_t h_kv = h / (a.Hq / a.Hkv);
     const KeyRows<T> K(a, a.k, a.k_stride, b, h_kv), V(a, a.v, a.v_stride, b, h_kv);
-    const auto is_key_finite = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d); };
+    const auto is_key_finite = [&](int j) { return is_finite(K[j], a.d) && is_finite(V[j], a.d_v); };
     // The first and the last key with an Inf or NaN. A row that sees neither of them mostly sees none.
     const Keys any = ranges.tiles[i / kRangeTile].any;
     int first = any.begin;
@@ -90,7 +90,8 @@ __device__ void isolate(const Attention &a, const Ranges &ranges, int64_t b, int
         const Keys keys = keys_of_row(ranges, i);
         const auto sees = [&](int j) { return keys.begin <= j && j < keys.end; };
         if (empty(keys) || sees(first) || sees(last)) continue;
-        if (is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d) || !is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d))
+        if (is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d_v) ||
+            !is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d))
             continue;
         compute_alone<T, O>(a, ranges, b, h, i);
     }
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = i0; i < i1; ++i) {
             if (empty(keys_of_row(ranges, i))) continue;
             const int end = min(i / rows_alike * rows_alike + rows_alike, i1);  // of the rows that met the same tiles
-            if (!is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d)) {
+            if (!is_finite(row_of<O>(a.o, a.o_stride, b, h, i), a.d_v)) {
                 if (!is_finite(row_of<T>(a.q, a.q_stride, b, h, i), a.d)) continue;  // tells nothing of other rows
                 isolate<T, O>(a, ranges, b, h, i, end);
             }

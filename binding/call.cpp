@@ -66,7 +66,7 @@ const Backend *check_backend(const Arguments &a) {
 // What the caller gets and hasn't given.
 void allocate(const Arguments &a, Returns returns, Results &results) {
     const bool is_state = returns == Returns::state;
-    if (!results.o.defined()) results.o = empty_like_q(a.q, is_state ? at::kFloat : a.q.scalar_type());
+    if (!results.o.defined()) results.o = empty_like_q(a.q, a.v.sym_size(3), is_state ? at::kFloat : a.q.scalar_type());
     const auto allocate_rows = [&](Tensor &t, bool is_wanted) {
         if (is_wanted && !t.defined())
             t = at::empty_symint(a.q.sym_sizes().slice(0, 3), a.q.options().dtype(at::kFloat));
@@ -158,8 +158,9 @@ Results earlier_state(const Arguments &a) {
     if (a.o) return {has_contiguous_rows(*a.o) ? *a.o : aligned_copy(*a.o), a.l->contiguous(), a.m->contiguous()};
     if (!a.sinks) return {};
     const Tensor m = a.sinks->to(at::kFloat).unsqueeze(-1).expand(a.q.sizes().slice(0, 3)).contiguous();
-    const Tensor zero = at::zeros({1, 1, 1, a.q.size(3)}, m.options());
-    return {zero.expand(a.q.sizes()), m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
+    const Tensor zero = at::zeros({1, 1, 1, a.v.size(3)}, m.options());
+    return {zero.expand({a.q.size(0), a.q.size(1), a.q.size(2), -1}),
+            m.ne(-std::numeric_limits<double>::infinity()).to(at::kFloat), m};
 }
 
 constexpr size_t kIntOptions = 8, kKeyRanges = 3;  // how many there are below; which one has three dimensions
@@ -225,6 +226,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     attention.o_dtype = returns == Returns::state ? Dtype::float32 : attention.dtype;
     attention.B = q.size(0), attention.Hq = q.size(1), attention.Hkv = k.size(1);
     attention.Nq = (int)q.size(2), attention.Nk = (int)k.size(2), attention.d = (int)q.size(3);
+    attention.d_v = (int)v.size(3);
     attention.q = q.const_data_ptr(), attention.k = k.const_data_ptr(), attention.v = v.const_data_ptr();
     attention.q_stride = strides_of(q), attention.k_stride = strides_of(k), attention.v_stride = strides_of(v);
     if (block_table.defined()) {
@@ -405,7 +407,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     const auto allocate = [&](at::ScalarType dtype, Gradients found = {}) {
         auto &[dq, dk, dv] = found;
         for (const auto &[t, like] : {std::pair{&dq, &q}, {&dk, &k}, {&dv, &v}})
-            if (!t->defined()) *t = empty_like_q(*like, dtype);
+            if (!t->defined()) *t = empty_like_q(*like, like->sym_size(3), dtype);
         return found;
     };
     results = allocate(out_dtype.value_or(q.scalar_type()), std::move(results));
@@ -452,7 +454,8 @@ bool has_fast_backward(const Tensor &q) {
     if (q.is_cpu()) return true;
     Gradient g{};
     g.a.dtype = g.out_dtype = dtype_of(q);
-    g.a.B = g.a.Hq = g.a.Hkv = 1, g.a.Nq = g.a.Nk = 8, g.a.d = 64;  // dtype and device decide; q's may be symbols
+    g.a.B = g.a.Hq = g.a.Hkv = 1, g.a.Nq = g.a.Nk = 8,
+    g.a.d = g.a.d_v = 64;  // dtype and device decide; q's may be symbols
     const Device device = gpu_of(q);
     // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
     if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)

@@ -84,7 +84,10 @@ inline void check_q_k_v(const Arguments &a) {
                                          may_hold(k[2].sym_ge(1))),
                       "k must be pages of q's head dimension with block_table, (pages, Hkv, page_size, ", q[3],
                       "), at least 1 page of 1 key, but has shape ", k);
-    TORCH_CHECK_VALUE(has_shape(a.v, k), "v must have k's shape ", k, ", but has shape ", v);
+    bool is_like_k = may_hold(v[3].sym_ge(1)) && may_hold(v[3].sym_le(most_d));
+    for (int i = 0; i < 3; ++i) is_like_k = is_like_k && holds(v[i].sym_eq(k[i]));
+    TORCH_CHECK_VALUE(is_like_k, "v must have k's shape but for its head dimension d_v from 1 to ", most_d, ", (", k[0],
+                      ", ", k[1], ", ", k[2], ", d_v), but has shape ", v);
     TORCH_CHECK_VALUE(may_hold((q[1] % k[1].max(1)).sym_eq(0)) && may_hold(k[1].sym_gt(0) | q[1].sym_eq(0)),
                       "q must have a multiple of k's heads, but q has ", q[1], " and k has ", k[1], hint_at_layout(a));
 }
@@ -173,6 +176,12 @@ inline void check_options(const Arguments &a) {
     check_per_document(a, a.seqused_k, "seqused_k");
 }
 
+// o's, (B, Hq, Nq, d_v).
+inline std::array<SymInt, 4> shape_of_o(const Arguments &a) {
+    const auto q = a.q.sym_sizes();
+    return {q[0], q[1], q[2], a.v.sym_size(3)};
+}
+
 inline void check_sinks(const Arguments &a) {
     if (!a.sinks) return;
     const auto dtype = a.sinks->scalar_type();
@@ -191,7 +200,8 @@ inline void check_state(const Arguments &a) {
     TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
     if (!any) return;
     check_like_q(q, *a.o, "state's o", at::kFloat);
-    TORCH_CHECK_VALUE(has_shape(*a.o, q.sym_sizes()), "state's o must have q's shape ", q.sym_sizes(),
+    TORCH_CHECK_VALUE(has_shape(*a.o, shape_of_o(a)),
+                      "state's o must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape_of_o(a)),
                       ", but has shape ", a.o->sym_sizes());
     for (const auto &[t, name] : {std::pair{&*a.l, "state's l"}, {&*a.m, "state's m"}}) {
         check_like_q(q, *t, name, at::kFloat);
@@ -203,7 +213,8 @@ inline void check_state(const Arguments &a) {
 
 inline void check_out(const Arguments &a, const Tensor &out) {
     check_like_q(a.q, out, "out", a.q.scalar_type());
-    TORCH_CHECK_VALUE(has_shape(out, a.q.sym_sizes()), "out must have q's shape ", a.q.sym_sizes(), ", but has shape ",
+    TORCH_CHECK_VALUE(has_shape(out, shape_of_o(a)),
+                      "out must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape_of_o(a)), ", but has shape ",
                       out.sym_sizes());
     const auto size = out.sym_sizes(), stride = out.sym_strides();
     bool is_own = may_hold(size[3].sym_eq(1) | stride[3].sym_eq(1));
@@ -218,7 +229,8 @@ inline void check_gradients(const Arguments &a, const Tensor &do_, const Tensor 
     const auto dtype = q.scalar_type();
     for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}}) {
         check_like_q(q, *t, name, t->scalar_type() == at::kFloat ? at::kFloat : dtype);
-        TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes()), name, " must have q's shape ", q.sym_sizes(),
+        TORCH_CHECK_VALUE(has_shape(*t, shape_of_o(a)), name,
+                          " must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape_of_o(a)),
                           ", but has shape ", t->sym_sizes());
     }
     for (const auto &[t, name] : {std::pair{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}}) {

@@ -64,16 +64,16 @@ inline bool serves(Call &call, bool return_debug_mask = false) {
 // o has the strides of PyTorch's kernels and of their shapes on Meta: q's, or those of (B, Nq, Hq, d) in memory.
 enum class Layout { of_q, tokens_first };
 
-inline Tensor empty_in(Layout layout, const Tensor &t) {
-    if (layout == Layout::of_q) return at::empty_like(t);
-    const int64_t row = t.size(1) * t.size(3);
-    return at::empty_strided(t.sizes(), {t.size(2) * row, t.size(3), row, 1}, t.options());
+inline Tensor empty_in(Layout layout, const Tensor &t, int64_t d) {
+    if (layout == Layout::of_q) return d == t.size(3) ? at::empty_like(t) : empty_like_q(t, d, t.scalar_type());
+    const int64_t row = t.size(1) * d;
+    return at::empty_strided({t.size(0), t.size(1), t.size(2), d}, {t.size(2) * row, d, row, 1}, t.options());
 }
 
 // Returns o and, where lse is given, fills it: (B, Hq, Nq or more rows) of any strides.
 inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::of_q,
                       Aligned aligned = Aligned::first) {
-    const Tensor o = empty_in(layout, c.q);
+    const Tensor o = empty_in(layout, c.q, c.v.size(3));
     const Tensor result = has_contiguous_rows(o) ? o : Tensor();
     const Tensor computed = with_arguments(c, aligned, [&](const Arguments &a) {
         return run(a, lse.defined() ? Returns::lse : Returns::o, nullptr, {result, {}, {}, lse}).o;
@@ -85,7 +85,7 @@ inline Tensor compute(const Call &c, const Tensor &lse, Layout layout = Layout::
 inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor &o, const Tensor &lse,
                                   Layout layout = Layout::of_q, Aligned aligned = Aligned::first) {
     const auto result = [&](const Tensor &t) {
-        const Tensor like = empty_in(layout, t);
+        const Tensor like = empty_in(layout, t, t.size(3));
         return has_contiguous_rows(like) ? like : Tensor();
     };
     return with_arguments(c, aligned, [&](Arguments a) {
@@ -284,7 +284,8 @@ inline Outcome attend(const Call &c, Tensor &o) {
 }
 
 // F.scaled_dot_product_attention while our kernels are active. PyTorch would make a bias of a bool mask for its
-// operators, which look at it, too; here looking takes less time and memory.
+// operators, which look at it, too; here looking takes less time and memory. On a CPU no operator takes two head
+// dimensions.
 inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
@@ -292,7 +293,8 @@ inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const
         return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
 #endif
     Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
-    if (Tensor o; has_mask(call) && attend(call, o) == served) {
+    const bool has_two_d = differ(q.sym_size(-1), v.sym_size(-1));
+    if (Tensor o; (has_mask(call) || (has_two_d && q.is_cpu())) && attend(call, o) == served) {
         count(served);
         return o;
     }

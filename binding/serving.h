@@ -51,7 +51,7 @@ inline constexpr std::array<Description, 15> kOutcomes = {
      {"PyTorch: dropout_p is not 0"},
      {"PyTorch: the dtype is not float32, float16 or bfloat16"},
      {"PyTorch: the shapes are empty or don't fit together"},
-     {"PyTorch: a head dimension above 256 (on a CPU 512), or two different ones"},
+     {"PyTorch: a head dimension above 256 (on a CPU 512)"},
      {"PyTorch: scale is not finite"},
      {"PyTorch: return_debug_mask is set"},
      {"PyTorch chose no fused kernel",
@@ -149,10 +149,12 @@ inline Outcome outcome_of(Call &c) {
     if (c.k.scalar_type() != type || c.v.scalar_type() != type) return dtype;
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return shapes;
     const auto q = c.q.sym_sizes(), k = c.k.sym_sizes(), v = c.v.sym_sizes();
-    if (q[3] > (c.q.is_cuda() ? kMostDOnGPU : kMostDOnCPU) || differ(k[3], q[3]) || differ(v[3], q[3]))
-        return head_dimension;
+    const int most_d = c.q.is_cuda() ? kMostDOnGPU : kMostDOnCPU;
+    if (q[3] > most_d || v[3] > most_d) return head_dimension;
     bool fit = may_hold(q[2].sym_lt(kMaxTokens)) && may_hold(k[2].sym_lt(kMaxTokens)) && !differ(k[0], q[0]);
-    for (int i = 0; i < 4; ++i) fit = fit && !is(q[i], 0) && !is(k[i], 0) && !differ(k[i], v[i]);
+    for (int i = 0; i < 4; ++i)
+        fit = fit && !is(q[i], 0) && !is(k[i], 0) && !is(v[i], 0) && (i == 3 || !differ(k[i], v[i]));
+    fit = fit && !differ(k[3], q[3]);
     if (!fit || differ(q[1] % k[1], 0)) return shapes;
     if (c.scale && !std::isfinite((float)*c.scale)) return scale_value;
     if (has_mask(c)) c.key_ranges = ranges_of_mask(c);
@@ -230,7 +232,7 @@ inline std::optional<Views> views_of(const Call &c) {
     };
     Views views{view(c.q, Hq), view(c.k, Hkv), view(c.v, Hkv), batch};
     if (most > 2) views.shape.push_back(Hq);
-    views.shape.insert(views.shape.end(), {size(c.q, 2), size(c.q, 1)});
+    views.shape.insert(views.shape.end(), {size(c.q, 2), size(c.v, 1)});
     return views;
 }
 

@@ -49,9 +49,12 @@ inline bool has_aligned_rows(const Tensor &t) {
 }
 #endif
 
-// A dense tensor of q's shape in the order of its strides, so that transpose(1, 2) of it is as free as of q.
-inline Tensor empty_like_q(const Tensor &q, at::ScalarType dtype) {
-    const auto size = q.sym_sizes(), stride = q.sym_strides();
+// A dense tensor of q's shape, but with d columns, in the order of q's strides, so that transpose(1, 2) of it is as free
+// as of q.
+inline Tensor empty_like_q(const Tensor &q, const SymInt &d, at::ScalarType dtype) {
+    const auto stride = q.sym_strides();
+    auto size = q.sym_sizes().vec();
+    size[3] = d;
     const auto is_known = [](const c10::SymBool &x) { return TORCH_GUARD_OR_FALSE(x); };
     // A dimension of size 1 or stride 0 has no place of its own.
     const auto has_place = [&](int i) { return !is_known(size[i].sym_eq(1)) && !is_known(stride[i].sym_eq(0)); };

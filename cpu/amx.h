@@ -111,7 +111,8 @@ inline void multiply_split(int, int, int, const float *, const float *, float *,
 
 // Whether AMX is worth its splitting: with fewer rows or keys it isn't ((16, 12, 64, 64): 19 % slower than AVX-512).
 inline bool is_worth_amx(const Attention &a) {
-    return a.dtype == Dtype::float32 && a.d >= y_tile && a.d % x_tile == 0 && rows_of_key_head(a) >= 128 && a.Nk >= 128;
+    const auto fits = [](int d) { return d >= y_tile && d % x_tile == 0; };
+    return a.dtype == Dtype::float32 && fits(a.d) && fits(a.d_v) && rows_of_key_head(a) >= 128 && a.Nk >= 128;
 }
 
 }  // namespace minimal_attn::cpu

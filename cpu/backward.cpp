@@ -40,7 +40,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
     return {bh / a.Hkv, bh % a.Hkv, a.Hq / a.Hkv, first_row, rows};
 }
 
-// A thread's memory, in float32; D is d rounded up to a multiple of 16.
+// A thread's memory, in float32. D and D_v are d and d_v rounded up to multiples of 16. Kj may hold rows of V.
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
     float *Qi_double, *Sij_double;  // in float64, of tiles that have a row with a large lse
@@ -50,13 +50,14 @@ struct GradientBuffers {
 
     // memory begins at a multiple of 64 bytes, and so does every buffer. With null only the size is computed.
     GradientBuffers(float *memory, const Attention &a) {
-        const int64_t D = round_up(a.d, 16), Br = gradient_Br;
+        const int64_t D = D_of(a), D_v = D_v_of(a), Br = gradient_Br;
         const auto take = [&](float *&buffer, int64_t floats) {
             buffer = memory ? memory + size : nullptr;
             size += floats;
         };
-        for (float **buffer : {&Kj, &dKj, &dVj, &Kj_T, &Vj_T}) take(*buffer, Bc * D);
-        take(Qi, Br * D), take(dOi, Br * D), take(Pij, Br * Bc), take(dSij, Br * Bc);
+        take(Kj, Bc * std::max(D, D_v)), take(dKj, Bc * D), take(dVj, Bc * D_v), take(Kj_T, Bc * D),
+            take(Vj_T, Bc * D_v);
+        take(Qi, Br * D), take(dOi, Br * D_v), take(Pij, Br * Bc), take(dSij, Br * Bc);
         take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
         take(slopes, Br * Bc);
@@ -65,9 +66,10 @@ struct GradientBuffers {
 
     // The buffers of a tile that begins so many keys later. In the transposed ones it ends behind Bc columns, which are
     // not read.
-    GradientBuffers from(int key, int64_t D) const {
+    GradientBuffers from(int key, const Attention &a) const {
         GradientBuffers later = *this;
-        later.Kj += key * D, later.dKj += key * D, later.dVj += key * D, later.Kj_T += key, later.Vj_T += key;
+        const int64_t D = D_of(a);
+        later.Kj += key * D, later.dKj += key * D, later.dVj += key * D_v_of(a), later.Kj_T += key, later.Vj_T += key;
         return later;
     }
 };
@@ -93,7 +95,7 @@ struct GradientWorkspace {
             return taken;
         };
         this->rows = (GradientRow *)take(heads * rows * sizeof(GradientRow));
-        dQ = (float *)take(a.Nk > Bc ? heads * rows * round_up(a.d, 16) * sizeof(float) : 0);
+        dQ = (float *)take(a.Nk > Bc ? heads * rows * D_of(a) * sizeof(float) : 0);
         turns = (std::atomic<int> *)take(heads * query_tiles_of_head(a) * sizeof(int));
     }
     GradientRow *rows_of(const Attention &a, const QueryTile &t) const {
@@ -150,7 +152,7 @@ Plan plan_cpu_backward(const Gradient &g, const Device &) {
     Plan plan{};
     plan.kernel = cpu::vector_instructions();
     plan.threads = at::get_num_threads();
-    plan.Br = cpu::gradient_Br, plan.Bc = cpu::Bc, plan.D = cpu::round_up(a.d, 16);
+    plan.Br = cpu::gradient_Br, plan.Bc = cpu::Bc, plan.D = cpu::round_up(most_columns(a), 16);
     plan.grid = a.B * a.Hkv * (cpu::round_up(a.Nk, cpu::Bc) / cpu::Bc);
     plan.workspace = cpu::GradientWorkspace(nullptr, a).size;
     return plan;

@@ -149,7 +149,7 @@ Plan plan_cpu(const Attention &a, const Device &) {
     const bool uses_amx = cpu::sets[plan.tile].uses_amx;
     plan.Br = rows <= cpu::most_few_rows ? rows : uses_amx && enough_for(256) ? 256 : enough_for(128) ? 128 : 64;
     plan.Bc = cpu::Bc;
-    plan.D = cpu::round_up(a.d, 16);
+    plan.D = cpu::round_up(most_columns(a), 16);
     plan.grid = heads * (cpu::round_up(rows, plan.Br) / plan.Br);
     return plan;
 }

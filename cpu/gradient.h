@@ -30,14 +30,14 @@ template <int R = max_R>
             multiply_matrices<R / 2>(rows, columns - first, n, A, A_x, A_y, B + first, B_y, C + first, C_x, adds);
 }
 
-// scores(x, column) = sum over channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums are as short as in the
+// scores(x, column) = sum over d channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums are as short as in the
 // forward pass, for the same bits.
-inline void multiply_channels(const Attention &a, int rows, int columns, const float *A, const float *B_T,
+inline void multiply_channels(const Attention &a, int d, int rows, int columns, const float *A, const float *B_T,
                               float *scores) {
     const int channels = channels_per_sum(a);
-    for (int c = 0; c < a.d; c += channels)
-        multiply_matrices(rows, columns, std::min(channels, a.d - c), A + c, round_up(a.d, 16), 1, B_T + c * Bc, Bc,
-                          scores, Bc, c > 0);
+    for (int c = 0; c < d; c += channels)
+        multiply_matrices(rows, columns, std::min(channels, d - c), A + c, round_up(d, 16), 1, B_T + c * Bc, Bc, scores,
+                          Bc, c > 0);
 }
 
 // A row as float32, with zeros up to D.
@@ -58,26 +58,25 @@ void store_row(const float *row, int d, void *tensor, const Strides &stride, int
 
 // Step 7: a tile of K or V, and its transpose. Rows of keys that don't count are zeros.
 template <class T>
-void load_keys(const Attention &a, const GradientTile &t, Keys keys, const void *x, const Strides &stride, float *rows,
+void load_keys(int d, const GradientTile &t, Keys keys, const void *x, const Strides &stride, float *rows,
                float *transposed) {
-    const int64_t D = round_up(a.d, 16);
+    const int64_t D = round_up(d, 16);
     std::fill(rows, rows + (keys.begin - t.j0) * D, 0.f);
     std::fill(rows + (keys.end - t.j0) * D, rows + Bc * D, 0.f);
     for (int64_t j = keys.begin; j < keys.end; ++j)
-        load_row(row_of<const T>(x, stride, t.b, t.h, j), a.d, D, rows + (j - t.j0) * D);
+        load_row(row_of<const T>(x, stride, t.b, t.h, j), d, D, rows + (j - t.j0) * D);
     for (int64_t j = 0; j < Bc; j += W)
         for (int64_t c = 0; c < D; c += W) transpose(rows + j * D + c, D, transposed + c * Bc + j, Bc);
 }
 
 // Step 10: Qi or dOi. Rows that see no key are zeros, whatever the tensor holds.
 template <class T>
-void load_queries(const Attention &a, const AnyMask &mask, const QueryTile &t, const void *x, const Strides &stride,
-                  float *rows) {
-    const int64_t D = round_up(a.d, 16);
+void load_queries(int d, const AnyMask &mask, const QueryTile &t, const void *x, const Strides &stride, float *rows) {
+    const int64_t D = round_up(d, 16);
     for (int lane = 0; lane < t.rows; ++lane) {
         const int64_t i = t.query(lane);
-        const int d = empty(keys_of_row(mask, i)) ? 0 : a.d;
-        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), d, D, rows + lane * D);
+        const int columns = empty(keys_of_row(mask, i)) ? 0 : d;
+        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), columns, D, rows + lane * D);
     }
 }
 
@@ -93,8 +92,9 @@ void for_each_row(const AnyMask &mask, const QueryTile &t, int j0, int keys, con
 
 // Scores with the bits of the forward pass, before the scaling: Bc of them a row.
 inline void compute_S(const Attention &a, int rows, int keys, const GradientBuffers &buffers) {
-    const int64_t D = round_up(a.d, 16);
-    if (rows_of_key_head(a) > few_rows) return multiply_channels(a, rows, keys, buffers.Qi, buffers.Kj_T, buffers.Pij);
+    const int64_t D = D_of(a);
+    if (rows_of_key_head(a) > few_rows)
+        return multiply_channels(a, a.d, rows, keys, buffers.Qi, buffers.Kj_T, buffers.Pij);
     for (int lane = 0; lane < rows; ++lane)
         dot_products(keys, D, buffers.Qi + lane * D, buffers.Kj, D, 1.f, buffers.Pij + lane * Bc, [](int) {});
 }
@@ -104,7 +104,7 @@ typedef double VecDouble __attribute__((vector_size(8 * W)));
 // Scores in float64, before the scaling, for tiles that have a row with a large lse: rounding such a score to float32
 // changes P too much. Eight rows at a time, for which `rows` is rounded up.
 [[gnu::noinline]] void compute_S_double(const Attention &a, int rows, const GradientBuffers &buffers) {
-    const int64_t D = round_up(a.d, 16);
+    const int64_t D = D_of(a);
     double *const Q = (double *)buffers.Qi_double;
     for (int64_t at = 0; at < rows * D; ++at) Q[at] = buffers.Qi[at];
     for (int row = 0; row < rows; row += 8)
@@ -163,7 +163,7 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
 void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys, Keys seen_by_all,
                   const GradientRow *rows, const GradientBuffers &buffers) {
-    const int64_t D = round_up(a.d, 16);
+    const int64_t D = D_of(a), D_v = D_v_of(a);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
     compute_P(a, rows, t.rows, vectors, buffers);
@@ -172,9 +172,9 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
-    multiply_matrices(keys, D, t.rows, P, 1, Bc, buffers.dOi, D, buffers.dVj, D, true);
+    multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
-    multiply_channels(a, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
+    multiply_channels(a, a.d_v, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
     for (int lane = 0; lane < t.rows; ++lane) {
         const float D_of_row = rows[lane].D, D_low = rows[lane].D_low;
         for (int c = 0; c < vectors; c += W) {
@@ -203,17 +203,17 @@ template <class T>
 void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorkspace &workspace,
                    const GradientBuffers &buffers) {
     const Attention &a = g.a;
-    const int64_t D = round_up(a.d, 16), rows = rows_of_key_head(a), Tr = query_tiles_of_head(a);
+    const int64_t D = D_of(a), D_v = D_v_of(a), rows = rows_of_key_head(a), Tr = query_tiles_of_head(a);
     const int64_t bh = t.b * a.Hkv + t.h;
     const AnyMask mask = any_mask_of(a, t.b);
     // 7., 8. Kj, Vj, dKj = 0, dVj = 0
     const Keys keys = {std::max(mask.keys.begin, t.j0), std::min(mask.keys.end, t.j0 + Bc)};
     if (!empty(keys)) {
-        load_keys<T>(a, t, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);  // no product reads Vj by rows
-        load_keys<T>(a, t, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
+        load_keys<T>(a.d_v, t, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);  // no product reads Vj by rows
+        load_keys<T>(a.d, t, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
     }
     std::fill(buffers.dKj, buffers.dKj + Bc * D, 0.f);
-    std::fill(buffers.dVj, buffers.dVj + Bc * D, 0.f);
+    std::fill(buffers.dVj, buffers.dVj + Bc * D_v, 0.f);
     for (int64_t i = 0; i < Tr && !empty(keys); ++i) {
         const QueryTile queries = query_tile(a, bh * Tr + i);
         const int64_t first_row = queries.first_row;
@@ -224,10 +224,10 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
         const TileKeys part_sees = keys_of_queries(mask, part.query(0), part.query(part.rows - 1) + 1);
         const Keys columns = intersection(part_sees.any, keys);
         const int j0 = t.j0 + (columns.begin - t.j0) / W * W, columns_of_part = columns.end - j0;
-        const GradientBuffers own = buffers.from(j0 - t.j0, D);
+        const GradientBuffers own = buffers.from(j0 - t.j0, a);
         if (part.rows > 0) {
-            load_queries<T>(a, mask, part, a.q, a.q_stride, buffers.Qi);
-            load_queries<T>(a, mask, part, g.do_, g.do_stride, buffers.dOi);
+            load_queries<T>(a.d, mask, part, a.q, a.q_stride, buffers.Qi);
+            load_queries<T>(a.d_v, mask, part, g.do_, g.do_stride, buffers.dOi);
             compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, workspace.rows_of(a, part), own);
         }
         // 21. dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits.
@@ -247,7 +247,7 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
     // 24. dKj, dVj
     for (int j = t.j0; j < std::min(t.j0 + Bc, a.Nk); ++j) {
         store_row<T>(buffers.dKj + (j - t.j0) * D, a.d, g.dk, g.dk_stride, t.b, t.h, j, g.out_dtype);
-        store_row<T>(buffers.dVj + (j - t.j0) * D, a.d, g.dv, g.dv_stride, t.b, t.h, j, g.out_dtype);
+        store_row<T>(buffers.dVj + (j - t.j0) * D_v, a.d_v, g.dv, g.dv_stride, t.b, t.h, j, g.out_dtype);
     }
 }
 
@@ -262,9 +262,9 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         const T *o = row_of<const T>(g.o, g.o_stride, t.b, h, i), *dO = row_of<const T>(g.do_, g.do_stride, t.b, h, i);
         float sum[16] = {};
         int x = 0;
-        for (; x + 16 <= a.d; x += 16)
+        for (; x + 16 <= a.d_v; x += 16)
             for (int c = 0; c < 16; ++c) sum[c] += (float)o[x + c] * (float)dO[x + c];
-        for (; x < a.d; ++x) sum[x % 16] += (float)o[x] * (float)dO[x];
+        for (; x < a.d_v; ++x) sum[x % 16] += (float)o[x] * (float)dO[x];
         for (int half = 8; half > 0; half /= 2)
             for (int c = 0; c < half; ++c) sum[c] += sum[c + half];
         const double lse = g.lse[at];
@@ -306,14 +306,14 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
     const double sign = a.softmax_scale < 0.f ? -1. : 1.;
     RowSums sums[gradient_Br];
-    load_queries<T>(a, mask, t, a.q, a.q_stride, buffers.Qi);
-    load_queries<T>(a, mask, t, g.do_, g.do_stride, buffers.dOi);
+    load_queries<T>(a.d, mask, t, a.q, a.q_stride, buffers.Qi);
+    load_queries<T>(a.d_v, mask, t, g.do_, g.do_stride, buffers.dOi);
     for (int j0 = seen.begin / Bc * Bc; j0 < seen.end; j0 += Bc) {
         const Keys keys = {std::max(mask.keys.begin, j0), std::min(mask.keys.end, j0 + Bc)};
-        load_keys<T>(a, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
-        load_keys<T>(a, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
+        load_keys<T>(a.d, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
+        load_keys<T>(a.d_v, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
         compute_S_double(a, t.rows, buffers);
-        multiply_channels(a, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
+        multiply_channels(a, a.d_v, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
         for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;

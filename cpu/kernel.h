@@ -41,10 +41,11 @@ struct Strip {
     TileKeys seen;
     float *Qi, *Oi, *mi, *li;
 
-    Strip(const AnyMask &mask, const QueryTile &t, int lane, int64_t D, const Buffers &buffers) : lane(lane) {
+    Strip(const Attention &a, const AnyMask &mask, const QueryTile &t, int lane, const Buffers &buffers) : lane(lane) {
         const int first = t.query(lane), end = t.query(std::min(t.rows, lane + P) - 1) + 1;
         seen = keys_of_queries(mask, first, end);
-        Qi = buffers.Qi + lane * D, Oi = buffers.Oi + lane * D, mi = buffers.mi + lane, li = buffers.li + lane;
+        Qi = buffers.Qi + lane * D_of(a), Oi = buffers.Oi + lane * D_v_of(a);
+        mi = buffers.mi + lane, li = buffers.li + lane;
     }
 };
 
@@ -99,21 +100,21 @@ void add_PV(const Attention &a, const Strip<R> &strip, const KeyTile &tile, int 
         o = alpha[r] * o + sum;
     };
     if (with_amx) {
-        const int tiles_of_d = round_up(a.d, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
+        const int tiles_of_d = round_up(a.d_v, y_tile) / y_tile, tiles_of_n = round_up(n, y_tile) / y_tile;
         split_P<R>(n, buffers);
         multiply_split(2 * tiles_of_d, R, tiles_of_n, buffers.Vj_split, buffers.Pij_split, buffers.products, P);
-        for (int c = 0; c < a.d; ++c)
+        for (int c = 0; c < a.d_v; ++c)
             for (int r = 0; r < R; ++r) add(c, r, vec(buffers.products + c * P + r * W));
         return;
     }
-    multiply<R, C>(0, a.d, n, tile.Vj + skip * tile.V_row, 1, tile.V_row, buffers.Sij, P, add);
+    multiply<R, C>(0, a.d_v, n, tile.Vj + skip * tile.V_row, 1, tile.V_row, buffers.Sij, P, add);
 }
 
 template <int R>
-void hold_strip(const Strip<R> &strip, int64_t D, const Buffers &buffers) {
+void hold_strip(const Strip<R> &strip, int64_t D_v, const Buffers &buffers) {
     const int lane = strip.lane;
-    hold_sums<R>(D, strip.mi, strip.li, strip.Oi, buffers.mi_held + lane, buffers.li_held + lane,
-                 buffers.li_lost + lane, buffers.Oi_held + lane * D, buffers.Oi_lost + lane * D);
+    hold_sums<R>(D_v, strip.mi, strip.li, strip.Oi, buffers.mi_held + lane, buffers.li_held + lane,
+                 buffers.li_lost + lane, buffers.Oi_held + lane * D_v, buffers.Oi_lost + lane * D_v);
 }
 
 // Steps 9 to 12 for one strip and one tile of keys. The result depends on the strip's rows and on the tile's place, not
@@ -132,34 +133,35 @@ template <int R>
     Vec alpha[R];
     update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
     add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
-    if (buffers.Oi_held && tile.ends_sum()) hold_strip(strip, round_up(a.d, 16), buffers);
+    if (buffers.Oi_held && tile.ends_sum()) hold_strip(strip, D_v_of(a), buffers);
 }
 
 // Step 8: Qi, and Oi = 0, li = 0, mi = -inf.
 template <int P>
 void start_rows(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
-    const int64_t D = round_up(a.d, 16);
+    const int64_t D = D_of(a), D_v = D_v_of(a);
     load_queries(a, t, lanes, buffers);
     for (int i = 0; i < lanes; i += W)
         for (int c = 0; c < D; c += W)
             transpose(buffers.rows + i * D + c, D, buffers.Qi + i / P * P * D + c * P + i % P, P);
-    std::fill(buffers.Oi, buffers.Oi + lanes * D, 0.f);
+    std::fill(buffers.Oi, buffers.Oi + lanes * D_v, 0.f);
     std::fill(buffers.li, buffers.li + lanes, 0.f);
     std::fill(buffers.mi, buffers.mi + lanes, -INFINITY);
-    if (buffers.Oi_held) start_held_sums(lanes, lanes * D, buffers);
+    if (buffers.Oi_held) start_held_sums(lanes, lanes * D_v, buffers);
 }
 
 // Step 13.
 template <int P>
 void end_rows(const Attention &a, const AnyMask &mask, const QueryTile &t, int lanes, const Buffers &buffers) {
-    const int64_t D = round_up(a.d, 16);
+    const int64_t D_v = D_v_of(a);
     const float *Oi = buffers.Oi_held ? buffers.Oi_held : buffers.Oi,
                 *li = buffers.Oi_held ? buffers.li_held : buffers.li;
     for (int i = 0; i < lanes; i += W)
-        for (int c = 0; c < D; c += W) transpose(Oi + i / P * P * D + c * P + i % P, P, buffers.rows + i * D + c, D);
+        for (int c = 0; c < D_v; c += W)
+            transpose(Oi + i / P * P * D_v + c * P + i % P, P, buffers.rows + i * D_v + c, D_v);
     for (int lane = 0; lane < t.rows; ++lane) {
         const bool sees_key = !empty(keys_of_row(mask, t.query(lane)));
-        end_row(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D);
+        end_row(a, t, lane, sees_key, li[lane], buffers.mi[lane], buffers.rows + lane * D_v);
     }
 }
 
@@ -170,7 +172,6 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
         if (t.rows <= R / 2 * W) return forward_many<R / 2>(a, t, next, buffers);  // a thinner strip will do
     constexpr int P = R * W;
     constexpr int max_strips = 256 / P;  // of the most rows that plan_cpu gives a tile
-    const int64_t D = round_up(a.d, 16);
     const int lanes = round_up(t.rows, P);
     const AnyMask mask = any_mask_of(a, t.b);
     const Keys seen = keys_of_queries(mask, t.query(0), t.query(t.rows - 1) + 1).any;
@@ -191,14 +192,14 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
 
     std::vector<Strip<R>> strips;
     strips.reserve(lanes / P);
-    for (int lane = 0; lane < lanes; lane += P) strips.emplace_back(mask, t, lane, D, buffers);
+    for (int lane = 0; lane < lanes; lane += P) strips.emplace_back(a, mask, t, lane, buffers);
     // 5. for j: the tiles of keys that a query of this tile sees
     const Keys wanted = any_splits ? Keys{std::max(mask.keys.begin, seen.begin / Bc * Bc),
                                           std::min(mask.keys.end, (int)round_up(seen.end, Bc))}
                                    : seen;
     for (int j = wanted.begin; !empty(seen) && j < wanted.end;) {
         KeyTile tile = load_tile(a, t, wanted, j, in_place, true, buffers);
-        if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a.d, tile, buffers);
+        if constexpr (fits_amx<R>) tile.is_split = any_splits && split_keys(a, tile, buffers);
         for (const Strip<R> &strip : strips)
             update(a, mask, t, strip, tile, tile.is_split && splits_well[strip.lane / P], buffers);
         j = tile.keys.end;
@@ -207,7 +208,7 @@ void forward_many(const Attention &a, const QueryTile &t, const QueryTile &next,
 
     // 13. O, l and m
     if (buffers.Oi_held)
-        for (const Strip<R> &strip : strips) hold_strip(strip, D, buffers);
+        for (const Strip<R> &strip : strips) hold_strip(strip, D_v_of(a), buffers);
     end_rows<P>(a, mask, t, lanes, buffers);
 }
 

@@ -52,19 +52,19 @@ inline KeyTile load_tile(const Attention &a, const QueryTile &t, Keys wanted, in
                          const Buffers &buffers) {
     const KeyRows<char> K(a, a.k, in_bytes(a.k_stride, a.dtype), t.b, t.h);
     const KeyRows<char> V(a, a.v, in_bytes(a.v_stride, a.dtype), t.b, t.h);
-    const int bytes = a.d * element_size(a.dtype);
+    const int bytes = a.d * element_size(a.dtype), bytes_of_v = a.d_v * element_size(a.dtype);
     KeyTile tile{};
     tile.keys = {j, std::min(wanted.end, j / Bc * Bc + Bc)};
     for (int next = tile.keys.end; prefetches && next < std::min(wanted.end, tile.keys.end + Bc); ++next)
-        prefetch(K[next], bytes), prefetch(V[next], bytes);
+        prefetch(K[next], bytes), prefetch(V[next], bytes_of_v);
     tile.Kj = load_keys(K, a.dtype, tile.keys, a.d, in_place, buffers.Kj, &tile.K_row);
-    tile.Vj = load_keys(V, a.dtype, tile.keys, a.d, in_place, buffers.Vj, &tile.V_row);
+    tile.Vj = load_keys(V, a.dtype, tile.keys, a.d_v, in_place, buffers.Vj, &tile.V_row);
     return tile;
 }
 
 // Q as float32, a row for each lane. Lanes beyond the tile's rows get zeros.
 [[gnu::noinline]] inline void load_queries(const Attention &a, const QueryTile &t, int lanes, const Buffers &buffers) {
-    const int64_t D = round_up(a.d, 16);
+    const int64_t D = D_of(a);
     with_type(a.dtype, [&](auto zero) {
         for (int lane = 0; lane < t.rows; ++lane) {
             const auto *q = row_of<decltype(zero)>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane));
@@ -91,18 +91,18 @@ inline bool is_finite(const float *row, int d) {
     const KeyRows<char> K(a, a.k, in_bytes(a.k_stride, a.dtype), t.b, t.h);
     const KeyRows<char> V(a, a.v, in_bytes(a.v_stride, a.dtype), t.b, t.h);
     const Keys keys = keys_of_row(ranges_of(a, t.b), t.query(lane));
-    std::vector<float> q(a.d), k(a.d), v(a.d), sum(a.d);
+    std::vector<float> q(a.d), k(a.d), v(a.d_v), sum(a.d_v);
     with_type(a.dtype, [&](auto zero) {
         using T = decltype(zero);
         convert(row_of<T>(a.q, a.q_stride, t.b, t.head(lane), t.query(lane)), q.data(), a.d);
         bool all_finite = is_finite(q.data(), a.d);
         for (int j = keys.begin; j < keys.end && all_finite; ++j) {
-            convert((const T *)K[j], k.data(), a.d), convert((const T *)V[j], v.data(), a.d);
+            convert((const T *)K[j], k.data(), a.d), convert((const T *)V[j], v.data(), a.d_v);
             float Sij = 0.f;
             for (int c = 0; c < a.d; ++c) Sij += q[c] * k[c];
             const float Pij = std::exp(a.softmax_scale * unscaled(a, Sij) - (mi == -INFINITY ? 0.f : mi));
-            for (int c = 0; c < a.d; ++c) sum[c] += Pij * v[c];
-            all_finite = is_finite(k.data(), a.d) && is_finite(v.data(), a.d);
+            for (int c = 0; c < a.d_v; ++c) sum[c] += Pij * v[c];
+            all_finite = is_finite(k.data(), a.d) && is_finite(v.data(), a.d_v);
         }
         if (all_finite) std::copy(sum.begin(), sum.end(), Oi);
     });
@@ -113,21 +113,22 @@ inline bool is_finite(const float *row, int d) {
                                       float mi, float *o) {
     const int i = t.query(lane);
     const int64_t h = t.head(lane), bhi = (t.b * a.Hq + h) * a.Nq + i;
-    if (has_ranges(a) && !is_finite(o, a.d)) isolate_row(a, t, lane, mi, o);
+    if (has_ranges(a) && !is_finite(o, a.d_v)) isolate_row(a, t, lane, mi, o);
     const RowEnd end = end_of_row(sees_key, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
-    for (int c = 0; c < a.d; ++c) o[c] = end.reads_Oi ? end.weight_Oi * o[c] : 0.f;
+    for (int c = 0; c < a.d_v; ++c) o[c] = end.reads_Oi ? end.weight_Oi * o[c] : 0.f;
     if (a.o_in && end.reads_o_in) {
         const float *o_in = row_of<const float>(a.o_in, a.o_in_stride, t.b, h, i);
-        for (int c = 0; c < a.d; ++c) o[c] += end.weight_o_in * o_in[c];
+        for (int c = 0; c < a.d_v; ++c) o[c] += end.weight_o_in * o_in[c];
     }
     store_l_m_lse(a, t.b, h, i, end.l, end.m);
-    with_type(a.o_dtype, [&](auto zero) { convert(o, row_of<decltype(zero)>(a.o, a.o_stride, t.b, h, i), a.d); });
+    with_type(a.o_dtype, [&](auto zero) { convert(o, row_of<decltype(zero)>(a.o, a.o_stride, t.b, h, i), a.d_v); });
 }
 
 // The rows of Q and O of the tile that this thread probably takes next, and its first Kj and Vj if its head is another.
 [[gnu::noinline]] inline void prefetch_tile(const Attention &a, const QueryTile &t, bool same_head) {
     asm volatile("");  // else GCC drops the calls, as above
-    const int bytes = a.d * element_size(a.dtype), bytes_of_o = a.d * element_size(a.o_dtype);
+    const int bytes = a.d * element_size(a.dtype), bytes_of_v = a.d_v * element_size(a.dtype);
+    const int bytes_of_o = a.d_v * element_size(a.o_dtype);
     const Strides q_stride = in_bytes(a.q_stride, a.dtype), o_stride = in_bytes(a.o_stride, a.o_dtype);
     for (int lane = 0; lane < t.rows; ++lane) {
         prefetch(row_of<char>(a.q, q_stride, t.b, t.head(lane), t.query(lane)), bytes);
@@ -137,5 +138,6 @@ inline bool is_finite(const float *row, int d) {
     const Keys seen = keys_of_any(any_mask_of(a, t.b), t.query(0), t.query(t.rows - 1) + 1);
     const KeyRows<char> K(a, a.k, in_bytes(a.k_stride, a.dtype), t.b, t.h);
     const KeyRows<char> V(a, a.v, in_bytes(a.v_stride, a.dtype), t.b, t.h);
-    for (int j = seen.begin; j < std::min(seen.end, seen.begin + Bc); ++j) prefetch(K[j], bytes), prefetch(V[j], bytes);
+    for (int j = seen.begin; j < std::min(seen.end, seen.begin + Bc); ++j)
+        prefetch(K[j], bytes), prefetch(V[j], bytes_of_v);
 }

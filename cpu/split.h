@@ -39,7 +39,7 @@ struct Range {
 // Qi of the strip that begins at `lane`. The last 16 of y may be missing: zeros.
 template <int P>
 bool split_queries(const Attention &a, int lane, const Buffers &buffers) {
-    const int64_t D = round_up(a.d, 16), D_split = round_up(a.d, y_tile);
+    const int64_t D = D_of(a), D_split = round_up(a.d, y_tile);
     Range range;
     float *to = buffers.Qi_split + lane * D_split * 3 / 2;
     for (int i = 0; i < P; i += W)
@@ -52,8 +52,8 @@ bool split_queries(const Attention &a, int lane, const Buffers &buffers) {
     return range.splits_well();
 }
 
-inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
-    const int n = tile.keys.end - tile.keys.begin, tiles_of_d = round_up(d, y_tile) / y_tile;
+inline bool split_keys(const Attention &a, const KeyTile &tile, const Buffers &buffers) {
+    const int d = a.d, n = tile.keys.end - tile.keys.begin, tiles_of_d = round_up(d, y_tile) / y_tile;
     Range range;
     for (int j = 0; j < n; ++j) {  // the rows behind key n make scores that nothing reads
         const float *k = tile.Kj + j * tile.K_row;
@@ -64,7 +64,7 @@ inline bool split_keys(int d, const KeyTile &tile, const Buffers &buffers) {
         }
     }
     float *to = buffers.Vj_split;
-    for (int c = 0; c < d; c += x_tile)
+    for (int c = 0; c < a.d_v; c += x_tile)
         for (int j = 0; j < n; j += y_tile, to += split_size) {
             Vec x[2][W];
             for (int half = 0; half < 2; ++half) {

@@ -53,8 +53,11 @@ T *row_of(const void *x, const Strides &stride, int64_t b, int64_t h, int64_t i)
     return (T *)x + b * stride.batch + h * stride.head + i * stride.row;
 }
 
-// A thread's memory, in float32. All but mi and li grow with D, d rounded up to a multiple of 16; KB for d = 64 and
-// Br = 128:
+// Columns of Qi and Kj, of Vj and Oi in a thread's buffers.
+inline int64_t D_of(const Attention &a) { return round_up(a.d, 16); }
+inline int64_t D_v_of(const Attention &a) { return round_up(a.d_v, 16); }
+
+// A thread's memory, in float32. All but mi and li grow with D or D_v; KB for d = 64 and Br = 128:
 //     Qi 32, Oi 32            (strip, channel, query)
 //     rows 32                 (query, channel): Q before it is transposed, O after
 //     Kj 16, Vj 16            (key, channel), where they are converted or copied
@@ -72,22 +75,24 @@ struct Buffers {
     // memory is a multiple of 64 bytes, and so is the beginning of every buffer; null to know the size.
     Buffers(float *memory, const Attention &a, int Br, bool uses_amx) {
         constexpr int max_P = 64, split_d = 32;
-        const int64_t D = round_up(a.d, 16), lanes = round_up(Br, max_P), D_split = round_up(a.d, split_d);
+        const int64_t D = D_of(a), D_v = D_v_of(a), lanes = round_up(Br, max_P);
+        const int64_t D_split = round_up(a.d, split_d), D_v_split = round_up(a.d_v, split_d);
         const int64_t vectors = std::max<int64_t>(lanes, most_few_rows * most_lanes);  // decode.h has one for each row
         const auto take = [&](float *&buffer, int64_t floats) {
             buffer = memory ? memory + size : nullptr;
             size += floats;
         };
-        take(Qi, lanes * D), take(Oi, lanes * D), take(rows, lanes * D), take(mi, vectors), take(li, vectors);
-        take(Kj, Bc * D), take(Vj, Bc * D), take(Sij, Bc * max_P);
+        take(Qi, lanes * D), take(Oi, lanes * D_v), take(rows, lanes * std::max(D, D_v));
+        take(mi, vectors), take(li, vectors);
+        take(Kj, Bc * D), take(Vj, Bc * D_v), take(Sij, Bc * max_P);
         if (a.Nk > Bc * tiles_per_sum) {
-            take(Oi_held, lanes * D), take(Oi_lost, lanes * D);
+            take(Oi_held, lanes * D_v), take(Oi_lost, lanes * D_v);
             take(li_held, vectors), take(li_lost, vectors), take(mi_held, vectors);
         }
         if (uses_amx) {
             take(Qi_split, lanes * D_split * 3 / 2), take(Kj_split, Bc * D_split * 3 / 2);
-            take(Vj_split, Bc * D_split * 3 / 2), take(Pij_split, Bc * max_P * 3 / 2);
-            take(products, D_split * max_P);
+            take(Vj_split, Bc * D_v_split * 3 / 2), take(Pij_split, Bc * max_P * 3 / 2);
+            take(products, D_v_split * max_P);
         }
     }
 };

@@ -13,10 +13,12 @@ namespace minimal_attn::hopper {
 
 // Not heads of at most 64 queries with d up to 128: the fused kernel pads dQ, float32, to kGradientRows rows a head,
 // which would be ten times the memory of q, or more.
-bool serves_backward(const Gradient &g) { return g.a.dtype != Dtype::float32 && (g.a.d > 128 || g.a.Nq > 64); }
+bool serves_backward(const Gradient &g) {
+    return g.a.dtype != Dtype::float32 && (most_columns(g.a) > 128 || g.a.Nq > 64);
+}
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {
-    Plan plan = g.a.d <= 128 ? plan_fused(g, device) : plan_dK_dV(g, device);
+    Plan plan = most_columns(g.a) <= 128 ? plan_fused(g, device) : plan_dK_dV(g, device);
     plan.workspace += gradient_rows_bytes(g);
     return plan;
 }
@@ -24,7 +26,7 @@ Plan plan_half_backward(const Gradient &g, const Device &device) {
 const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     const GradientRows rows = gradient_rows_in(g, workspace);
     void *const behind_rows = (char *)workspace + gradient_rows_bytes(g);
-    if (g.a.d <= 128) return launch_fused(g, rows, plan, behind_rows, stream);
+    if (most_columns(g.a) <= 128) return launch_fused(g, rows, plan, behind_rows, stream);
     const char *why = launch_gradient_rows(g, rows, stream);
     if (!why) why = launch_large_rows(g, rows, stream);
     if (!why) why = launch_dK_dV(g, rows, plan, behind_rows, stream);

@@ -50,21 +50,25 @@
 namespace minimal_attn::hopper {
 namespace {
 
-template <int D_, int Stages_>
+// V, dO and dV have D_v columns.
+template <int D_, int Stages_, int D_v_ = D_>
 struct DkDvTile {
-    static constexpr int D = D_, Br = 64, Bc = 64, Stages = Stages_, BlocksPerSM = 1;
+    static constexpr int D = D_, D_v = D_v_, Br = 64, Bc = 64, Stages = Stages_, BlocksPerSM = 1;
     static constexpr int Consumers = 2, Threads = 128 * (1 + Consumers), ProducerRegisters = 32;
     static constexpr int Boxes = D / kBoxColumns, TileBytes = 64 * Boxes * 128;  // of 64 rows
+    static constexpr int VBoxes = D_v / kBoxColumns, VTileBytes = 64 * VBoxes * 128;
+    static constexpr int SumsOfThread = std::max(D, D_v) / 2;  // of dK, or of dV
     static constexpr SplitCosts Costs{6, 12, 0.7};
     static constexpr bool AddsDQ = false;
-    enum NamedBarrier { kZeroed = 1 };                  // + the consumer; 0 is __syncthreads
-    static_assert(D % kBoxColumns == 0 && Stages > 1);  // a stage is released after the wait for the next one
+    enum NamedBarrier { kZeroed = 1 };  // + the consumer; 0 is __syncthreads
+    static_assert(D % kBoxColumns == 0 && D_v % kBoxColumns == 0 &&
+                  Stages > 1);  // a stage is released after the wait for the next one
 };
 
 template <class Tile>
 struct SharedStorage {
-    alignas(1024) unsigned char Kj[Tile::TileBytes], Vj[Tile::TileBytes];
-    unsigned char Qi[Tile::Stages][Tile::TileBytes], dOi[Tile::Stages][Tile::TileBytes];
+    alignas(1024) unsigned char Kj[Tile::TileBytes], Vj[Tile::VTileBytes];
+    unsigned char Qi[Tile::Stages][Tile::TileBytes], dOi[Tile::Stages][Tile::VTileBytes];
     float m_l[Tile::Stages][2][Tile::Br];  // m_i and log2_l_i
     float Di[Tile::Stages][1][Tile::Br];
     float4 P[Tile::Br / 8][128];  // P^T as the threads have it
@@ -79,15 +83,15 @@ __device__ KeySlice<Tile, Mask> keys_of_block(const KeyParameters &p) {
 }
 
 // Loads Kj and all Qi, or Vj and all dOi.
-template <class Tile, class Mask, int Count>
+template <class Tile, class Mask, int Count, int Bytes>
 __device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K_or_V, unsigned char *key_tile,
                                       Barrier &full, const TensorMap &Q_or_dO, const float *const (&of_rows)[Count],
                                       StageBarriers (&barriers)[Tile::Stages],
-                                      unsigned char (&tiles)[Tile::Stages][Tile::TileBytes],
+                                      unsigned char (&tiles)[Tile::Stages][Bytes],
                                       float (&numbers)[Tile::Stages][Count][Tile::Br]) {
     const KeySlice<Tile, Mask> keys = keys_of_block<Tile, Mask>(p);
     if (keys.steps < 1) return;
-    load_tile<Tile::Bc, Tile::Boxes>(key_tile, K_or_V, keys.j0, keys.key_head, keys.b, full);
+    load_tile<Tile::Bc, Bytes / (Tile::Br * 128)>(key_tile, K_or_V, keys.j0, keys.key_head, keys.b, full);
     Pipeline queries{barriers};
     keys.for_each_step([&](int h, int i0, bool) {
         load_query_tile<Tile>(p, keys.b, h, i0, Q_or_dO, of_rows, queries, tiles, numbers);
@@ -99,9 +103,11 @@ enum class Sum { dV, dK };  // of a consumer warpgroup
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
 template <class T, class Tile, class Mask, Sum which>
 __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile, Mask> &keys,
-                             int j, float (&sum)[Tile::D / 2]) {
+                             int j, float (&sum)[(which == Sum::dV ? Tile::D_v : Tile::D) / 2]) {
     constexpr bool is_dV = which == Sum::dV;
-    constexpr int D = Tile::D, Br = Tile::Br;
+    constexpr int Br = Tile::Br, D_of_S = is_dV ? Tile::D : Tile::D_v;
+    constexpr int BytesOfS = is_dV ? Tile::TileBytes : Tile::VTileBytes;    // of an operand of S
+    constexpr int BytesOfSum = is_dV ? Tile::VTileBytes : Tile::TileBytes;  // of one of the sum
     const int thread = threadIdx.x % 128;
     Pipeline<Tile::Stages> of_S{is_dV ? shared.Q : shared.dO}, of_sum{is_dV ? shared.dO : shared.Q};  // operands B
     Pipeline P_ready{shared.P_ready};
@@ -114,7 +120,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
     const auto issue_S = [&] {  // of the next tile of queries
         const Descriptor tiles = {opaque(all.low)}, K_or_V = tiles + (is_dV ? 0 : Tile::TileBytes);
         of_S.consumer_wait();
-        issue_ABt<T, D>(S, K_or_V, tiles + kOfS + of_S.stage() * Tile::TileBytes);
+        issue_ABt<T, D_of_S>(S, K_or_V, tiles + kOfS + of_S.stage() * BytesOfS);
     };
     const bool may_be_large = is_dV && __ldcg(p.rows.any_large);
     wait(is_dV ? shared.K_full : shared.V_full, 0);
@@ -158,9 +164,10 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         pack_operand<T>(A, S);
         of_sum.consumer_wait();
         if (masked)
-            zero_blind_rows<Tile>((is_dV ? shared.dOi : shared.Qi)[of_sum.stage()], keys.mask(), i0, p.a.Nq,
-                                  Tile::kZeroed + !is_dV);
-        issue_AB<T>(sum, A, Descriptor{opaque(all.low)} + kOfSum + of_sum.stage() * Tile::TileBytes);
+            zero_blind_rows<Tile, BytesOfSum / (Br * 128)>(
+                is_dV ? shared.dOi[of_sum.stage()] : shared.Qi[of_sum.stage()], keys.mask(), i0, p.a.Nq,
+                Tile::kZeroed + !is_dV);
+        issue_AB<T>(sum, A, Descriptor{opaque(all.low)} + kOfSum + of_sum.stage() * BytesOfSum);
         // Each lane has read m and log2_l, or D and P: the operand of the issued product depends on them.
         of_S.consumer_release();
         if constexpr (!is_dV) P_ready.consumer_release();
@@ -185,16 +192,29 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     if (keys.steps < 1) return;
     const bool is_dV = consumer_index() == 0;
     const int j = keys.j0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // a thread's keys: j and j + 8
-    float sum[Tile::D / 2];                                                      // dVj or dKj
-    if (is_dV)
-        walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum);
-    else
+    const auto store = [&](auto &sum) {
+        // Ranges have no slices; walk_queries relies on that, too.
+        if (!keys.is_ranges && keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum))
+            return;
+        store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, is_dV ? p.a.d_v : p.a.d,
+                          is_dV ? 1.f / kPScale<T> : p.a.scores.scale, sum,
+                          [&](int key) { return keys.is_seen(key, p.a.Nq); });
+    };
+    float sum[Tile::D / 2];  // dVj or dKj
+    if constexpr (Tile::D_v == Tile::D) {
+        if (is_dV)
+            walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum);
+        else
+            walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
+        store(sum);
+    } else if (is_dV) {
+        float sum_of_dV[Tile::D_v / 2];
+        walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum_of_dV);
+        store(sum_of_dV);
+    } else {
         walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
-    // Ranges have no slices; walk_queries relies on that, too.
-    if (!keys.is_ranges && keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum)) return;
-    store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d,
-                      is_dV ? 1.f / kPScale<T> : p.a.scores.scale, sum,
-                      [&](int key) { return keys.is_seen(key, p.a.Nq); });
+        store(sum);
+    }
 }
 
 template <class T, class Tile, class Mask>
@@ -219,10 +239,10 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the launch
 
-// D, stages of Q and of dO. A consumer's thread has 48 + D / 2 registers in accumulators and operands, of 232. Bytes of
-// shared memory: 256 D (1 + Stages) and 16 KB of P^T. 128 queries at d 192: 2 % faster, causal 6 % slower.
-using Tiles = TileList<DkDvTile<192, 3>, DkDvTile<256, 2>>;
-int tile_of(const Attention &a) { return a.d > 192; }
+// D, stages of Q and of dO, D_v. A consumer's thread has 48 + D / 2 registers in accumulators and operands, of 232. Bytes of
+// shared memory: 128 (D + D_v) (1 + Stages) and 16 KB of P^T. 128 queries at d 192: 2 % faster, causal 6 % slower.
+using Tiles = TileList<DkDvTile<192, 3>, DkDvTile<256, 2>, DkDvTile<192, 4, 128>>;
+int tile_of(const Attention &a) { return most_columns(a) > 192 ? 1 : a.d_v <= 128 ? 2 : 0; }
 
 // The workspace of a split: a counter for each consumer warp, then dK and dV of slices. Zeros may place the counters in
 // memory of its own instead.
@@ -259,7 +279,7 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
         const Zeros counters(memory, workspace.counter_bytes, stream);
         KeyParameters p = key_parameters<Tile>(g, rows, workspace.split);
         p.slices = (float4 *)((char *)memory + workspace.counter_bytes), p.steps_stored = (int *)counters.memory;
-        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d_v, 64))
             return "cuTensorMapEncodeTiled refused do";
         return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;

@@ -44,20 +44,23 @@
 namespace minimal_attn::hopper {
 namespace {
 
-template <int D_, int KStages_, int VStages_>
+// V and dO have D_v columns.
+template <int D_, int KStages_, int VStages_, int D_v_ = D_>
 struct DqTile {
-    static constexpr int D = D_, Br = 128, Bc = 64, KStages = KStages_, VStages = VStages_, BlocksPerSM = 1;
+    static constexpr int D = D_, D_v = D_v_, Br = 128, Bc = 64, KStages = KStages_, VStages = VStages_, BlocksPerSM = 1;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers), ProducerRegisters = 32;
     static constexpr bool TakesTurns = true, AlignKeys = false;
     static constexpr int Boxes = D / kBoxColumns, TileBytes = 64 * Boxes * 128;  // of 64 rows
-    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };                // + the consumer; 0 is __syncthreads
-    static_assert(D % kBoxColumns == 0 && KStages > 1);  // Kj is released after the wait for the next one
+    static constexpr int VBoxes = D_v / kBoxColumns, VTileBytes = 64 * VBoxes * 128;
+    enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
+    static_assert(D % kBoxColumns == 0 && D_v % kBoxColumns == 0 &&
+                  KStages > 1);  // Kj is released after the wait for the next one
 };
 
 template <class Tile, class Mask>
 struct SharedStorage {
-    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::TileBytes], dOi[Tile::Consumers][Tile::TileBytes];
-    unsigned char Kj[Tile::KStages][Tile::TileBytes], Vj[Tile::VStages][Tile::TileBytes];
+    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::TileBytes], dOi[Tile::Consumers][Tile::VTileBytes];
+    unsigned char Kj[Tile::KStages][Tile::TileBytes], Vj[Tile::VStages][Tile::VTileBytes];
     WorkTileOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][1], K[Tile::KStages], V[Tile::VStages];
     std::conditional_t<kIsRanges<Mask>, RangeEntries<Tile>[kQueueStages], char> ranges;
@@ -73,7 +76,7 @@ __device__ void load_Q_and_dO(const GradientParameters &p, SharedStorage<Tile, M
             Q.barriers = shared.Q[n];
             Q.producer_acquire();
             load_tile<64, Tile::Boxes>(shared.Qi[n], p.Q, work.i0 + 64 * n, work.h, work.b, Q.full());
-            load_tile<64, Tile::Boxes>(shared.dOi[n], p.dO, work.i0 + 64 * n, work.h, work.b, Q.full());
+            load_tile<64, Tile::VBoxes>(shared.dOi[n], p.dO, work.i0 + 64 * n, work.h, work.b, Q.full());
         }
         Q.advance();
     });
@@ -106,15 +109,16 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
 
     // Unless addresses are opaque, ptxas computes all descriptors once and spills them.
     const Descriptor tiles = descriptor(&shared), Qi = tiles + warpgroup * Tile::TileBytes;
-    const Descriptor Kj = tiles + 2 * Tile::Consumers * Tile::TileBytes;
-    const auto tile_from = [&](int n) { return Descriptor{opaque(Kj.low)} + n * Tile::TileBytes; };  // n-th of Kj, Vj
+    const Descriptor Kj = tiles + Tile::Consumers * (Tile::TileBytes + Tile::VTileBytes);
     const auto issue_S = [&] {  // of the next tile of keys
-        issue_ABt<T, D>(S, {opaque(Qi.low)}, tile_from(K.stage()));
+        issue_ABt<T, D>(S, {opaque(Qi.low)}, Descriptor{opaque(Kj.low)} + K.stage() * Tile::TileBytes);
         K.advance();
     };
     const auto issue_dP = [&] {
-        const Descriptor dOi = Descriptor{opaque(Qi.low)} + Tile::Consumers * Tile::TileBytes;
-        issue_ABt<T, D>(dP, dOi, tile_from(Tile::KStages + V.stage()));
+        constexpr int Less = Tile::TileBytes - Tile::VTileBytes;
+        const Descriptor dOi = Descriptor{opaque(Qi.low)} + (Tile::Consumers * Tile::TileBytes - warpgroup * Less);
+        const Descriptor Vj = Descriptor{opaque(Kj.low)} + Tile::KStages * Tile::TileBytes;
+        issue_ABt<T, Tile::D_v>(dP, dOi, Vj + V.stage() * Tile::VTileBytes);
     };
     const auto issue_dQ = [&] { issue_AB<T>(dQ, dS, Kj + K_of_dQ.stage() * Tile::TileBytes); };
     const bool may_be_large = __ldcg(p.rows.any_large);
@@ -231,14 +235,16 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the launch
 
-// D, stages of K, of V. A consumer's thread has 80 + D / 2 registers in accumulators and operands, at most 208 of 232.
-// Bytes of shared memory: 128 D (4 + KStages + VStages).
+// D, stages of K, of V, D_v. A consumer's thread has 80 + D / 2 registers in accumulators and operands, at most 208 of 232.
+// Bytes of shared memory: 128 D (2 + KStages) + 128 D_v (2 + VStages).
 using Tiles = TileList<
     // Two stages of K and 80 keys were 8 to 15 % slower
     DqTile<192, 3, 2>,
     // All that fits. V has one stage: so the wait for Vj stands behind Sij (docs/backward.md)
-    DqTile<256, 2, 1>>;
-int tile_of(const Attention &a) { return a.d > 192; }
+    DqTile<256, 2, 1>,
+    // d_v up to 128. Two stages of V were up to 2 % slower
+    DqTile<192, 3, 3, 128>>;
+int tile_of(const Attention &a) { return most_columns(a) > 192 ? 1 : a.d_v <= 128 ? 2 : 0; }
 
 }  // namespace
 
@@ -248,7 +254,7 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
         const Attention &a = g.a;
         GradientParameters p = gradient_parameters(g, rows);
         p.tile_counter = rows.tile_counter;
-        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64))
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d_v, 64))
             return "cuTensorMapEncodeTiled refused do";
         return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;

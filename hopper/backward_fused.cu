@@ -238,7 +238,7 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, const
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, work.slice, dK, dV)) return;
     const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
     const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
-    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d, 1.f / kPScale<T>, dV, is_seen);
+    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d_v, 1.f / kPScale<T>, dV, is_seen);
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.scores.scale, dK, is_seen);
 }
 
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // D, Br, stages of Q, of dO, registers of the producer warpgroup
 using Tiles = TileList<FusedTile<64, 128, 2, 2, 24>, FusedTile<128, 64, 3, 2, 40>>;
-int tile_of(const Attention &a) { return a.d <= 64 ? 0 : 1; }
+int tile_of(const Attention &a) { return most_columns(a) <= 64 ? 0 : 1; }
 
 // Whether warp 3 computes log2_l and D, else gradient_rows.cu. Where queries see few keys, the products take less time
 // than warp 3's work. A mask is taken to hide half of the keys that the bounds leave, as causal does.
@@ -523,8 +523,8 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         p.units_of_group = p.units_of_head * int(a.Hq / a.Hkv);
         p.dQ_data = (float *)((char *)memory + workspace.counter_bytes);
         const int64_t head = rows.head_stride * Tile::D;
-        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
-            !make_tensor_map(p.O, a.dtype, g.o, g.o_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
+        if (!make_tensor_map(p.dO, a.dtype, g.do_, g.do_stride, a.B, a.Hq, a.Nq, a.d_v, 64) ||
+            !make_tensor_map(p.O, a.dtype, g.o, g.o_stride, a.B, a.Hq, a.Nq, a.d_v, 64) ||
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";

@@ -11,6 +11,7 @@ struct FusedTile {
     static constexpr int ProducerRegisters = ProducerRegisters_;
     static constexpr int Boxes = D / kBoxColumns, QBytes = Br * Boxes * 128, KBytes = 64 * Boxes * 128;
     static constexpr int QueryBoxes = Br / 64;
+    static constexpr int SumsOfThread = D;  // of dK and dV
     static constexpr SplitCosts Costs{2, 1.5 * D / 64, 0};
     static constexpr bool AddsDQ = true, TakesTurns = true;        // for PingPong
     enum NamedBarrier { kTurn = 1, kZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads

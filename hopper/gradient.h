@@ -25,11 +25,12 @@ struct GradientParameters : Parameters {
 
 // All but the tensor maps and what launch_kernels sets.
 inline GradientParameters gradient_parameters(const Gradient &g, const GradientRows &rows) {
-    const auto tensor = [&](void *data, const Strides &stride) -> GradientTensor {
-        return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), g.a.d)};
+    const auto tensor = [&](void *data, const Strides &stride, int d) -> GradientTensor {
+        return {data, stride, g.out_dtype, is_aligned(data, stride, element_size(g.out_dtype), d)};
     };
     GradientParameters p{g.a};
-    p.dq = tensor(g.dq, g.dq_stride), p.dk = tensor(g.dk, g.dk_stride), p.dv = tensor(g.dv, g.dv_stride);
+    p.dq = tensor(g.dq, g.dq_stride, g.a.d), p.dk = tensor(g.dk, g.dk_stride, g.a.d);
+    p.dv = tensor(g.dv, g.dv_stride, g.a.d_v);
     p.rows = rows, p.c = g.a.softmax_scale * kLog2e;
     return p;
 }

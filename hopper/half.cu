@@ -69,34 +69,38 @@ enum class StoreO {
     through_V,  // staged where a later Vj will be, then stored by TMA
 };
 
-// QStages stages of Q for each consumer, Stages of K and of V; BlocksPerSM blocks share a multiprocessor.
-template <int D_, int Br_, int Bc_, int QStages_, int Stages_, StoreO O_, int BlocksPerSM_ = 1>
+// QStages stages of Q for each consumer, Stages of K and of V; BlocksPerSM blocks share a multiprocessor. V and O have D_v
+// columns.
+template <int D_, int Br_, int Bc_, int QStages_, int Stages_, StoreO O_, int BlocksPerSM_ = 1, int D_v_ = D_>
 struct Tile {
-    static constexpr int D = D_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_, BlocksPerSM = BlocksPerSM_;
+    static constexpr int D = D_, D_v = D_v_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_;
+    static constexpr int BlocksPerSM = BlocksPerSM_;
     static constexpr StoreO O = O_;
     // wait_turn also synchronises the 4 warps of a consumer: all have read Qi before one writes O there.
     static constexpr bool TakesTurns = O == StoreO::through_Q;
     static constexpr int Consumers = Br / 64, Threads = 128 * (1 + Consumers);
     static constexpr int ProducerRegisters = 32;
-    static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns;
-    static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128;
+    static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns, VBoxes = (D_v + kBoxColumns - 1) / kBoxColumns;
+    static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128, VBytes = Bc * VBoxes * 128;
+    static constexpr int OBytes = 64 * VBoxes * 128;
     static constexpr bool AlignKeys = false;
     static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;  // a general kernel; see tile_of
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
-    static_assert(Bc % 16 == 0 && D % 32 == 0 && Br % 64 == 0);
-    static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2));
-    static_assert(O != StoreO::through_V || (Consumers <= Stages && QBytes <= KBytes));
+    static_assert(Bc % 16 == 0 && D % 32 == 0 && D_v % 32 == 0 && Br % 64 == 0);
+    static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2 && OBytes <= QBytes));
+    static_assert(O != StoreO::through_V || (Consumers <= Stages && OBytes <= VBytes));
 };
 
-// KB, all stages   | few_queries | d 64 | d 96 | d 128 | d 192 | d 256
-// Qi               | 16          | 48   | 96   | 64    | 48    | 64
-// Kj; Vj the same  | 16          | 64   | 48   | 64    | 84    | 80
-// sum              | 48          | 176  | 192  | 192   | 216   | 224, and less than 1 KB for the rest.
+// KB, all stages   | few_queries | d 64 | d 96 | d 128 | d 192 | d 256 | d192_v128
+// Qi               | 16          | 48   | 96   | 64    | 48    | 64    | 48
+// Kj               | 16          | 64   | 48   | 64    | 84    | 80    | 96
+// Vj               | 16          | 64   | 48   | 64    | 84    | 80    | 64
+// sum              | 48          | 176  | 192  | 192   | 216   | 224   | 208, and less than 1 KB for the rest.
 // With ranges RangeEntries take 17 bytes more for each query of Br.
 template <class Tile, class Mask>
 struct SharedStorage {
     alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];
-    unsigned char Kj[Tile::Stages][Tile::KBytes], Vj[Tile::Stages][Tile::KBytes];
+    unsigned char Kj[Tile::Stages][Tile::KBytes], Vj[Tile::Stages][Tile::VBytes];
     WorkTileOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
     Barrier O_staged[Tile::Consumers];  // only for StoreO::through_V
@@ -117,7 +121,7 @@ __device__ bool stages_O(const Parameters &p, const WorkTileOf<Mask> &work, int 
 template <class Tile, class Mask>
 __device__ void store_staged_O(const Parameters &p, const WorkTileOf<Mask> &work, int warpgroup,
                                const unsigned char *tile) {
-    for (int box = 0; box < Tile::Boxes; ++box)
+    for (int box = 0; box < Tile::VBoxes; ++box)
         tma_store(p.O.map, tile + box * 64 * 128, box * kBoxColumns, work.i0 + 64 * warpgroup, work.h * p.O.head,
                   work.b * p.O.batch);
 }
@@ -230,7 +234,7 @@ constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 
 template <class T, class Tile, class Mask>
 __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
-    constexpr int D = Tile::D, Bc = Tile::Bc;
+    constexpr int D = Tile::D, D_v = Tile::D_v, Bc = Tile::Bc;
     const Attention &a = p.a;
     const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = 64 * warpgroup + 16 * warp + lane / 4;  // a thread's rows of the work tile: this one and row + 8
@@ -240,7 +244,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     Pipeline tile_queue{shared.tile_queue};
     Pipeline Q{shared.Q[warpgroup]};
     Pipeline K{shared.K}, V{shared.V};
-    float Oi[D / 2], Sij[Bc / 2];
+    float Oi[D_v / 2], Sij[Bc / 2];
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
     constexpr bool changes_late = kChangesLate<T, Tile, Mask>;
@@ -268,13 +272,13 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
 #pragma unroll
-        for (int x = 0; x < D / 2; ++x) Oi[x] = 0.f;
+        for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
 
         if constexpr (kIsPaged<Mask>)  // the rows of a page before the first key may hold anything
             if (j0 < work.mask.keys.begin) {
                 V.consumer_wait();
-                zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,
-                                                   Tile::kVZeroed + warpgroup);
+                zero_rows_outside<Bc, Tile::VBoxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,
+                                                    Tile::kVZeroed + warpgroup);
             }
         for (; j0 + Bc < my_end; j0 += Bc) {  // step 5: for j
             K.consumer_wait();
@@ -320,8 +324,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         ping_pong.wait_turn();
         V.consumer_wait();
         if (work.mask.keys.end < p.zeros_from)  // TMA has set rows from there on to 0
-            zero_rows_outside<Bc, Tile::Boxes>(shared.Vj[V.stage()], 0, work.mask.keys.end - j0,
-                                               Tile::kVZeroed + warpgroup);
+            zero_rows_outside<Bc, Tile::VBoxes>(shared.Vj[V.stage()], 0, work.mask.keys.end - j0,
+                                                Tile::kVZeroed + warpgroup);
         issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
         ping_pong.pass_turn();
         const bool is_last = j0 + Bc >= end;
@@ -401,13 +405,17 @@ using Tiles = TileList<
     // d192: two stages of Q and Bc 80 were 8 % slower at N 8192
     Tile<192, 128, 112, 1, 2, StoreO::through_V>,
     // d256: Bc 64 was up to 8 % slower
-    Tile<256, 128, 80, 1, 2, StoreO::through_V>>;
-enum TileOf { few_queries, d64, d96, d128, d192, d256 };  // its place in Tiles
+    Tile<256, 128, 80, 1, 2, StoreO::through_V>,
+    // d192_v128: d_v up to 128
+    Tile<192, 128, 128, 1, 2, StoreO::through_V, 1, 128>>;
+enum TileOf { few_queries, d64, d96, d128, d192, d256, d192_v128 };  // its place in Tiles
 
 TileOf tile_of(const Attention &a) {
-    if (a.is_general) return a.d <= 64 ? d64 : a.d <= 128 ? d128 : d256;
-    if (a.d <= 64) return a.Nq <= 64 ? few_queries : d64;
-    return a.d <= 96 ? d96 : a.d <= 128 ? d128 : a.d <= 192 ? d192 : d256;
+    const int d = most_columns(a);
+    if (a.is_general) return d <= 64 ? d64 : d <= 128 ? d128 : d256;
+    if (d <= 64) return a.Nq <= 64 ? few_queries : d64;
+    if (d > 128 && d <= 192 && a.d_v <= 128) return d192_v128;
+    return d <= 96 ? d96 : d <= 128 ? d128 : d <= 192 ? d192 : d256;
 }
 
 // Whether tiles of queries are sorted. Where their order is fixed, there are few; those of short documents are alike.
@@ -447,8 +455,8 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
         using Tile = decltype(tile);
         Parameters p{a};
         p.tma_stores_O = Tile::O != StoreO::direct && a.o_dtype == a.dtype && !a.o_in &&
-                         is_aligned(a.o, a.o_stride, 2, a.d) &&
-                         make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d, 64);
+                         is_aligned(a.o, a.o_stride, 2, a.d_v) &&
+                         make_tensor_map(p.O, a.dtype, a.o, a.o_stride, a.B, a.Hq, a.Nq, a.d_v, 64);
         if (sorts_tiles(a, plan)) {
             p.order = (int *)((char *)workspace + kOrderBegin);
             if (const char *why = sort_tiles_cuda(a, Tile::Br, p.order, stream)) return why;

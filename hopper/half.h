@@ -37,11 +37,11 @@ template <class Tile, class Mask, int Stages, int Bytes, class BeforeLoad>
 __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const WorkTileOf<Mask> &work,
                            Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
                            const BeforeLoad &before_load) {
-    constexpr int Rows = Tile::Bc;
+    constexpr int Rows = Tile::Bc, Boxes = Bytes / (Rows * 128);
     if constexpr (kIsPaged<Mask>)
         if (p.rows_of_piece) {
             for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows, pipeline.advance()) {
-                const PagedTile<Rows, Tile::Boxes> paged(p, work.b, j0);  // the table is read while a stage gets free
+                const PagedTile<Rows, Boxes> paged(p, work.b, j0);  // the table is read while a stage gets free
                 before_load();
                 pipeline.producer_acquire();
                 paged.load(p, tiles[pipeline.stage()], tensor, j0, work.key_head, pipeline.full());
@@ -51,7 +51,7 @@ __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const W
     for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows) {
         before_load();
         pipeline.producer_acquire();
-        load_tile<Rows, Tile::Boxes>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b, pipeline.full());
+        load_tile<Rows, Boxes>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b, pipeline.full());
         pipeline.advance();
     }
 }

@@ -84,7 +84,8 @@ struct KeySlice : KeyTile<Tile, Mask> {
 template <class Tile, class Mask, int... Counts>
 __device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile, Mask> &keys, int slice,
                            float (&...sums)[Counts]) {
-    constexpr int kWarps = 4 * Tile::Consumers, kSlice = (Counts + ...) / 4 * 32;
+    constexpr int kWarps = 4 * Tile::Consumers, kSlice = Tile::SumsOfThread / 4 * 32;
+    static_assert((Counts + ...) <= Tile::SumsOfThread);
     // Opaque: else ptxas keeps threadIdx.x in a register during the loop over queries, which was 5 % slower at d 128.
     const int thread = opaque(threadIdx.x), lane = thread % 32;
     const int warp = (slice >> p.log_slices) * kWarps + thread / 32 - 4;
@@ -115,7 +116,10 @@ __device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile, Mask> &k
         from += 32 * kFours;
     };
     (clear(sums), ...);
-    for (int step = 0; step < keys.all_steps; step += keys.steps_of_slice) (add(sums), ...);
+    for (int step = 0; step < keys.all_steps; step += keys.steps_of_slice) {
+        (add(sums), ...);
+        from += kSlice - (Counts + ...) / 4 * 32;
+    }
     return true;
 }
 

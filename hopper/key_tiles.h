@@ -139,7 +139,8 @@ template <class Tile, int Count, int Stages, int Bytes>
 __device__ void load_query_tile(const KeyParameters &p, int b, int h, int i0, const TensorMap &Q_or_dO,
                                 const float *const (&of_rows)[Count], Pipeline<Stages> &pipeline,
                                 unsigned char (&tiles)[Stages][Bytes], float (&numbers)[Stages][Count][Tile::Br]) {
-    static_assert(Tile::Br == 64 || Tile::Boxes == 1);
+    constexpr int Boxes = Bytes / (Tile::Br * 128);
+    static_assert(Tile::Br == 64 || Boxes == 1);
     pipeline.producer_acquire();
     const int stage = pipeline.stage();
     Barrier &full = pipeline.full();
@@ -147,25 +148,24 @@ __device__ void load_query_tile(const KeyParameters &p, int b, int h, int i0, co
     arrive_expect_tx(full, sizeof numbers[stage]);
     for (int n = 0; n < Count; ++n) bulk_load(numbers[stage][n], of_rows[n] + row, Tile::Br * 4, full);
     for (int row = 0; row < Tile::Br; row += 64)
-        load_tile<64, Tile::Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
+        load_tile<64, Boxes>(tiles[stage] + row * 128, Q_or_dO, i0 + row, h, b, full);
     pipeline.advance();
 }
 
 // Sets the blind rows of a tile of queries to 0: those that see no key, so that nothing says what they hold.
-template <class Tile>
+template <class Tile, int Boxes = Tile::Boxes>
 __device__ void zero_blind_rows(unsigned char *tile, const BandOf<int> &band, int i0, int Nq, int barrier) {
     const int end = empty(band.keys) ? 0 : band.keys.end - band.first;
     // TMA has set the rows from Nq on to 0.
-    zero_rows_outside<Tile::Br, Tile::Boxes>(tile, band.keys.begin - band.last - i0, end < Nq ? end - i0 : Tile::Br,
-                                             barrier);
+    zero_rows_outside<Tile::Br, Boxes>(tile, band.keys.begin - band.last - i0, end < Nq ? end - i0 : Tile::Br, barrier);
 }
 
-template <class Tile>
+template <class Tile, int Boxes = Tile::Boxes>
 __device__ void zero_blind_rows(unsigned char *tile, const Ranges &ranges, int i0, int, int barrier) {
     bool any = false;
     for (int i = i0; i < i0 + Tile::Br; i += kRangeTile) any |= tile_has_blind_query(ranges, i);
     if (!any) return;
-    zero_rows<Tile::Br, Tile::Boxes>(tile, [&](int row) { return empty(keys_of_row(ranges, i0 + row)); }, barrier);
+    zero_rows<Tile::Br, Boxes>(tile, [&](int row) { return empty(keys_of_row(ranges, i0 + row)); }, barrier);
 }
 
 // P^T = 0 where query i0 + column doesn't see key j, or j + 8 in a thread's second row.

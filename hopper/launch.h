@@ -50,9 +50,9 @@ const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, 
     }
     if (!make_tensor_map(p.Q, a.dtype, a.q, a.q_stride, a.B, a.Hq, a.Nq, a.d, 64) ||
         !make_tensor_map(p.K, a.dtype, k, a.k_stride, B, Hkv, Nk, a.d, k_rows) ||
-        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, Nk, a.d, k_rows))
+        !make_tensor_map(p.V, a.dtype, v, a.v_stride, B, Hkv, Nk, a.d_v, k_rows))
         return "cuTensorMapEncodeTiled refused q, k or v";
-    p.aligned = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+    p.aligned = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d_v);
     p.stores_O_alone = p.aligned && !a.l && !a.lse && !a.l_in;
     set_heads_and_mask(p);
     p.Tr = tiles_of_head(a, Tile::Br), p.grid = plan.grid;

@@ -161,7 +161,7 @@ template <class Tile>
 Order order_of(const Attention &a, int multiprocessors) {
     const int64_t heads = a.B * a.Hq, Tr = tiles_of_head(a, Tile::Br), tiles = heads * Tr;
     const int64_t grid = std::min<int64_t>(tiles, multiprocessors * Tile::BlocksPerSM);
-    const int64_t bytes_of_KV = std::max<int64_t>(a.Nk, 1) * a.d * 2 * element_size(a.dtype);  // of one key head
+    const int64_t bytes_of_KV = std::max<int64_t>(a.Nk, 1) * (a.d + a.d_v) * element_size(a.dtype);  // of one key head
     const int64_t heads_in_L2 = kL2Bytes / bytes_of_KV * (a.Hq / a.Hkv);
     if (a.by_sequence) return {grid, false, heads};  // sequences.h has the counter
     const bool is_short = is_masked(a) && has_same_band(a) && a.Nk <= kShortKeys && heads <= heads_in_L2;

@@ -65,11 +65,12 @@ def backward(
     this chunk's part of a sum over all chunks.
 
     Args:
-        do: the gradient in o, (B, Hq, Nq, d), in q's dtype, or float32, which is rounded to q's dtype.
+        do: the gradient in o, (B, Hq, Nq, d_v), in q's dtype, or float32, which is rounded to q's dtype.
         q: the queries (B, Hq, Nq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU
             1 to 512.
-        k, v: the keys and values (B, Hkv, Nk, d) in q's dtype; there is no block_table. Hkv divides Hq.
-        o: forward's result over all keys, in q's shape, in q's dtype, or float32, which is rounded to it.
+        k, v: keys (B, Hkv, Nk, d) and values (B, Hkv, Nk, d_v) in q's dtype; there is no block_table. Hkv
+            divides Hq.
+        o: forward's result over all keys, (B, Hq, Nq, d_v), in q's dtype, or float32, which is rounded to it.
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
         dlse: the gradient in the log-sum-exp, float32 (B, Hq, Nq). None: 0.
         causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset, key_ranges, cu_seqlens_q,

@@ -130,9 +130,10 @@ def forward(
             on a CPU 1 to 512; Nq and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass
             x.transpose(1, 2). Under torch.autocast, q, k and v are cast to its dtype first, as SDPA casts
             them.
-        k, v: keys and values (B, Hkv, Nk, d), of q's dtype and device. Hkv divides Hq: query head h reads
-            key head h // (Hq // Hkv). Strides may be anything (transposed, sliced, expanded); a tensor whose
-            last dimension isn't contiguous is copied once.
+        k, v: keys (B, Hkv, Nk, d) and values (B, Hkv, Nk, d_v), of q's dtype and device. d_v, the columns of
+            v and o, may be another number than d, in the same limits (DeepSeek: 192 and 128). Hkv divides
+            Hq: query head h reads key head h // (Hq // Hkv). Strides may be anything (transposed, sliced,
+            expanded); a tensor whose last dimension isn't contiguous is copied once.
         causal: query i sees the keys j <= i + offset. This replaces window_size's right by 0.
         window_size: (left, right): query i sees the keys i + offset - left <= j <= i + offset + right. -1 is
             no bound.
@@ -146,27 +147,28 @@ def forward(
         offset: position of query 0 among the keys, of any sign: an int, or (B,) of an integer dtype on q's
             device (beyond int32 it counts as the nearest int32). None: the last query sees the last key, so
             it is seqlens_k[b] - Nq, or Nk - Nq without seqlens_k.
-        state: (o, l, m) of an earlier call with the same queries and other keys, float32, o in q's shape,
+        state: (o, l, m) of an earlier call with the same queries and other keys, float32, o (B, Hq, Nq, d_v),
             l and m (B, Hq, Nq). The result covers the keys of both calls. The tensors are not changed.
         return_state: return the state (implied by `state`, unless return_lse is given).
         backend: "auto" takes the fastest that serves the inputs. By name, for tests, benchmarks and readers:
             "cpu", "paper" (flash.cu, Algorithm 1 as printed), "portable" (every GPU since Turing), "hopper"
             (compute capability 9.0, at most 2^30 tiles of 64 queries). For float32, "hopper" allocates
-            workspace as large as k and v, with d rounded up to 64, 128 or 256.
+            workspace as large as k and v, with the larger of d and d_v rounded up to
+            64, 128 or 256.
         sinks: (Hq,) or (B, Hq), of any floating dtype: one more score a query head, with the value 0, which
             every query sees. It isn't scaled. Not together with `state`: the first call counts it. -inf is
             no sink; +inf, or more than float32 holds, gives NaN, as softmax does.
         return_lse: return the log-sum-exp of the scaled scores, too. Not together with return_state.
-        out: where o is written: q's shape, dtype and device, the last dimension contiguous, in memory apart
-            from all inputs. Not together with return_state, state or return_lse.
-        block_table: (B, n) of an integer dtype on q's device: k and v are then pages of a cache, (pages, Hkv,
-            page_size, d), at least one. Keys p * page_size .. of batch b are page block_table[b, p], so that
-            Nk is n * page_size. Numbers outside 0..pages - 1 count as the nearest page. Behind seqlens_k they
-            may be anything, and so may pages not in use. vLLM and flash_attn have (pages, page_size, Hkv, d):
-            pass x.transpose(1, 2). Pages of a multiple of 16 keys are read in place by "hopper" in half types
-            (not with key_ranges or softcap), and where `explain` says a kernel "decode...". Else "hopper" and
-            "portable" copy the keys of the whole table first. With cu_seqlens one row has the pages of all
-            documents.
+        out: where o is written: o's shape, q's dtype and device, the last dimension contiguous, in memory
+            apart from all inputs. Not together with return_state, state or return_lse.
+        block_table: (B, n) of an integer dtype on q's device: k and v are then pages of a cache, (pages,
+            Hkv, page_size, d or d_v), at least one. Keys p * page_size .. of batch b are page
+            block_table[b, p], so that Nk is n * page_size. Numbers outside 0..pages - 1 count as the
+            nearest page. Behind seqlens_k they may be anything, and so may pages not in use. vLLM and
+            flash_attn have (pages, page_size, Hkv, d): pass x.transpose(1, 2). Pages of a multiple of 16
+            keys are read in place by "hopper" in half types (not with key_ranges or softcap), and where
+            `explain` says a kernel "decode...". Else "hopper" and "portable" copy the keys of the whole
+            table first. With cu_seqlens one row has the pages of all documents.
         key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
             key_ranges[b, i], clamped to 0..Nk. Chunks, prefixes and images within text are such ranges. Any
@@ -197,11 +199,12 @@ def forward(
             copied unless `explain` says "decode".
 
     Returns:
-        o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
-        (B, Hq, Nq), float32, is the natural logarithm of the row sum of exp(score), -inf for a row that sees
-        no key. With `return_state` or `state` the tuple (o, l, m), all float32: m (B, Hq, Nq) is the row
-        maximum of the scaled scores, l (B, Hq, Nq) the row sum of exp(score - m). The log-sum-exp is
-        m + log(l). A row that sees no key has o = 0, l = 0, m = -inf; with sinks l = 1 and m = the sink.
+        o (B, Hq, Nq, d_v) in q's dtype and order of strides, or `out`. With `return_lse` the tuple (o,
+        lse): lse (B, Hq, Nq), float32, is the natural logarithm of the row sum of exp(score), -inf for a
+        row that sees no key. With `return_state` or `state` the tuple (o, l, m), all float32: m (B, Hq, Nq)
+        is the row maximum of the scaled scores, l (B, Hq, Nq) the row sum of exp(score - m). The
+        log-sum-exp is m + log(l). A row that sees no key has o = 0, l = 0, m = -inf; with sinks l = 1 and m
+        = the sink.
 
     Raises:
         TypeError: an argument of another type.

@@ -21,7 +21,7 @@ def merge(*states: State) -> State:
     that is empty in all states stays o = 0, l = 0, m = -inf.
 
     Args:
-        states: two or more, each as forward(..., return_state=True) gives it: o (B, H, N, d), l and m
+        states: two or more, each as forward(..., return_state=True) gives it: o (B, H, N, d_v), l and m
             (B, H, N), float32, of equal shapes and on one device, a CPU or a GPU. They are not changed. Any
             other number of leading dimensions will do as well.
 

@@ -93,12 +93,13 @@ def _flops(q, k, v, *args, out_shape=None, **kwargs):
     names = [argument.name for argument in _functional()[0]._schema.arguments]
     table = (dict(zip(names[3:], args, strict=False)) | kwargs).get("block_table")
     (B, Hq, Nq, d), Nk = q, k[2] if table is None else table[1] * k[2]
-    return 4 * B * Hq * Nq * Nk * d
+    return 2 * B * Hq * Nq * Nk * (d + v[3])
 
 
 def _backward_flops(do, q, k, v, *args, out_shape=None, **kwargs):
     """Five products: the scores are computed again."""
-    return _flops(q, k, v) * 5 // 2
+    (B, Hq, Nq, d), Nk = q, k[2]
+    return 2 * B * Hq * Nq * Nk * (3 * d + 2 * v[3])
 
 
 def _register_flops(flop_counter):

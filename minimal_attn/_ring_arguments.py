@@ -88,6 +88,8 @@ class Arguments:
             needs = "nccl" if q.is_cuda else "gloo"
             raise ValueError(f"group must have {needs} for tensors on {q.device.type}, but has {backends}")
         B, Hq, Nq, d = q.shape
+        if self.v.shape[3] != d:
+            raise ValueError(f"v must have q's head dimension {d} in a ring, but has {self.v.shape[3]}")
         mine = {"B": B, "Hq": Hq, "Hkv": k.shape[1], "d": d, "q's length": Nq, "k's length": k.shape[2]}
         mine |= {"dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
         mine |= {"causal": bool(self.causal), "window_size": [int(bound) for bound in self.window_size]}

@@ -266,11 +266,12 @@ def _differentiate(dout, q, k, v, out, lse, into, missing, deterministic, option
     """softmax_d, of packed sequences where options have cu_seqlens; writes the gradients."""
     _check_is_half(q)
     flash_attn._refuse(**missing)
-    given = dict(dout=(dout, q), out=(out, q))
+    of_o = (*q.shape[:-1], v.shape[-1])
+    given = dict(dout=(dout, of_o), out=(out, of_o))
     for name, target, like in zip(("dq", "dk", "dv"), into, (q, k, v), strict=True):
-        given |= {} if target is None else {name: (target, like)}
-    for name, (x, like) in given.items():
-        flash_attn._check(name, x, q, like.shape, flash_attn._FLOATS)
+        given |= {} if target is None else {name: (target, like.shape)}
+    for name, (x, shape) in given.items():
+        flash_attn._check(name, x, q, shape, flash_attn._FLOATS)
     is_packed = "cu_seqlens_q" in options
     one = [x[None] if is_packed else x for x in (dout, q, k, v, out, lse)]
     tensors = (x.transpose(1, 2) for x in one[:5])

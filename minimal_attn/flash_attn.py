@@ -295,7 +295,7 @@ def flash_attn_with_kvcache(
         if cache_seqlens is None:
             raise ValueError("cache_seqlens must be given with k and v, but was None")
         _check("k", k, q, (B, "N_new", Hkv, d))
-        _check("v", v, q, k.shape)
+        _check("v", v, q, (*k.shape[:-1], v_cache.shape[-1]))
         N_new = k.shape[1]
     room = N if block_table is None else N * block_table.shape[1]
     lengths = _lengths(cache_seqlens, N_new, room, q)
@@ -389,10 +389,12 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
     sizes = _check("q", q, q, q_shape, _FLOATS)
     of_q = dict(zip(q_shape, sizes, strict=True))
     of_k = _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape])
-    _check("v" + suffix, v, q, of_k)
+    d_v = _check("v" + suffix, v, q, [*of_k[:-1], "d_v"])[-1]
     most = 512 if q.device.type == "cpu" else 256
-    if known(of_q["d"] < 1, of_q["d"] > most):
-        raise ValueError(f"q must have a head dimension d from 1 to {most}, but has shape {tuple(sizes)}")
+    for name, d, x in ("q", of_q["d"], q), ("v" + suffix, d_v, v):
+        if known(d < 1, d > most):
+            was = tuple(x.shape)
+            raise ValueError(f"{name} must have a head dimension d from 1 to {most}, but has shape {was}")
     Hq, Hkv = of_q["Hq"], of_k[-2]
     if known(Hq != Hkv) and known((Hq % Hkv if Hkv else Hq) != 0):
         hint = "; with heads in front of tokens, as in SDPA, pass x.transpose(-3, -2)"

@@ -149,9 +149,6 @@ def attention(
         return _pass_on(module, query, key, value, mask, options)
     bounds = mask.bounds if isinstance(mask, Mask) else {}
     window = mask.window if isinstance(mask, Mask) else (-1, -1)
-    d, d_v = k.shape[-1], v.shape[-1]
-    if d_v < d:
-        v = torch.nn.functional.pad(v, (0, d - d_v))
     if isinstance(mask, Mask) and mask.order is not None:
         order = mask.order[:, None, :, None]  # take_along_dim would fix all sizes of a traced graph
         k, v = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
@@ -164,9 +161,9 @@ def attention(
             o = minimal_attn.forward(q, k, v, sinks=s_aux, **fixed, **bounds)[0].transpose(0, 1)
         else:
             o = flash_attn_varlen_func(*rows, *mask.documents, s_aux=s_aux, **fixed)
-        return o[..., :d_v].unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
+        return o.unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
     o = minimal_attn.forward(q, k, v, sinks=s_aux, **fixed, **bounds)
-    return o[..., :d_v].transpose(1, 2).contiguous(), None
+    return o.transpose(1, 2).contiguous(), None
 
 
 def _in_documents(module, mask, q, k, causal, options):
@@ -272,7 +269,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
         return f"device {q.device.type}"
     if q.ndim != 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
         return "shapes"
-    if not v.shape[3] <= k.shape[3] <= (512 if q.device.type == "cpu" else 256):
+    if max(k.shape[3], v.shape[3]) > (512 if q.device.type == "cpu" else 256):
         return "head dimension"
     return None
 

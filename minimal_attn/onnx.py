@@ -95,7 +95,8 @@ def _explicit(call):
     if call.sinks is not None:
         l = op.Add(l, op.Exp(op.Sub(sinks, m_finite)))
     is_hidden = op.Equal(l, number(0.0))
-    o = op.Div(product(P, v, Nk, d), op.Where(is_hidden, number(1.0), l))
+    d_v = op.Shape(v, start=3, end=4)
+    o = op.Div(product(P, v, Nk, d_v), op.Where(is_hidden, number(1.0), l))
     return o, op.Squeeze(l, number(-1)), op.Squeeze(m, number(-1))
 
 

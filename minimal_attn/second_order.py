@@ -34,7 +34,7 @@ def forward(
             return_state, out and block_table. `backend` decides for o and first derivatives.
 
     Returns:
-        o (B, Hq, Nq, d) of q's dtype; with return_lse (o, lse): lse (B, Hq, Nq) is float32, or q's float64.
+        o (B, Hq, Nq, d_v) of q's dtype; with return_lse (o, lse): lse (B, Hq, Nq) is float32, or q's float64.
 
     Raises:
         As minimal_attn.forward; TypeError for other arguments.

@@ -71,7 +71,7 @@ __device__ constexpr bool on_tensor_cores() {
 #endif
 }
 
-// A file's Kernels lists its tiles for d up to 64, 128 and 256 (D64, D128, D256). For launch_kernel it has
+// A file's Kernels lists its tiles for d and d_v up to 64, 128 and 256 (D64, D128, D256). For launch_kernel it has
 // kernel<T, Tile, Mask>().
 template <class Kernels, class Use>
 constexpr auto with_tiles_for(int d, const Use &use) {
@@ -232,8 +232,8 @@ __device__ void store(T *at, const float *x, bool aligned = true, int count = Co
 template <int Count, class T, class Mask>
 __device__ void store_o(const Attention &a, const Block<T, Mask> &block, int i, int x, const RowEnd &end,
                         const float *Oi, bool aligned) {
-    if (x >= a.d) return;
-    const int count = min(Count, a.d - x);
+    if (x >= a.d_v) return;
+    const int count = min(Count, a.d_v - x);
     float o[Count];
 #pragma unroll
     for (int c = 0; c < Count; ++c) o[c] = end.reads_Oi ? end.weight_Oi * Oi[c] : 0.f;
@@ -273,7 +273,8 @@ Plan plan_tile(const Attention &a, const Device &device, const char *name, TileL
 
 template <class Kernels>
 Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
-    return with_tiles_for<Kernels>(a.d, [&](auto tiles) { return plan_tile<Kernels>(a, device, name, tiles); });
+    return with_tiles_for<Kernels>(most_columns(a),
+                                   [&](auto tiles) { return plan_tile<Kernels>(a, device, name, tiles); });
 }
 
 // Several launches take more blocks than a grid can have or the workspace has sums for.
@@ -297,8 +298,8 @@ auto with_mask_of(const Attention &a, const Use &use) {
 
 template <class Kernels, class T>
 const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    const bool aligned = has_aligned_inputs(a) && is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
-    return why_not(with_tiles_for<Kernels>(a.d, [&](auto tiles) {
+    const bool aligned = has_aligned_inputs(a) && is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d_v);
+    return why_not(with_tiles_for<Kernels>(most_columns(a), [&](auto tiles) {
         return with_tile(plan.tile, tiles, [&](auto tile) {
             return with_mask_of(a, [&](auto mask) {
                 using Tile = decltype(tile);

@@ -51,17 +51,17 @@ __device__ void stream16(unsigned to, const void *from, bool exists) {
 }
 
 // Kj or Vj of the step that begins at key j: 16 bytes a lane, neighbouring lanes side by side. Rows that no query sees
-// and columns past d become zeros.
+// and columns past `columns` become zeros.
 template <class Tile, class T, class Item>
-__device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride, const Item &item,
-                          int j) {
+__device__ void load_step(const Attention &a, unsigned to, const void *tensor, const Strides &stride, int columns,
+                          const Item &item, int j) {
     constexpr int Element = 16 / sizeof(T), PerRow = Tile::D / Element;
     const T *const from = KeyRows<T>(a, tensor, stride, item.batch(), item.h_kv)[j];  // a page has all rows of a step
     const Keys seen = item.chunks.seen;
 #pragma unroll
     for (int n = 0; n < Tile::Bc * PerRow; n += 32) {
         const int row = (n + threadIdx.x % 32) / PerRow, x = (n + threadIdx.x % 32) % PerRow;
-        const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < a.d;
+        const bool exists = j + row >= seen.begin && j + row < seen.end && x * Element < columns;
         stream16(to + (int)sizeof(T) * swizzle<Tile::D, T>(row, x), from + row * stride.row + x * Element, exists);
     }
 }
@@ -87,8 +87,8 @@ struct Loader {
             while (j >= j_end && item.exists) item.advance(a, p), begin();
             if (!item.exists) return;
             const unsigned to = stages + stage(p, loaded++) * StageBytes;
-            load_step<Tile, T>(a, to, a.k, a.k_stride, item, j);
-            load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, item, j);
+            load_step<Tile, T>(a, to, a.k, a.k_stride, a.d, item, j);
+            load_step<Tile, T>(a, to + StageBytes / 2, a.v, a.v_stride, a.d_v, item, j);
             __pipeline_commit();
             j += Step;
         }
@@ -251,10 +251,13 @@ auto with_tile_for(int d, const Use &use) {
 // use(Tile(), T()) for the dtype.
 template <class Use>
 auto with_kernel(const Attention &a, bool on_tensor_cores, const Use &use) {
-    if (a.dtype == Dtype::float32) return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, 0.f); });
-    if (a.dtype == Dtype::float16) return with_tile_for<true>(a.d, [&](auto tile) { return use(tile, __half()); });
-    if (on_tensor_cores) return with_tile_for<true>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
-    return with_tile_for<false>(a.d, [&](auto tile) { return use(tile, __nv_bfloat16()); });
+    if (a.dtype == Dtype::float32)
+        return with_tile_for<false>(most_columns(a), [&](auto tile) { return use(tile, 0.f); });
+    if (a.dtype == Dtype::float16)
+        return with_tile_for<true>(most_columns(a), [&](auto tile) { return use(tile, __half()); });
+    if (on_tensor_cores)
+        return with_tile_for<true>(most_columns(a), [&](auto tile) { return use(tile, __nv_bfloat16()); });
+    return with_tile_for<false>(most_columns(a), [&](auto tile) { return use(tile, __nv_bfloat16()); });
 }
 
 // The number of work items and the workspace. Where only the device knows the lengths, the items are an upper bound.
@@ -331,7 +334,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
     const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;
     if (!has_aligned_inputs(a) || rows > most_rows || a.Nk < 128) return false;
     if (a.key_ranges || a.cu_seqlens_q || (a.block_table && a.page_size % 16 != 0)) return false;
-    const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * element;  // of one batch
+    const int64_t kv_bytes = a.Hkv * a.Nk * (a.d + a.d_v) * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         Decode p;
@@ -374,7 +377,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         const Share share = plan.kernel == kDecodeRows ? kWholeRow : kOneChunk;
         describe<Tile>(a, (char *)workspace, share, p);
         p.stages = plan.tile;  // see plan_decode
-        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d_v);
         auto kernel = decode_kernel<T, Tile, kOneChunk>;
         if constexpr (Tile::HasWholeRows)
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
@@ -405,7 +408,7 @@ FewQueries plan_few_queries(const Attention &a, const Device &device, bool on_te
         if (Tile::HasWholeRows)
             for_chunks.shared_memory -= static_bytes<Tile>(kWholeRow) - static_bytes<Tile>(kOneChunk);
         const int stages = stages_for<Tile, T>(for_chunks, rows);
-        const int64_t kv_bytes = 2 * a.Hkv * a.Nk * a.d * sizeof(T);
+        const int64_t kv_bytes = a.Hkv * a.Nk * (a.d + a.d_v) * sizeof(T);
         if (stages == 0 || a.documents == 0 || size.items > int64_t(1) << 26 ||
             size.bytes > std::max(kv_bytes / 4, kLittleWorkspace))
             return {};
@@ -428,7 +431,7 @@ const char *launch_few_queries(const Attention &a, const FewQueries &few, void *
         Decode p;
         describe_sequences<Tile>(a, few.sequences, (char *)workspace, p);
         p.stages = few.decode.tile;
-        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d);
+        p.aligned_o = is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d_v);
         const cudaError_t error = launch_overlapping(decode_sequences_kernel<T, Tile>, few.decode.grid, kThreads,
                                                      few.decode.shared_memory, stream, a, p);
         if (error != cudaSuccess) return error;

@@ -224,7 +224,7 @@ __device__ void float_block(const Attention &a, const Block<T, Mask> &block, boo
         // 6. Kj, Vj from HBM
         wait_for_tiles(threads);
         load_tile<Bc, D, VStride, Tile::Threads, AtOnce>(Vj, block.V + j0 * a.v_stride.row, a.v_stride.row,
-                                                         block.mask.keys.end - j0, a.d, aligned, thread);
+                                                         block.mask.keys.end - j0, a.d_v, aligned, thread);
 
         // 9.
         float Sij[R][CS];

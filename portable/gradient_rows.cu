@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kThreads)
     const T *const O = (const T *)g.o + b * g.o_stride.batch + h * g.o_stride.head + i0 * g.o_stride.row;
     const T *const dO = (const T *)g.do_ + b * g.do_stride.batch + h * g.do_stride.head + i0 * g.do_stride.row;
     if (aligned)
-        add_products<16 / sizeof(T)>(sum, is_seen, a.d, O, g.o_stride.row, dO, g.do_stride.row);
+        add_products<16 / sizeof(T)>(sum, is_seen, a.d_v, O, g.o_stride.row, dO, g.do_stride.row);
     else
-        add_products<1>(sum, is_seen, a.d, O, g.o_stride.row, dO, g.do_stride.row);
+        add_products<1>(sum, is_seen, a.d_v, O, g.o_stride.row, dO, g.do_stride.row);
     float D = 0.f;
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {
     const bool aligned =
-        is_aligned(g.o, g.o_stride, sizeof(T), g.a.d) && is_aligned(g.do_, g.do_stride, sizeof(T), g.a.d);
+        is_aligned(g.o, g.o_stride, sizeof(T), g.a.d_v) && is_aligned(g.do_, g.do_stride, sizeof(T), g.a.d_v);
     // No GPU has memory for as many rows as would make the grid too large.
     const unsigned blocks = g.a.B * g.a.Hq * rows.head_stride / kRows;
     return with_mask(g.a, [&](auto mask) {

@@ -150,7 +150,7 @@ __device__ void store_rows(const Attention &a, const Block<T, Mask> &block, cons
     const int row0 = warp_row + lane / Chunks, chunk = lane % Chunks;
     T *const o = (T *)a.o + block.b * a.o_stride.batch + block.h * a.o_stride.head +
                  (block.i0 + row0) * a.o_stride.row + 8 * chunk;
-    const int count = 8 * chunk < a.d ? block.rows - row0 : 0;
+    const int count = 8 * chunk < a.d_v ? block.rows - row0 : 0;
 #pragma unroll
     for (int row = 0; row < Tile::WarpRows; row += RowsAtOnce)
         if (row < count)
@@ -206,7 +206,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     };
     const auto load_V = [&](int j0, int stage) {
         const int keys = block.mask.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, keys, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, keys, a.d_v, aligned);
         V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.

@@ -33,10 +33,11 @@ namespace {
 
 // ------------------------------------------------------------------------------ a block
 
-// A (B, H, N, d) tensor in HBM.
+// A (B, H, N, d) or (B, H, N, d_v) tensor in HBM.
 struct Tensor {
     const void *first;
     Strides stride;
+    int columns;
     template <class T>
     __device__ T *row(int64_t b, int64_t h, int64_t row) const {
         return (T *)first + b * stride.batch + h * stride.head + row * stride.row;
@@ -70,7 +71,7 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
         if (is_staged || row0 + row >= N) continue;
 #pragma unroll 1
         for (int x = 0; x < Tile::X; ++x) {
-            const int column = 8 * (part * Chunks + x) + lane % 4 * 2, count = g.a.d - column;
+            const int column = 8 * (part * Chunks + x) + lane % 4 * 2, count = result.columns - column;
             const float *two = &of_thread[32 * x].x;
             if (count > 0 && g.out_dtype == Dtype::float32)
                 store<2>(result.row<float>(b, h, row0 + row) + column, two, aligned, count);
@@ -82,7 +83,7 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
     __syncwarp();
     const int first = warp_row + lane / Chunks, chunk = part * Chunks + lane % Chunks;
     T *const to = result.row<T>(b, h, row0 + first) + 8 * chunk;
-    const int rows = 8 * chunk < g.a.d ? N - row0 - first : 0;
+    const int rows = 8 * chunk < result.columns ? N - row0 - first : 0;
 #pragma unroll
     for (int row = 0; row < Tile::WarpRows; row += RowsAtOnce)
         if (row < rows)
@@ -92,12 +93,12 @@ __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile:
 // 7., 10. Two tiles of `Rows` rows, Qi and dOi or Kj and Vj. Rows outside `rows` are zeros: memory may hold anything.
 template <int Rows, class Tile, class T, class IsRead = EachRow>
 __device__ void load_tiles(T *to, const Tensor &x, const Tensor &y, int64_t b, int64_t h, int row0, Interval rows,
-                           int d, bool aligned, const IsRead &is_read = IsRead()) {
+                           bool aligned, const IsRead &is_read = IsRead()) {
     const int first = rows.begin - row0, end = rows.end - row0;
-    load_swizzled<Rows, Tile::D, Tile::Threads>(to, x.row<const T>(b, h, row0), x.stride.row, end, d, aligned, first,
-                                                is_read);
-    load_swizzled<Rows, Tile::D, Tile::Threads>(to + Rows * Tile::D, y.row<const T>(b, h, row0), y.stride.row, end, d,
-                                                aligned, first, is_read);
+    load_swizzled<Rows, Tile::D, Tile::Threads>(to, x.row<const T>(b, h, row0), x.stride.row, end, x.columns, aligned,
+                                                first, is_read);
+    load_swizzled<Rows, Tile::D, Tile::Threads>(to + Rows * Tile::D, y.row<const T>(b, h, row0), y.stride.row, end,
+                                                y.columns, aligned, first, is_read);
 }
 
 // Which rows a block owns. Those that see most, if causal, start first: the first keys, the last queries.
@@ -120,7 +121,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
     if constexpr (walks_queries) wait_for_kernel_before();
     let_next_kernel_start();
     const Attention &a = g.a;
-    const Tensor Q = {a.q, a.q_stride}, dO = {g.do_, g.do_stride}, K = {a.k, a.k_stride}, V = {a.v, a.v_stride};
+    const Tensor Q = {a.q, a.q_stride, a.d}, K = {a.k, a.k_stride, a.d};
+    const Tensor dO = {g.do_, g.do_stride, a.d_v}, V = {a.v, a.v_stride, a.d_v};
     extern __shared__ __align__(128) unsigned char shared[];
     T *const own = (T *)shared;
     unsigned char *const stages = shared + 2 * Tile::OwnBytes;
@@ -139,16 +141,16 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         T *const to = (T *)(stages + stage * Tile::StageBytes);
         if constexpr (walks_queries) {
             const int64_t h = owned.h * heads + n, row = (owned.b * a.Hq + h) * rows.head_stride + column0;
-            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, a.d, aligned, view.is_read(column0));
+            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, aligned, view.is_read(column0));
             if (threadIdx.x < Walk / 2)
                 copy16((unsigned)__cvta_generic_to_shared(to + 2 * Walk * D) + 16 * threadIdx.x,
                        (threadIdx.x < Walk / 4 ? rows.log2_l : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);
         } else {
-            load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, a.d, aligned);
+            load_tiles<Walk, Tile>(to, K, V, owned.b, owned.h / heads, column0, view.columns, aligned);
         }
     };
     load_tiles<Own, Tile>(own, walks_queries ? K : Q, walks_queries ? V : dO, owned.b, owned.h, owned.row0, view.rows,
-                          a.d, aligned);
+                          aligned);
     if (Tile::Stages == 2 && !empty(seen)) load_walked(0, first, 0);
     float row_log2_l[R], row_D[R];
     if constexpr (!walks_queries) {
@@ -207,15 +209,15 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         n = next_n, column0 = next;
     }
     wait_for_tiles();  // the owned tiles are overwritten
-    const auto store = [&](const auto &sums, float factor, void *tensor, const Strides &stride, T *tile) {
-        store_sums<T, Tile>(g, sums, factor, {tensor, stride}, owned.b, owned.h, owned.row0, owned.N, tile, warp_row,
-                            part, aligned);
+    const auto store = [&](const auto &sums, float factor, const Tensor &result, T *tile) {
+        store_sums<T, Tile>(g, sums, factor, result, owned.b, owned.h, owned.row0, owned.N, tile, warp_row, part,
+                            aligned);
     };
     if constexpr (walks_queries) {
-        store(sums.of_P, 1.f / kPScale<T>, g.dv, g.dv_stride, own + Own * D);
-        store(sums.of_dS, a.scores.scale, g.dk, g.dk_stride, own);
+        store(sums.of_P, 1.f / kPScale<T>, {g.dv, g.dv_stride, a.d_v}, own + Own * D);
+        store(sums.of_dS, a.scores.scale, {g.dk, g.dk_stride, a.d}, own);
     } else {
-        store(sums.of_dS, a.scores.scale, g.dq, g.dq_stride, own);
+        store(sums.of_dS, a.scores.scale, {g.dq, g.dq_stride, a.d}, own);
         wait_for_kernel_before();  // for the next kernel, which waits for this one alone: dQ needs nothing of dK and dV
     }
 }
@@ -297,11 +299,10 @@ const char *launch_passes(const Gradient &g, const Plan &plan, void *workspace, 
     if (const char *error = launch_gradient_rows(g, rows, stream)) return error;
     if (const char *error = launch_large_rows(g, rows, stream)) return error;
     const int64_t out = element_size(g.out_dtype);
-    const bool aligned = is_aligned(a.q, a.q_stride, 2, a.d) && is_aligned(a.k, a.k_stride, 2, a.d) &&
-                         is_aligned(a.v, a.v_stride, 2, a.d) && is_aligned(g.do_, g.do_stride, 2, a.d) &&
+    const bool aligned = has_aligned_inputs(a) && is_aligned(g.do_, g.do_stride, 2, a.d_v) &&
                          is_aligned(g.dq, g.dq_stride, out, a.d) && is_aligned(g.dk, g.dk_stride, out, a.d) &&
-                         is_aligned(g.dv, g.dv_stride, out, a.d);
-    return why_not(with_tiles_for<GradientKernels>(a.d, [&](auto list) {
+                         is_aligned(g.dv, g.dv_stride, out, a.d_v);
+    return why_not(with_tiles_for<GradientKernels>(most_columns(a), [&](auto list) {
         return with_tile(plan.tile, list, [&](auto tiles) {
             using Tiles = decltype(tiles);
             const cudaError_t error =
@@ -316,7 +317,7 @@ const char *launch_passes(const Gradient &g, const Plan &plan, void *workspace, 
 namespace portable {
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {
-    return with_tiles_for<GradientKernels>(g.a.d, [&](auto list) { return plan_tiles(g, device, list); });
+    return with_tiles_for<GradientKernels>(most_columns(g.a), [&](auto list) { return plan_tiles(g, device, list); });
 }
 
 const char *launch_half_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {

@@ -134,7 +134,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         Score<T> S[RowsTile::M][RowsTile::N][4] = {};
         float dP[RowsTile::M][RowsTile::N][4] = {};
         add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, mask.keys.end}, Q, a.d, aligned);
-        add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, mask.keys.end}, dO, a.d, aligned);
+        add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, mask.keys.end}, dO, a.d_v, aligned);
         add_scores<T>(a, sums, S, dP, sign, c, mask, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
     }
     extern __shared__ __align__(128) unsigned char shared[];
@@ -221,8 +221,7 @@ __global__ void __launch_bounds__(RowsTile::Threads)
 template <class T>
 cudaError_t launch(const Gradient &g, const GradientRows &rows, CUstream_st *stream) {
     const Attention &a = g.a;
-    const auto is = [&](const void *x, const Strides &stride) { return is_aligned(x, stride, sizeof(T), a.d); };
-    const bool aligned = is(g.do_, g.do_stride) && is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride);
+    const bool aligned = has_aligned_inputs(a) && is_aligned(g.do_, g.do_stride, sizeof(T), a.d_v);
     const int64_t tiles = a.B * a.Hq * (rows.head_stride / RowsTile::Br);
     const int grid = (int)std::min<int64_t>(tiles, kMostGrid), tiles_of_block = (int)((tiles + grid - 1) / grid);
     return with_mask_and_scores(a, [&](auto mask) {

@@ -54,12 +54,12 @@ __device__ int step_from(const KeyBlock<Mask> &block, int step, int steps, const
 // Rows of dK or dV that no block owns, since their keys are outside leftpad_k..seqlens_k.
 template <class Mask>
 __device__ void zero_padding(const Attention &a, const KeyBlock<Mask> &block, int Bc, void *tensor,
-                             const Strides &stride) {
+                             const Strides &stride, int d) {
     float *const head = (float *)tensor + block.b * stride.batch + block.h_kv * stride.head;
     const int begin = block.index * Bc, end = min(begin + Bc, a.Nk);
     for (int j = begin; j < end; ++j)
         if (j < block.mask.keys.begin || j >= block.mask.keys.end)
-            for (int x = threadIdx.x; x < a.d; x += blockDim.x) head[j * stride.row + x] = 0.f;
+            for (int x = threadIdx.x; x < d; x += blockDim.x) head[j * stride.row + x] = 0.f;
 }
 
 // Which block is next, and whose turn it is to add to dQ: for each tile of queries and each warp, how many tiles of

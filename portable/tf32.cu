@@ -178,8 +178,8 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     if (threadIdx.x == 0) block = block_of<float, Mask>(a, index, Br);
     __syncthreads();
     const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
-    const auto load = [&](float *tile, const float *source, int64_t stride, int j0) {
-        load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.mask.keys.end - j0, a.d, aligned);
+    const auto load = [&](float *tile, const float *source, int64_t stride, int j0, int columns) {
+        load_swizzled<Bc, D, Threads>(tile, source + j0 * stride, stride, block.mask.keys.end - j0, columns, aligned);
     };
     const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
     const unsigned Kj = lane_address<D>(K_tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
@@ -191,7 +191,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     ThreadRows<Tile> rows;
     if (!empty(block.seen)) {
         load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
-        load(K_tile, block.K, a.k_stride.row, block.seen.begin);
+        load(K_tile, block.K, a.k_stride.row, block.seen.begin, a.d);
     }
     if (sums) sums += (int64_t)blockIdx.x * Tile::SumFloats;
     const bool is_long = sums && block.seen.end - block.seen.begin > kTilesOfSum * Bc;
@@ -205,7 +205,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
         for (; j0 < end; j0 += Bc) {
             // 6. Kj, Vj from HBM
             wait_for_tiles();
-            load(V_tile, block.V, a.v_stride.row, j0);
+            load(V_tile, block.V, a.v_stride.row, j0, a.d_v);
             // Which keys the warp's rows see
             const int i_warp = block.i0 + warp_row;
             const Keys seen = keys_of_any(narrow(block.mask), i_warp, i_warp + Tile::WarpRows);
@@ -214,7 +214,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             float Sij[M][N][4] = {};
             if (is_seen) multiply_rows<D>(Sij, Qi, Kj, a.d);
             wait_for_tiles();
-            if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc);
+            if (j0 + Bc < block.seen.end) load(K_tile, block.K, a.k_stride.row, j0 + Bc, a.d);
             if (!is_seen) continue;
             const Narrow<Mask> mask = narrow(block.mask);
             const Keys seen_by_all = keys_of_all(mask, i_warp, i_warp + Tile::WarpRows);
@@ -225,7 +225,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             update_rows<Tile>(Sij, rows, subtract, alpha, c);
             unsigned P_lo[M][N][4];
             exponentials<Tile>(rows, Sij, P_lo, subtract, c);
-            multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d);
+            multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d_v);
         }
         if (is_long)
             flush_sums<Tile::Sums, Threads>(

@@ -61,8 +61,8 @@ __device__ void row_of_group(float (&row)[2 * XAtOnce], const float (*group)[4],
 
 // dK or dV of the block's keys, this warp's part, to HBM. If `adds`, an earlier part of the sum is there.
 template <class Tile, class Mask>
-__device__ void store_gradient(const Attention &a, const KeyBlock<Mask> &block, const float (&sum)[Tile::M][Tile::X][4],
-                               void *tensor, const Strides &stride, int row0, int column0, float scale, bool adds,
+__device__ void store_gradient(const KeyBlock<Mask> &block, const float (&sum)[Tile::M][Tile::X][4], void *tensor,
+                               const Strides &stride, int d, int row0, int column0, float scale, bool adds,
                                bool aligned) {
     constexpr int XAtOnce = Tile::XAtOnce;
     const int lane = opaque(threadIdx.x) % 32;
@@ -78,9 +78,9 @@ __device__ void store_gradient(const Attention &a, const KeyBlock<Mask> &block, 
 #pragma unroll
             for (int y = 0; y < 2 * XAtOnce; y += 4) {
                 const int column = column0 + 8 * x + lane % 4 * 2 * XAtOnce + y;
-                if (column >= a.d) continue;
+                if (column >= d) continue;
                 float *const to = head + j * stride.row + column;
-                const int count = min(4, a.d - column);
+                const int count = min(4, d - column);
 #pragma unroll
                 for (int c = 0; c < 4; ++c)
                     if (adds && c < count) row[y + c] += to[c];
@@ -103,9 +103,9 @@ struct Operands {
     unsigned K, V, Q, dO;
 };
 template <int D, int M, int N>
-__device__ void multiply_scores(float (&S)[M][N][4], float (&dP)[M][N][4], const Operands &of, int d) {
-    multiply_rows<D>(S, of.K, of.Q, d);
-    multiply_rows<D>(dP, of.V, of.dO, d);
+__device__ void multiply_scores(float (&S)[M][N][4], float (&dP)[M][N][4], const Operands &of, const Attention &a) {
+    multiply_rows<D>(S, of.K, of.Q, a.d);
+    multiply_rows<D>(dP, of.V, of.dO, a.d_v);
 }
 
 // min(x, bound), and NaN where x is.
@@ -124,11 +124,10 @@ template <class Tile, bool is_general>
 __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Operands &operands, const float *lse_i,
                                           float c, const LargeRow *rows, const float *K_tile, const float *Q_tile,
                                           int warp_key, const Attention &a) {
-    const int d = a.d;
     float S[Tile::M][Tile::N][4] = {}, dP[Tile::M][Tile::N][4] = {};
-    multiply_scores<Tile::D>(S, dP, operands, d);
+    multiply_scores<Tile::D>(S, dP, operands, a);
     Score<float> exact[Tile::M][Tile::N][4] = {};
-    if constexpr (kFastFloat64) multiply_rows_double<Tile::D>(exact, K_tile, warp_key, Q_tile, 0, d);
+    if constexpr (kFastFloat64) multiply_rows_double<Tile::D>(exact, K_tile, warp_key, Q_tile, 0, a.d);
 #pragma unroll
     for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
         const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4;
@@ -295,8 +294,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     KeyBlock<Mask> &block = *(KeyBlock<Mask> *)(Di + Br + (is_ranges ? 2 * Br : 0));
     if (threadIdx.x == 0) block = key_block_of<Mask>(a, atomicAdd(turns.next_block, 1), Br, Bc);
     __syncthreads();
-    zero_padding(a, block, Bc, g.dk, g.dk_stride);
-    zero_padding(a, block, Bc, g.dv, g.dv_stride);
+    zero_padding(a, block, Bc, g.dk, g.dk_stride, a.d);
+    zero_padding(a, block, Bc, g.dv, g.dv_stride, a.d_v);
     if (block.j0 >= block.j1) return;
 
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -311,7 +310,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     int next_step = 0, index = -1;
     const auto next_of = [&](int step) { return is_ranges ? next_step : step + 1; };
     const auto nth = [&](int step) { return is_ranges ? index : step; };
-    const auto load = [&](float *tile, const void *tensor, const Strides &stride, int step) {
+    const auto load = [&](float *tile, const void *tensor, const Strides &stride, int columns, int step) {
         const int i0 = block.queries.begin + tile_of(step) * Br;
         const float *const rows =
             (const float *)tensor + block.b * stride.batch + head_of(step) * stride.head + i0 * stride.row;
@@ -319,11 +318,11 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const auto is_read = [&, all_are = !tile_has_blind_query(block.mask, i0)](int row) {
             return all_are || !empty(keys_of_row(block.mask, i0 + row));
         };
-        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned, 0, is_read);
+        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, columns, aligned, 0, is_read);
     };
-    const auto load_Q = [&](int step) { load(Q_tile, a.q, a.q_stride, step); };
+    const auto load_Q = [&](int step) { load(Q_tile, a.q, a.q_stride, a.d, step); };
     const auto load_dO = [&](int step) {
-        load(dO_tile, g.do_, g.do_stride, step);
+        load(dO_tile, g.do_, g.do_stride, a.d_v, step);
         const int i0 = block.queries.begin + tile_of(step) * Br;
         const int64_t at = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
         for (int row = threadIdx.x; row < Br; row += Threads) {
@@ -334,14 +333,15 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
             if constexpr (is_ranges) __pipeline_memcpy_async(of_tile + row, block.mask.rows + i0 + row, sizeof(Keys));
         }
     };
-    const auto load_keys = [&](float *tile, const void *tensor, const Strides &stride) {
+    const auto load_keys = [&](float *tile, const void *tensor, const Strides &stride, int columns) {
         const float *const rows =
             (const float *)tensor + block.b * stride.batch + block.h_kv * stride.head + block.j0 * stride.row;
-        load_swizzled<Bc, D, Threads>(tile, rows, stride.row, block.j1 - block.j0, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(tile, rows, stride.row, block.j1 - block.j0, columns, aligned);
     };
     const int first = step_from<Br>(block, 0, steps, tile_of);
     if (first < steps)
-        load_keys(K_tile, a.k, a.k_stride), load_keys(V_tile, a.v, a.v_stride), load_Q(first), load_dO(first);
+        load_keys(K_tile, a.k, a.k_stride, a.d), load_keys(V_tile, a.v, a.v_stride, a.d_v), load_Q(first),
+            load_dO(first);
 
     const bool may_be_large = __ldcg(gradient_rows.any_large);
     float dK[M][Tile::X][4] = {}, dV[M][Tile::X][4] = {};
@@ -375,11 +375,11 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
                     dP[x / 4 / N][x / 4 % N][x % 4] = results.dP[x / 4 / N][x / 4 % N][x % 4];
                 }
             } else {
-                multiply_scores<D>(S, dP, operands, a.d);
+                multiply_scores<D>(S, dP, operands, a);
             }
         }
         compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.mask, of_tile, i0, j0, warp_key, masked, a);
-        if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d);
+        if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d_v);
         __syncthreads();
         if (next_of(step) < steps) load_dO(next_of(step));
         if (is_seen) add_product<Tile>(dK, dP, Q_tile, column0, a.d);
@@ -397,9 +397,10 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const bool is_last = next_of(step) == steps;
         if (is_last || (nth(step) + 1) % kTilesOfRegisterSum == 0) {
             const bool adds = nth(step) >= kTilesOfRegisterSum;
-            store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, a.scores.scale * kUndoTruncation,
+            store_gradient<Tile>(block, dK, g.dk, g.dk_stride, a.d, warp_key, column0, a.scores.scale * kUndoTruncation,
                                  adds, aligned);
-            store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, kUndoTruncation, adds, aligned);
+            store_gradient<Tile>(block, dV, g.dv, g.dv_stride, a.d_v, warp_key, column0, kUndoTruncation, adds,
+                                 aligned);
 #pragma unroll
             for (int x = 0; x < M * Tile::X * 4; ++x)
                 dK[x / 4 / Tile::X][x / 4 % Tile::X][x % 4] = dV[x / 4 / Tile::X][x / 4 % Tile::X][x % 4] = 0.f;
@@ -407,8 +408,8 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
     }
     if (last_added) pass_turn(last_added);
     if (first == steps) {
-        store_gradient<Tile>(a, block, dK, g.dk, g.dk_stride, warp_key, column0, 1.f, false, aligned);
-        store_gradient<Tile>(a, block, dV, g.dv, g.dv_stride, warp_key, column0, 1.f, false, aligned);
+        store_gradient<Tile>(block, dK, g.dk, g.dk_stride, a.d, warp_key, column0, 1.f, false, aligned);
+        store_gradient<Tile>(block, dV, g.dv, g.dv_stride, a.d_v, warp_key, column0, 1.f, false, aligned);
     }
 }
 
@@ -464,9 +465,9 @@ Plan plan_backward(const Gradient &g, const Device &device, TileList<Tile, Small
 template <class Tile>
 cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
     const Attention &a = g.a;
-    const auto is = [&](const void *tensor, const Strides &stride) { return is_aligned(tensor, stride, 4, a.d); };
-    const bool aligned = is(a.q, a.q_stride) && is(a.k, a.k_stride) && is(a.v, a.v_stride) && is(g.do_, g.do_stride) &&
-                         is(g.dq, g.dq_stride) && is(g.dk, g.dk_stride) && is(g.dv, g.dv_stride);
+    const auto is = [&](const void *tensor, const Strides &stride, int d) { return is_aligned(tensor, stride, 4, d); };
+    const bool aligned = has_aligned_inputs(a) && is(g.do_, g.do_stride, a.d_v) && is(g.dq, g.dq_stride, a.d) &&
+                         is(g.dk, g.dk_stride, a.d) && is(g.dv, g.dv_stride, a.d_v);
     char *const rest = (char *)workspace + gradient_rows_bytes(g);
     const int64_t count = a.B * a.Hq * ((a.Nq + Tile::Br - 1) / Tile::Br) * Tile::Warps;
     const Turns turns = {(unsigned long long *)rest, (int *)(rest + 256), count};
@@ -487,7 +488,8 @@ cudaError_t launch_backward(const Gradient &g, const Plan &plan, void *workspace
 namespace portable {
 
 Plan plan_tf32_backward(const Gradient &g, const Device &device) {
-    return with_tiles_for<BackwardKernels>(g.a.d, [&](auto tiles) { return plan_backward(g, device, tiles); });
+    return with_tiles_for<BackwardKernels>(most_columns(g.a),
+                                           [&](auto tiles) { return plan_backward(g, device, tiles); });
 }
 
 const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *workspace, CUstream_st *stream) {
@@ -495,7 +497,7 @@ const char *launch_tf32_backward(const Gradient &g, const Plan &plan, void *work
     const char *error = launch_gradient_rows(g, rows, stream);
     if (!error) error = launch_large_rows(g, rows, stream);
     if (error) return error;
-    return why_not(with_tiles_for<BackwardKernels>(g.a.d, [&](auto tiles) {
+    return why_not(with_tiles_for<BackwardKernels>(most_columns(g.a), [&](auto tiles) {
         return with_tile(plan.tile, tiles,
                          [&](auto tile) { return launch_backward<decltype(tile)>(g, plan, workspace, stream); });
     }));

@@ -100,7 +100,8 @@ def draw_tensors(call):
         table = torch.tensor([call.random.randint(-2, pages + 1) for _ in range(B * n)], dtype=torch.int64)
         call.arguments["block_table"] = table.view(B, n).to(call.device, call.choice(torch.int32, *INTEGERS))
         keys = (pages, Hkv, page_size, d)
-    shapes = {"q": (B, group * Hkv, Nq, d), "k": keys, "v": keys}
+    d_v = d if call.chance(0.7) else call.choice(1, 8, 33, 64, 128, 192, call.random.randint(1, 256))
+    shapes = {"q": (B, group * Hkv, Nq, d), "k": keys, "v": (*keys[:3], d_v)}
     for name, shape in shapes.items():
         call.arguments[name] = tensor(call, shape, dtype)
 
@@ -212,7 +213,7 @@ def draw_mask(call):
 
 def draw_state(call):
     a = call.arguments
-    B, Hq, Nq, d = a["q"].shape
+    B, Hq, Nq, d = (*a["q"].shape[:3], a["v"].shape[3])  # o's
     returns = call.choice("o", "o", "lse", "state", "out")
     if returns == "lse":
         a["return_lse"] = True

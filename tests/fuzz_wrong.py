@@ -264,7 +264,8 @@ def bad_state(call, name):
     q = call.arguments["q"]
     if not usual(q):
         return
-    o, l, m = call.zeros(*q.shape), call.zeros(*q.shape[:3]), call.zeros(*q.shape[:3])
+    rows = q.shape[:3]
+    o, l, m = call.zeros(*rows, call.arguments["v"].shape[3]), call.zeros(*rows), call.zeros(*rows)
     state = [o, l, m]
     kind = call.random.randrange(5)
     if kind == 0:

@@ -90,7 +90,10 @@ def test_tensors_of_another_kind(backend, function):
                 options | {name: x.to("meta")},
                 f"^{name} must be on q's device .* on meta",
             )
-            if not name.startswith("cu_seqlens_q"):
+            if name.startswith("v"):  # its head dimension is its own
+                wrong = options | {name: x[..., :0]}
+                refuses(ValueError, function, wrong, rf"^{name} must have (a head dimension|shape \(.*, 8\))")
+            elif not name.startswith("cu_seqlens_q"):
                 refuses(ValueError, function, options | {name: x[..., :1]}, f"^{name} must have shape")
     sinks = backend.randn(3)
     refuses(

@@ -126,14 +126,13 @@ def separate_steps(randn):
         "2 dimensions": lambda: attend(q[0, 0], q[0, 0], q[0, 0]),
         "5 dimensions": lambda: attend(q[None], q[None], q[None]),
         "batches broadcast": lambda: attend(q, q[:1], q[:1]),
-        "other values": lambda: attend(q, q, q[..., :4]),
         "not contiguous": lambda: attend(q.mT.contiguous().mT, q, q),
         "dropout": lambda: attend(q, q, q, dropout_p=0.3),
         "bias with gradients": lambda: attend(q, q, q, bias),
         "MATH": by_math,
         "inference": in_inference_mode,
         "vmap": lambda: torch.vmap(lambda x: attend(x, x, x))(q[0]),
-        "func.grad": lambda: torch.func.grad(lambda x: attend(x, x, x[..., :4]).sum())(q),
+        "func.grad": lambda: torch.func.grad(lambda x: attend(x.mT.contiguous().mT, x, x).sum())(q),
         "autocast": by_autocast,
     }
 
