@@ -22,8 +22,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to it; named here so that call
 
 namespace minimal_attn {
 
-// The largest head dimension d.
-constexpr int kMostDOnGPU = 256, kMostDOnCPU = 512;
+// The largest head dimension, of d and d_v.
+constexpr int kMostD = 576;
 
 enum class Dtype { float32, float16, bfloat16 };
 

@@ -15,7 +15,7 @@ namespace minimal_attn {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kMostColumns = 8;  // of a lane: d is at most 256
+constexpr int kMostColumns = kMostD / 32;  // of a lane
 
 template <class T>
 __device__ T *row_of(void *tensor, const Strides &stride, int64_t b, int64_t h, int i) {

@@ -258,7 +258,8 @@ void choose_tables(Attention &attention, const Arguments &a, const Backend &back
     // such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
     attention.by_sequence =
-        a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward && !changes_scores(attention);
+        a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward && !changes_scores(attention) &&
+        !portable::is_wide(attention);
     attention.is_general = changes_scores(attention) && (backward || !backend.takes_decode(attention, gpu_of(a.q)));
 }
 
@@ -454,8 +455,9 @@ bool has_fast_backward(const Tensor &q) {
     if (q.is_cpu()) return true;
     Gradient g{};
     g.a.dtype = g.out_dtype = dtype_of(q);
-    g.a.B = g.a.Hq = g.a.Hkv = 1, g.a.Nq = g.a.Nk = 8,
-    g.a.d = g.a.d_v = 64;  // dtype and device decide; q's may be symbols
+    g.a.B = g.a.Hq = g.a.Hkv = 1, g.a.Nq = g.a.Nk = 8;
+    // Its dtype, device, and whether it is wide decide; other sizes may be symbols.
+    g.a.d = g.a.d_v = TORCH_GUARD_OR_FALSE(q.sym_size(3).sym_gt(portable::kMostColumns)) ? kMostD : 64;
     const Device device = gpu_of(q);
     // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
     if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)

@@ -73,9 +73,8 @@ inline void check_q_k_v(const Arguments &a) {
                           " tokens, but has shape ", t->sym_sizes());
     }
     const auto q = a.q.sym_sizes(), k = a.k.sym_sizes(), v = a.v.sym_sizes();
-    const int most_d = a.q.is_cuda() ? kMostDOnGPU : kMostDOnCPU;
-    TORCH_CHECK_VALUE(may_hold(q[3].sym_ge(1)) && may_hold(q[3].sym_le(most_d)),
-                      "q must have a head dimension d from 1 to ", most_d, ", but has shape ", q);
+    TORCH_CHECK_VALUE(may_hold(q[3].sym_ge(1)) && may_hold(q[3].sym_le(kMostD)),
+                      "q must have a head dimension d from 1 to ", kMostD, ", but has shape ", q);
     const bool has_d = holds(k[3].sym_eq(q[3]));
     TORCH_CHECK_VALUE(a.block_table || (has_d && holds(k[0].sym_eq(q[0]))),
                       "k must have q's batch size and head dimension, (", q[0], ", Hkv, Nk, ", q[3],
@@ -84,9 +83,9 @@ inline void check_q_k_v(const Arguments &a) {
                                          may_hold(k[2].sym_ge(1))),
                       "k must be pages of q's head dimension with block_table, (pages, Hkv, page_size, ", q[3],
                       "), at least 1 page of 1 key, but has shape ", k);
-    bool is_like_k = may_hold(v[3].sym_ge(1)) && may_hold(v[3].sym_le(most_d));
+    bool is_like_k = may_hold(v[3].sym_ge(1)) && may_hold(v[3].sym_le(kMostD));
     for (int i = 0; i < 3; ++i) is_like_k = is_like_k && holds(v[i].sym_eq(k[i]));
-    TORCH_CHECK_VALUE(is_like_k, "v must have k's shape but for its head dimension d_v from 1 to ", most_d, ", (", k[0],
+    TORCH_CHECK_VALUE(is_like_k, "v must have k's shape but for its head dimension d_v from 1 to ", kMostD, ", (", k[0],
                       ", ", k[1], ", ", k[2], ", d_v), but has shape ", v);
     TORCH_CHECK_VALUE(may_hold((q[1] % k[1].max(1)).sym_eq(0)) && may_hold(k[1].sym_gt(0) | q[1].sym_eq(0)),
                       "q must have a multiple of k's heads, but q has ", q[1], " and k has ", k[1], hint_at_layout(a));

@@ -271,7 +271,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
         if (!empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
-        const float zeros[kMostDOnCPU] = {};
+        const float zeros[kMostD] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
     }
     return any_large;

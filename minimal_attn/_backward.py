@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 def has_fast_backward(q: Tensor) -> bool:
     """Whether gradients of tensors like q have a fast kernel. If not, drop-ins leave them to PyTorch."""
-    return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype)
+    return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype, q.shape[-1] > 256)
 
 
-def _has_fast_backward(device: torch.device, dtype: torch.dtype) -> bool:
-    if (device, dtype) not in _known:
-        tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in (64, 128, 256))
-        _known[device, dtype] = all(map(_C.has_fast_backward, tensors))
-    return _known[device, dtype]
+def _has_fast_backward(device: torch.device, dtype: torch.dtype, is_wide: bool) -> bool:
+    if (device, dtype, is_wide) not in _known:
+        sizes = (512,) if is_wide else (64, 128, 256)
+        tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in sizes)
+        _known[device, dtype, is_wide] = all(map(_C.has_fast_backward, tensors))
+    return _known[device, dtype, is_wide]
 
 
-_known: dict[tuple[torch.device, torch.dtype], bool] = {}
+_known: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
 # What torch.compiler.assume_constant_result does, which imports the compiler in a second.
 _has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -66,8 +67,7 @@ def backward(
 
     Args:
         do: the gradient in o, (B, Hq, Nq, d_v), in q's dtype, or float32, which is rounded to q's dtype.
-        q: the queries (B, Hq, Nq, d), float32, float16 or bfloat16, d from 1 to 256, on a CPU
-            1 to 512.
+        q: the queries (B, Hq, Nq, d), float32, float16 or bfloat16, d from 1 to 576.
         k, v: keys (B, Hkv, Nk, d) and values (B, Hkv, Nk, d_v) in q's dtype; there is no block_table. Hkv
             divides Hq.
         o: forward's result over all keys, (B, Hq, Nq, d_v), in q's dtype, or float32, which is rounded to it.

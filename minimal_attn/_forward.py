@@ -126,8 +126,8 @@ def forward(
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
 
     Args:
-        q: queries (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA GPU. d is 1 to 256,
-            on a CPU 1 to 512; Nq and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass
+        q: queries (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA GPU. d is 1 to 576;
+            Nq and Nk are below 2^28, B and Hq may be 0. flash_attn has (B, N, H, d): pass
             x.transpose(1, 2). Under torch.autocast, q, k and v are cast to its dtype first, as SDPA casts
             them.
         k, v: keys (B, Hkv, Nk, d) and values (B, Hkv, Nk, d_v), of q's dtype and device. d_v, the columns of

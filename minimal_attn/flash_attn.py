@@ -86,8 +86,7 @@ def flash_attn_func(
     """softmax(softmax_scale * q k^T + mask) v, as flash_attn.flash_attn_func computes it. Copies nothing.
 
     Args:
-        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 256 on a CUDA GPU, to 512
-            on a CPU.
+        q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 576.
         k, v: keys and values (B, Nk, Hkv, d), of q's dtype and device. Hkv divides Hq: query head h reads key
             head h // (Hq // Hkv).
         dropout_p: must be 0.
@@ -390,7 +389,7 @@ def _check_qkv(q, k, v, q_shape, k_shape, s_aux, suffix=""):
     of_q = dict(zip(q_shape, sizes, strict=True))
     of_k = _check("k" + suffix, k, q, [of_q.get(word, word) for word in k_shape])
     d_v = _check("v" + suffix, v, q, [*of_k[:-1], "d_v"])[-1]
-    most = 512 if q.device.type == "cpu" else 256
+    most = 576
     for name, d, x in ("q", of_q["d"], q), ("v" + suffix, d_v, v):
         if known(d < 1, d > most):
             was = tuple(x.shape)

@@ -269,7 +269,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
         return f"device {q.device.type}"
     if q.ndim != 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
         return "shapes"
-    if max(k.shape[3], v.shape[3]) > (512 if q.device.type == "cpu" else 256):
+    if max(k.shape[3], v.shape[3]) > (256 if q.is_cuda and q.dtype == torch.float32 else 512):
         return "head dimension"
     return None
 

@@ -187,7 +187,7 @@ def activate(*, strict: bool = False) -> Activation:
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
-    (most masks, dropout, float64, head dimensions above 256, on a CPU 512) goes to PyTorch's
+    (most masks, dropout, float64, head dimensions above 512, in float32 on a GPU 256) goes to PyTorch's
     kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
     torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().

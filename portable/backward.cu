@@ -6,6 +6,7 @@
 //     float32                  8.0, 8.7, 9.0, 10.x        tf32_backward.cu, tensor cores
 //     float32                  8.6, 8.9, 12.x: reckoned   tf32_backward.cu; docs/backward.md reckons with data sheets
 //     float32, bfloat16        7.5                        flash_backward.cu, paper's
+//     d or d_v above 256: half_backward.cu for half types since 9.0, but 12.x; else flash_backward.cu
 #include "portable/portable.h"
 
 namespace minimal_attn {
@@ -14,7 +15,10 @@ constexpr int kSharedMemorySinceAmpere = 99 << 10;  // that each GPU since 8.0 l
 
 Plan plan_portable_backward(const Gradient &g, const Device &device) {
     const bool is_float32 = g.a.dtype == Dtype::float32;
-    if (is_float32 && device.shared_memory < kSharedMemorySinceAmpere) return plan_paper_backward(g, device);
+    const int least = portable::is_wide(g.a) ? portable::kSharedMemoryOfWideBackward
+                      : is_float32           ? kSharedMemorySinceAmpere
+                                             : 0;
+    if (device.shared_memory < least || portable::is_for_paper(g.a)) return plan_paper_backward(g, device);
     bool since_ampere = true;  // float16 needs no such code
     const char *error = g.a.dtype == Dtype::float16 ? nullptr : portable::is_code_since_ampere(since_ampere);
     Plan plan = !since_ampere ? plan_paper_backward(g, device)

@@ -71,13 +71,14 @@ __device__ constexpr bool on_tensor_cores() {
 #endif
 }
 
-// A file's Kernels lists its tiles for d and d_v up to 64, 128 and 256 (D64, D128, D256). For launch_kernel it has
+// A file's Kernels lists its tiles for d and d_v up to 64, 128, 256 and 512 (D64, D128, D256, D512). For launch_kernel it has
 // kernel<T, Tile, Mask>().
 template <class Kernels, class Use>
 constexpr auto with_tiles_for(int d, const Use &use) {
     if (d <= 64) return use(typename Kernels::D64());
     if (d <= 128) return use(typename Kernels::D128());
-    return use(typename Kernels::D256());
+    if (d <= 256) return use(typename Kernels::D256());
+    return use(typename Kernels::D512());
 }
 
 // Whether a plan may choose the tile here. On Hopper: the first, or for few queries the last (plan_tile).
@@ -277,14 +278,18 @@ Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
                                    [&](auto tiles) { return plan_tile<Kernels>(a, device, name, tiles); });
 }
 
-// Several launches take more blocks than a grid can have or the workspace has sums for.
+// Several launches take more blocks than a grid can have or the workspace has sums for. `overlaps`: a kernel may begin while
+// that before it, of the same call, ends.
 template <class Kernels, class T, class Tile, class Mask>
-cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, CUstream_st *stream) {
+cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, bool overlaps,
+                        CUstream_st *stream) {
     const auto kernel = Kernels::template kernel<T, Tile, Mask>();
     const cudaError_t error = allow_shared_memory(kernel);
     if (error != cudaSuccess) return error;
     const int64_t most = sums ? kMostSums / std::max(Tile::SumFloats, 1) : kMostBlocks;
     return launch_all(plan.grid, most, [&](int64_t first, int grid) {
+        if (overlaps)
+            return launch_overlapping(kernel, grid, Tile::Threads, Tile::SharedBytes, stream, a, first, aligned, sums);
         kernel<<<grid, Tile::Threads, Tile::SharedBytes, stream>>>(a, first, aligned, sums);
         return cudaGetLastError();
     });
@@ -297,13 +302,15 @@ auto with_mask_of(const Attention &a, const Use &use) {
 }
 
 template <class Kernels, class T>
-const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+const char *launch_kernel(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream,
+                          bool overlaps = false) {
     const bool aligned = has_aligned_inputs(a) && is_aligned(a.o, a.o_stride, element_size(a.o_dtype), a.d_v);
-    return why_not(with_tiles_for<Kernels>(most_columns(a), [&](auto tiles) {
+    return why_not(with_tiles_for<Kernels>(plan.D, [&](auto tiles) {
         return with_tile(plan.tile, tiles, [&](auto tile) {
             return with_mask_of(a, [&](auto mask) {
                 using Tile = decltype(tile);
-                return launch_tile<Kernels, T, Tile, decltype(mask)>(a, plan, aligned, (float *)workspace, stream);
+                return launch_tile<Kernels, T, Tile, decltype(mask)>(a, plan, aligned, (float *)workspace, overlaps,
+                                                                     stream);
             });
         });
     }));

@@ -330,9 +330,10 @@ namespace portable {
 // docs/decode.md has the measurements behind the bounds of rows and Nk. The choice must not depend on B: else a row's
 // bits would, too.
 bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
+    if (takes_latent(a, device, on_tensor_cores)) return true;
     const int64_t element = element_size(a.dtype), rows = a.Hq / a.Hkv * a.Nq;
     const int64_t most_rows = on_tensor_cores && a.Nk >= 2048 ? 32 : 16;
-    if (!has_aligned_inputs(a) || rows > most_rows || a.Nk < 128) return false;
+    if (!has_aligned_inputs(a) || rows > most_rows || a.Nk < 128 || is_wide(a)) return false;
     if (a.key_ranges || a.cu_seqlens_q || (a.block_table && a.page_size % 16 != 0)) return false;
     const int64_t kv_bytes = a.Hkv * a.Nk * (a.d + a.d_v) * element;  // of one batch
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
@@ -346,6 +347,7 @@ bool takes_decode(const Attention &a, const Device &device, bool on_tensor_cores
 }
 
 Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores) {
+    if (takes_latent(a, device, on_tensor_cores)) return plan_latent(a, device);
     return with_kernel(a, on_tensor_cores, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         using T = decltype(element);
@@ -370,6 +372,7 @@ Plan plan_decode(const Attention &a, const Device &device, bool on_tensor_cores)
 }
 
 const char *launch_decode(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
+    if (plan.kernel == kLatent) return launch_latent(a, plan, workspace, stream);
     return why_not(with_kernel(a, plan.Br == 16, [&](auto tile, auto element) {
         using Tile = decltype(tile);
         using T = decltype(element);

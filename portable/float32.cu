@@ -36,6 +36,7 @@ struct FloatKernels {
                           FloatTile<128, 32, 32, 16, 8, 2>>;  // 55 KB: 28; fits a T4
     using D256 = TileList<FloatTile<256, 32, 16, 16, 8, 1>,   // 69 KB
                           FloatTile<256, 16, 16, 16, 4, 1>>;  // 51 KB; fits a T4
+    using D512 = D256;                                        // never taken (portable.h)
 };
 
 }  // namespace

@@ -1,12 +1,13 @@
 // forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has four kernels:
 //
 //     dtype       GPUs                                       kernel
-//     all         all                                        decode.cu, for few queries, many keys and a band; else:
+//     all         all                                        decode.cu and latent.cu: few queries, many keys, a band; else:
 //     float32     compute capability 8.0, 8.7, 9.0, 10.x     tf32.cu, tensor cores
 //     float32     7.5, 8.6, 8.9, 12.x                        float32.cu, FMA units
 //     float16     any                                        half.cu, tensor cores
 //     bfloat16    8.0 and newer                              half.cu, tensor cores
 //     bfloat16    7.5                                        float32.cu: Turing's tensor cores have no bfloat16
+//     float32, and bfloat16 on 7.5, d or d_v above 256       flash.cu, paper's
 //
 // All compute the same steps, which common.cuh describes.
 #include "portable/portable.h"
@@ -16,12 +17,13 @@ namespace minimal_attn {
 namespace {
 
 Plan plan_many_queries(const Attention &a, const Device &device) {
+    if (portable::is_for_paper(a)) return plan_paper(a, device);
     if (a.dtype == Dtype::float16) return portable::plan_half(a, device);
     if (a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)
         return portable::plan_float32(a, device);
     bool since_ampere = true;
     const char *error = portable::is_code_since_ampere(since_ampere);
-    Plan plan = !since_ampere               ? portable::plan_float32(a, device)
+    Plan plan = !since_ampere               ? (portable::is_wide(a) ? plan_paper : portable::plan_float32)(a, device)
                 : a.dtype == Dtype::float32 ? portable::plan_tf32(a, device)
                                             : portable::plan_half(a, device);
     plan.error = error;
@@ -61,6 +63,7 @@ const char *launch_portable(const Attention &a, const Plan &plan, void *workspac
     return portable::is_decode(plan)        ? portable::launch_decode(a, plan, workspace, stream)
            : plan.kernel == portable::kHalf ? portable::launch_half(a, plan, workspace, stream)
            : plan.kernel == portable::kTf32 ? portable::launch_tf32(a, plan, workspace, stream)
+           : portable::is_wide(a)           ? launch_paper(a, plan, workspace, stream)
                                             : portable::launch_float32(a, plan, workspace, stream);
 }
 

@@ -43,19 +43,19 @@ namespace minimal_attn {
 namespace {
 
 // A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used. Stages is the
-// number of tiles of K in shared memory, and of tiles of V.
-template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_, int Stages_>
+// number of tiles of K in shared memory, and of tiles of V. A block computes D_v columns of O.
+template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_, int Stages_, int D_v_ = D_>
 struct HalfTile {
-    static constexpr int D = D_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
+    static constexpr int D = D_, D_v = D_v_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;
     static constexpr int Threads = Br / WarpRows * 32, BlocksPerSM = BlocksPerSM_, Stages = Stages_;
-    static constexpr int M = WarpRows / 16, N = Bc / 8, X = D / 8;  // a warp's accumulators, 16 x 8 each
-    static constexpr int SharedBytes = (Br + 2 * Stages * Bc) * D * 2;
+    static constexpr int M = WarpRows / 16, N = Bc / 8, X = D_v / 8;  // a warp's accumulators, 16 x 8 each
+    static constexpr int SharedBytes = (Br * D + Stages * Bc * (D + D_v)) * 2;
     static constexpr int NeededBytes = BlocksPerSM * (SharedBytes + 1024) - 1024;  // that a GPU must let a block have
     static constexpr bool QInRegisters = D == 64;
     // Only here the looped store_rows_with_state makes ptxas spill 24 registers: 3.5 % slower.
     static constexpr bool StoresFromRegisters = D == 128 && Bc == 64;
     static constexpr int SumFloats = 0;  // no sums in the workspace (flush_sums in float32_block.cuh)
-    static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0);
+    static_assert(WarpRows % 16 == 0 && Bc % 16 == 0 && D % 64 == 0 && D_v <= D);
 };
 
 // 9. Sij = Qi Kj^T. Columns past d are zeros.
@@ -94,7 +94,7 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 template <class T, class Tile>
 __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
                             const float (&subtract)[ThreadRows<Tile>::R], float c, unsigned Vj) {
-    constexpr int D = Tile::D, R = ThreadRows<Tile>::R;
+    constexpr int D_v = Tile::D_v, R = ThreadRows<Tile>::R;
     float l[R] = {};  // of this tile: one sum over all keys would lose small terms
 #pragma unroll
     for (int n = 0; n < Tile::N; n += 2) {
@@ -111,9 +111,9 @@ __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::
                 p[m][e] = pack<T>(left, right);
             }
 #pragma unroll
-        for (int x = 0; x < D / 16; ++x) {
+        for (int x = 0; x < D_v / 16; ++x) {
             unsigned v[4];
-            load_matrices_transposed(v, (Vj ^ x % 4 * 32) + 2 * (x / 4 * 64 + 8 * n * D));
+            load_matrices_transposed(v, (Vj ^ x % 4 * 32) + 2 * (x / 4 * 64 + 8 * n * D_v));
 #pragma unroll
             for (int m = 0; m < Tile::M; ++m) {
                 mma<T>(rows.Oi[m][2 * x], p[m], v[0], v[1]);
@@ -131,7 +131,7 @@ __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::
 template <class Tile, class T, class Mask>
 __device__ void store_rows(const Attention &a, const Block<T, Mask> &block, const ThreadRows<Tile> &rows, T *tile,
                            int warp_row, int lane) {
-    constexpr int D = Tile::D, Chunks = D / 8, RowsAtOnce = 32 / Chunks;
+    constexpr int D = Tile::D, Chunks = Tile::D_v / 8, RowsAtOnce = 32 / Chunks;
     const Narrow<Mask> mask = narrow(block.mask);
 #pragma unroll
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
@@ -189,7 +189,7 @@ __device__ void store_rows_with_state(const Attention &a, const Block<T, Mask> &
 
 template <class T, class Tile, class Mask>
 __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
-    constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M;
+    constexpr int D = Tile::D, D_v = Tile::D_v, Br = Tile::Br, Bc = Tile::Bc, Threads = Tile::Threads, M = Tile::M;
     constexpr int Stages = Tile::Stages;
     extern __shared__ __align__(128) unsigned char shared[];
     T *const Q_tile = (T *)shared, *const K_tiles = Q_tile + Br * D, *const V_tiles = K_tiles + Stages * Bc * D;
@@ -206,13 +206,13 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     };
     const auto load_V = [&](int j0, int stage) {
         const int keys = block.mask.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(V_tiles + stage * Bc * D, V, a.v_stride.row, keys, a.d_v, aligned);
+        load_swizzled<Bc, D_v, Threads>(V_tiles + stage * Bc * D_v, V, a.v_stride.row, keys, a.d_v, aligned);
         V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
     const unsigned Qi = lane_address<D>(Q_tile, warp_row + lane % 16, lane / 16);
     const unsigned K0 = lane_address<D>(K_tiles, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    const unsigned V0 = lane_address<D>(V_tiles, lane % 16, lane / 16);
+    const unsigned V0 = lane_address<D_v>(V_tiles, lane % 16, lane / 16);
     // Which keys the warp's rows see
     const Narrow<Mask> mask = narrow(block.mask);
     const int i_warp = block.i0 + warp_row, i_lane = i_warp + lane / 4;
@@ -257,7 +257,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
         update_rows<Tile>(Sij, rows, subtract, alpha, c);
         scale_Oi<Tile>(rows, alpha);
-        multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + bytes);
+        multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + stage * Bc * D_v * 2);
     }
     // These numbers are computed anew: kept, they would take registers from the loop.
     const unsigned thread = opaque(threadIdx.x);
@@ -275,10 +275,14 @@ struct HalfKernels;
 template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_kernel(const __grid_constant__ Attention a, int64_t first_block, bool aligned, float *) {
-    if constexpr (on_tensor_cores<T>() && is_needed<HalfKernels, Tile>())
+    if constexpr (on_tensor_cores<T>() && is_needed<HalfKernels, Tile>()) {
+        constexpr bool is_part = Tile::D_v < Tile::D;  // of O: the next kernel computes the rest
+        if constexpr (is_part) let_next_kernel_start();
         half_block<T, Tile, Mask>(a, first_block + blockIdx.x, aligned);
-    else
+        if constexpr (is_part) wait_for_kernel_before();
+    } else {
         __trap();
+    }
 }
 
 // Tiles in order of preference: D, Br, Bc, rows of a warp, blocks on a multiprocessor, stages. Beside each: shared
@@ -299,17 +303,40 @@ struct HalfKernels {
                           HalfTile<256, 128, 32, 16, 1, 2>,  // 128 KB; fits an A100
                           HalfTile<256, 64, 32, 16, 1, 2>,   // 96 KB; fits 99 KB
                           HalfTile<256, 64, 16, 16, 1, 2>>;  // 64 KB; fits a T4; few queries
+    // O has twice as many columns as registers have room for: launch_half launches a kernel for each half.
+    using D512 = TileList<HalfTile<512, 128, 32, 16, 1, 2, 256>,  // 224 KB
+                          HalfTile<512, 128, 16, 16, 1, 1, 256>,  // 152 KB; fits an A100
+                          HalfTile<512, 32, 16, 16, 1, 1, 256>>;  // 56 KB; fits a T4; few queries
 };
 
 }  // namespace
 
 namespace portable {
 
-Plan plan_half(const Attention &a, const Device &device) { return plan_kernel<HalfKernels>(a, device, kHalf); }
+// Columns of V and O for each launch: registers have room for so many.
+constexpr int kColumns = 256;
+
+Plan plan_half(const Attention &a, const Device &device) {
+    Attention part = a;
+    part.d_v = std::min(a.d_v, kColumns);
+    return plan_kernel<HalfKernels>(part, device, kHalf);
+}
 
 const char *launch_half(const Attention &a, const Plan &plan, void *workspace, CUstream_st *stream) {
-    return a.dtype == Dtype::float16 ? launch_kernel<HalfKernels, __half>(a, plan, workspace, stream)
-                                     : launch_kernel<HalfKernels, __nv_bfloat16>(a, plan, workspace, stream);
+    Attention part = a;
+    const int64_t column_bytes = element_size(a.dtype), o_bytes = element_size(a.o_dtype);
+    for (int column = 0; column < a.d_v; column += kColumns) {
+        part.v = (const char *)a.v + column * column_bytes, part.o = (char *)a.o + column * o_bytes;
+        part.o_in = a.o_in ? a.o_in + column : nullptr, part.d_v = std::min(a.d_v - column, kColumns);
+        // A tile of D512 waits for the launch before in its end.
+        const bool overlaps = column > 0 && plan.D > kColumns;
+        const char *const error =
+            a.dtype == Dtype::float16
+                ? launch_kernel<HalfKernels, __half>(part, plan, workspace, stream, overlaps)
+                : launch_kernel<HalfKernels, __nv_bfloat16>(part, plan, workspace, stream, overlaps);
+        if (error) return error;
+    }
+    return nullptr;
 }
 
 // A newer GPU may run PTX for sm_75, so this looks at the loaded code and not at the device.

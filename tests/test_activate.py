@@ -212,8 +212,8 @@ def test_activated_passes_on(device, randn):
         "PyTorch: the dtype is not float32, float16 or bfloat16": lambda: F.scaled_dot_product_attention(
             q.double(), k.double(), v.double()
         ),
-        "PyTorch: a head dimension above 256 (on a CPU 512)": lambda: F.scaled_dot_product_attention(
-            *(t.repeat(1, 1, 1, 9) for t in (q, k, v))
+        "PyTorch: a head dimension above 512 (in float32 on a GPU 256)": lambda: (
+            F.scaled_dot_product_attention(*(t.repeat(1, 1, 1, 9) for t in (q, k, v)))
         ),
     }
     if device == "cuda":

@@ -290,7 +290,7 @@ def test_export_of_dynamic_sizes(backend, name):
             assert same_bits(program.module()(*tensors), function(*tensors))
         with pytest.raises(ValueError, match="^q must have a multiple of k's heads, but q has 5 and k has 2"):
             program.module()(*backend.qkv(Hq=5))
-        most = 512 if backend.device.type == "cpu" else 256
+        most = 576
         with pytest.raises(ValueError, match=f"^q must have a head dimension d from 1 to {most}"):
             program.module()(*backend.qkv(d=most + 1))
 
