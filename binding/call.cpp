@@ -257,9 +257,8 @@ void choose_tables(Attention &attention, const Arguments &a, const Backend &back
     // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no
     // such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
-    attention.by_sequence =
-        a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward && !changes_scores(attention) &&
-        !portable::is_wide(attention);
+    attention.by_sequence = a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward &&
+                            !changes_scores(attention) && !portable::is_wide(attention);
     attention.is_general = changes_scores(attention) && (backward || !backend.takes_decode(attention, gpu_of(a.q)));
 }
 

@@ -268,7 +268,7 @@ struct GradientKernels {
         TileList<Tiles<256, Shape<64, 64, 32, 4, 16, 1, 2>, Shape<128, 32, 32, 2, 16, 1, 2>>,  // 209, 200
                  Tiles<256, Shape<32, 32, 16, 2, 16, 1, 1>, Shape<32, 32, 16, 2, 16, 1, 2>>,   // 68, 98; fit 99 KB
                  Tiles<256, Shape<16, 32, 16, 2, 16, 1, 1>, Shape<16, 32, 16, 2, 16, 1, 1>>>;  // 50, 49; fit a T4
-    using Wide = Tiles<512, Shape<32, 64, 16, 4, 16, 1, 1>, Shape<64, 32, 16, 2, 16, 1, 1>>;  // 201, 196
+    using Wide = Tiles<512, Shape<32, 64, 16, 4, 16, 1, 1>, Shape<64, 32, 16, 2, 16, 1, 1>>;   // 201, 196
     using D512 = TileList<Wide>;
     static_assert(Wide::NeededBytes <= portable::kSharedMemoryOfWideBackward);
 };

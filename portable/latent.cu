@@ -58,7 +58,7 @@ template <class T>
 __device__ void load_keys(const Attention &a, const KeyRows<T> &K, T *tile, int row0, int j, Keys seen) {
     constexpr int Chunks = LatentTile::D / 8;
     const T *const from = j < seen.end ? K[j] : nullptr;  // a page has all eight rows
-    const int lane = opaque(threadIdx.x) % 32;             // else places are computed once and spilled
+    const int lane = opaque(threadIdx.x) % 32;            // else places are computed once and spilled
 #pragma unroll 3
     for (int n = 0; n < 8 * Chunks / 32; ++n) {
         const int at = 32 * n + lane, row = at / Chunks, x = at % Chunks;
@@ -237,8 +237,7 @@ __global__ void __launch_bounds__(kGroups *kGroupThreads)
     O[group][x] = sum.o4();
     __syncthreads();
     if (group > 0) return;
-    sum = join<kGroups>(
-        0, kGroups, kGroups, [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
+    sum = join<kGroups>(0, kGroups, kGroups, [&](int n) { return lm[n]; }, [&](int n) { return O[n][x]; });
     const Block<T> block = block_of<T>(b, band_of(a, b), row);
     pad_lse(a, b, row.h, row.i + 1, x);
     const RowEnd end = end_row(a, block, row.i, sum.l, sum.m);
@@ -258,7 +257,8 @@ int stages_for(const Device &device) {
 // beside the keys. So a row's bits depend on B and on the GPU.
 Latent describe(const Attention &a, int multiprocessors, void *workspace) {
     Latent p;
-    p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq, p.tiles = (p.rows + LatentTile::Rows - 1) / LatentTile::Rows;
+    p.group = (int)(a.Hq / a.Hkv), p.rows = p.group * a.Nq,
+    p.tiles = (p.rows + LatentTile::Rows - 1) / LatentTile::Rows;
     const int64_t items = a.B * a.Hkv * p.tiles;
     const double overhead = 2. * LatentTile::Rows * LatentTile::D_v * 4 / (double(a.Nk) * a.d * 2);  // of a chunk
     double shortest = INFINITY;
@@ -293,9 +293,15 @@ Plan plan_latent(const Attention &a, const Device &device) {
     const Latent p = describe(a, device.multiprocessors, nullptr);
     const int stages = stages_for(device);
     const int64_t items = a.B * a.Hkv * p.tiles * p.chunks;
-    return {kLatent,       stages, Tile::Rows,
-            Tile::Bc,      Tile::D, items,
-            Tile::Threads, shared_bytes(stages), items * Tile::Rows * (Tile::D_v + 2) * (int64_t)sizeof(float),
+    return {kLatent,
+            stages,
+            Tile::Rows,
+            Tile::Bc,
+            Tile::D,
+            items,
+            Tile::Threads,
+            shared_bytes(stages),
+            items * Tile::Rows * (Tile::D_v + 2) * (int64_t)sizeof(float),
             device.multiprocessors};
 }
 
@@ -303,8 +309,8 @@ const char *launch_latent(const Attention &a, const Plan &plan, void *workspace,
     const Latent p = describe(a, plan.multiprocessors, workspace);
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
-        const auto kernel =
-            plan.tile == LatentTile::kStages ? latent_kernel<T, LatentTile::kStages> : latent_kernel<T, LatentTile::kFewerStages>;
+        const auto kernel = plan.tile == LatentTile::kStages ? latent_kernel<T, LatentTile::kStages>
+                                                             : latent_kernel<T, LatentTile::kFewerStages>;
         const cudaError_t error =
             launch_overlapping(kernel, plan.grid, LatentTile::Threads, plan.shared_memory, stream, a, p);
         if (error != cudaSuccess) return error;

@@ -10,7 +10,8 @@ namespace minimal_attn::portable {
 // Names of the kernels, as minimal_attn.explain shows them. forward.cu and backward.cu compare the pointers.
 inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32 on FMA units", kHalf[] = "half",
                       kBfloat16OnFmaUnits[] = "bfloat16 on FMA units", kDecode[] = "decode",
-                      kDecodeRows[] = "decode, whole rows", kLatent[] = "decode, latent", kHalfBackward[] = "half backward, two passes",
+                      kDecodeRows[] = "decode, whole rows", kLatent[] = "decode, latent",
+                      kHalfBackward[] = "half backward, two passes",
                       kTf32Backward[] = "float32 backward on tensor cores";
 
 // Shared memory tells GPUs apart: 163 KB or more a block, or at most 99. Dense TF32 / 3 and float32 in TFLOP/s, from

@@ -439,7 +439,7 @@ struct BackwardKernels {
     using D256 = TileList<BackwardTile<256, 32, 64, 16, 128, 32, 1>,   // 200 KB: 35
                           BackwardTile<256, 32, 32, 16, 128, 32, 1>,   // 132 KB: 25; fits an A100
                           BackwardTile<256, 16, 32, 16, 128, 16, 1>>;  // 98 KB; fits 99 KB
-    using D512 = D256;                                                // never taken (portable.h)
+    using D512 = D256;                                                 // never taken (portable.h)
 };
 
 template <class Tile, class... Smaller>

@@ -77,7 +77,8 @@ def test_pages(backend, dtype, page_size):
     table = torch.tensor(order, device=pages.device).view(3, n)
     k = pages[table].transpose(1, 2).flatten(2, 3)
     is_key = torch.arange(n * page_size, device=k.device) < torch.tensor(lengths, device=k.device)[:, None]
-    pages[table.flatten()] = pages[table.flatten()].masked_fill(~is_key.view(3 * n, 1, page_size, 1), torch.nan)
+    hidden, at = ~is_key.view(3 * n, 1, page_size, 1), table.flatten()
+    pages[at] = pages[at].masked_fill(hidden, torch.nan)
     q = backend.randn(3, 16, 1, 576, dtype=dtype)
     options = dict(block_table=table.int(), seqlens_k=backend.ints(*lengths))
     reaches(backend, q, pages, pages[..., :512], **options)

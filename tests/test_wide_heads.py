@@ -1,4 +1,4 @@
-"""Head dimensions d and d_v from 257 to 512 (Gemma's global layers, SAM). Values and gradients against float64."""
+"""Head dimensions d and d_v from 257 to 512 (Gemma, SAM). Values and gradients against float64."""
 
 import pytest
 import torch
