@@ -81,6 +81,16 @@ struct Scores {
     float ratio;    // scale / softcap
 };
 
+// What is added to a scaled score, by the pair of query i and key j: scores.h computes it.
+struct Terms {
+    float unit;  // of what is below it: a product, or with softcap a tanh. Attention::softmax_scale is then 1
+    // ALiBi (else null): -slope |p_i - j|, with the slope alibi_slopes[b * slopes_stride + h * slope_stride].
+    const float *alibi_slopes;
+    int64_t slopes_stride, slope_stride;
+    int64_t offset;  // an int offset, which p_i includes
+    int *positions;  // with tables (ranges.h), of each query: p_i, the key that the last bound of causal is
+};
+
 struct Attention {
     // q (B, Hq, Nq, d); k, v (B, Hkv, Nk, d). Query head h reads key head h / (Hq / Hkv).
     Dtype dtype;
@@ -88,7 +98,7 @@ struct Attention {
     int Nq, Nk, d;
     const void *q, *k, *v;
     Strides q_stride, k_stride, v_stride;
-    float softmax_scale;  // of what kernels mask: a product, or with softcap a tanh, and then it is softcap (scores.h)
+    float softmax_scale;  // of what kernels mask: a product, a tanh (then it is softcap) or a whole score (1): scores.h
 
     // With a block_table (else null) k and v are (pages, Hkv, page_size, d). Key j of batch b is row j % page_size of
     // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's
@@ -144,6 +154,7 @@ struct Attention {
     // How scores change before the mask, and whether the kernel that computes it is general: it reads tables of ranges.
     Scores scores;
     bool is_general;
+    Terms terms;
 };
 
 inline int element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
@@ -207,10 +218,19 @@ MINIMAL_ATTN_HOST_DEVICE inline int64_t clamp(int64_t x, int64_t low, int64_t hi
 
 MINIMAL_ATTN_HOST_DEVICE inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
+MINIMAL_ATTN_HOST_DEVICE inline int end_of_keys(const Attention &a, int64_t b) {
+    return a.seqlens_k ? clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
+}
+
+// The position of query 0, less an int offset.
+MINIMAL_ATTN_HOST_DEVICE inline int64_t position_of(const Attention &a, int64_t b, int end) {
+    return a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
+}
+
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of(const Attention &a, int64_t b) {
-    const int end = a.seqlens_k ? clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
+    const int end = end_of_keys(a, b);
     const int begin = a.leftpad_k ? clamp(a.leftpad_k[b], 0, end) : 0;
-    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
+    const int64_t position = position_of(a, b, end);
     return {{begin, end}, position + a.first, position + a.last};
 }
 

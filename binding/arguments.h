@@ -34,7 +34,8 @@ using MaybeTensor = std::optional<Tensor>;
     of(const MaybeTensor &, cu_seqlens_q, "Tensor? cu_seqlens_q=None", "cu_seqlens_q")     \
     of(const MaybeTensor &, cu_seqlens_k, "Tensor? cu_seqlens_k=None", "cu_seqlens_k")     \
     of(const MaybeTensor &, prefix_k, "Tensor? prefix_k=None", "prefix_k")                 \
-    of(std::optional<double>, softcap, "float? softcap=None", "softcap")
+    of(std::optional<double>, softcap, "float? softcap=None", "softcap")                   \
+    of(const MaybeTensor &, alibi_slopes, "Tensor? alibi_slopes=None", "alibi_slopes")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                               \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \

@@ -39,9 +39,10 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
-// What portable's kernels compute: in float32 calls by sequence and general ones, in bfloat16 softcaps that aren't
-// approximated (scores.h).
+// What portable's kernels compute: terms of the pair (scores.h), in float32 calls by sequence and general ones, in
+// bfloat16 softcaps that aren't approximated.
 bool hopper_passes_on(const Attention &a) {
+    if (has_terms(a)) return true;
     if (a.dtype == Dtype::float32) return a.by_sequence || a.is_general;
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
 }

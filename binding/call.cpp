@@ -100,6 +100,18 @@ void set_scores(Attention &attention, const Arguments &a) {
     attention.softmax_scale = softcap, attention.scores = {scale, softcap, ratio};
 }
 
+// What is added to scores. The caller's tensors have the memory.
+void set_terms(Attention &attention, const Arguments &a) {
+    Terms &terms = attention.terms;
+    terms.offset = a.offset ? a.offset->expect_int() : 0;
+    if (a.alibi_slopes) {
+        const Tensor slopes = a.alibi_slopes->expand({attention.B, attention.Hq});
+        terms.alibi_slopes = slopes.const_data_ptr<float>();
+        terms.slopes_stride = slopes.stride(0), terms.slope_stride = slopes.stride(1);
+    }
+    if (has_terms(attention)) terms.unit = std::exchange(attention.softmax_scale, 1.f);
+}
+
 // With prefix_k and a window a call has two parts, which see different keys: those of the window, and of the first
 // prefix_k keys those before the window. Both are masks that the backends know.
 bool has_two_parts(const Arguments &a) { return a.prefix_k && a.window_size[0].expect_int() >= 0; }
@@ -182,7 +194,7 @@ void end_at_prefix(Attention &attention, std::array<Tensor, kIntOptions> &ints) 
         seqlens = seqlens.clamp(0, attention.Nk), end = end.minimum(seqlens);
         if (attention.offset_from_end) offset = seqlens.sub(attention.Nq);
     } else if (attention.offset_from_end) {
-        attention.last += attention.Nk - attention.Nq;
+        attention.last += attention.Nk - attention.Nq, attention.terms.offset += attention.Nk - attention.Nq;
     }
     seqlens = end, attention.seqlens_k = ints_of(seqlens), attention.offset = ints_of(offset);
     attention.offset_from_end = false;
@@ -235,6 +247,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     }
     set_scores(attention, a);
     set_mask(attention, a);
+    set_terms(attention, a);
     if (a.cu_seqlens_q) attention.documents = (int)(a.cu_seqlens_q->size(0) - 1);
     // Of any integer dtype: plans ask only whether they are there. set_int32s() sets them anew.
     for_each_int_option(a, attention, [](const MaybeTensor &t, const int *&to) {
@@ -250,8 +263,10 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 // Which tables the backend's kernels read: those of sequences.h, of ranges.h, or none.
 void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
     if (!backend.takes_decode) return;
-    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention), "softcap must be None or 0 in backend \"",
-                      backend.name, "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
+    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention),
+                      has_softcap(attention) ? "softcap must be None or 0" : "alibi_slopes must be None",
+                      " in backend \"", backend.name,
+                      "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
     // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no
     // such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));

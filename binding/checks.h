@@ -152,6 +152,19 @@ inline void check_per_document(const Arguments &a, const MaybeTensor &t, const c
                       documents, ",), but has shape ", t->sym_sizes());
 }
 
+// A tensor for (B, Hq), or for (Hq,) heads of all batches.
+inline void check_per_head(const Tensor &q, const Tensor &t, const char *name) {
+    const auto heads = q.sym_sizes().slice(0, 2), shape = t.sym_sizes();
+    TORCH_CHECK_VALUE(has_shape(t, shape.size() == 1 ? heads.slice(1) : heads), name, " must have shape (Hq,) = (",
+                      heads[1], ",) or (B, Hq), but has shape ", shape);
+}
+
+inline void check_alibi_slopes(const Arguments &a) {
+    if (!a.alibi_slopes) return;
+    check_like_q(a.q, *a.alibi_slopes, "alibi_slopes", at::kFloat);
+    check_per_head(a.q, *a.alibi_slopes, "alibi_slopes");
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;
@@ -171,6 +184,7 @@ inline void check_options(const Arguments &a) {
     a.cu_seqlens_q ? check_per_document(a, a.prefix_k, "prefix_k") : check_per_batch(a.q, a.prefix_k, "prefix_k");
     TORCH_CHECK_VALUE(a.cu_seqlens_q || !a.seqused_k, "seqused_k must be None without cu_seqlens_q, but was given");
     check_per_document(a, a.seqused_k, "seqused_k");
+    check_alibi_slopes(a);
 }
 
 inline void check_sinks(const Arguments &a) {
@@ -178,9 +192,7 @@ inline void check_sinks(const Arguments &a) {
     const auto dtype = a.sinks->scalar_type();
     TORCH_CHECK_VALUE(at::isFloatingType(dtype), "sinks must be of a floating dtype, but is ", name_of(dtype));
     check_like_q(a.q, *a.sinks, "sinks", dtype);
-    const auto heads = a.q.sym_sizes().slice(0, 2), shape = a.sinks->sym_sizes();
-    TORCH_CHECK_VALUE(has_shape(*a.sinks, shape.size() == 1 ? heads.slice(1) : heads),
-                      "sinks must have shape (Hq,) = (", heads[1], ",) or (B, Hq), but has shape ", shape);
+    check_per_head(a.q, *a.sinks, "sinks");
     TORCH_CHECK_VALUE(!a.o, "sinks must be None with a state: give them to the call with the first keys");
 }
 

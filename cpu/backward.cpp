@@ -44,7 +44,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
     float *Qi_double, *Sij_double;  // in float64, of tiles that have a row with a large lse
-    float *slopes;                  // of scores that change; else null
+    float *slopes;                  // with softcap; else null
     float *dQi;                     // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
@@ -60,7 +60,7 @@ struct GradientBuffers {
         take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
         take(slopes, Br * Bc);
-        if (!changes_scores(a)) slopes = nullptr;
+        if (!has_softcap(a)) slopes = nullptr;
     }
 
     // The buffers of a tile that begins so many keys later. In the transposed ones it ends behind Bc columns, which are
@@ -72,7 +72,8 @@ struct GradientBuffers {
     }
 };
 
-// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l).
+// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l). lse is
+// +inf where terms (scores.h) hide all keys: then P = 0.
 struct GradientRow {
     float lse, D, D_low;  // D + D_low = rowsum(dO o O) - dlse
     double m, log_l;      // m is a score before the scaling

@@ -13,6 +13,7 @@
 namespace {
 
 #include "cpu/vector.h"
+#include "cpu/terms.h"
 
 // C(x, column) = sum over y < n of A(x, y) B(y, column), plus C's old value if it `adds`, for x < rows. `columns` is a
 // multiple of W. A_x, A_y, B_y and C_x are strides. All products are calls of this one function, which is long to compile.
@@ -71,13 +72,13 @@ void load_keys(const Attention &a, const GradientTile &t, Keys keys, const void 
 
 // Step 10: Qi or dOi. Rows that see no key are zeros, whatever the tensor holds.
 template <class T>
-void load_queries(const Attention &a, const AnyMask &mask, const QueryTile &t, const void *x, const Strides &stride,
-                  float *rows) {
+void load_queries(const Attention &a, const AnyMask &mask, const QueryTile &t, const GradientRow *rows, const void *x,
+                  const Strides &stride, float *to) {
     const int64_t D = round_up(a.d, 16);
     for (int lane = 0; lane < t.rows; ++lane) {
         const int64_t i = t.query(lane);
-        const int d = empty(keys_of_row(mask, i)) ? 0 : a.d;
-        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), d, D, rows + lane * D);
+        const int d = empty(keys_of_row(mask, i)) || rows[lane].lse == INFINITY ? 0 : a.d;
+        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), d, D, to + lane * D);
     }
 }
 
@@ -138,7 +139,9 @@ template <class Real>
 }
 
 // Steps 11 and 13 for a tile: Pij, without the mask.
-void compute_P(const Attention &a, const GradientRow *rows, int count, int keys, const GradientBuffers &buffers) {
+void compute_P(const Attention &a, const QueryTile &t, const GradientRow *rows, int j0, int keys,
+               const GradientBuffers &buffers) {
+    const int count = t.rows;
     const auto large = std::count_if(rows, rows + count, [&](const GradientRow &row) { return is_large(a, row.lse); });
     if (large < count) compute_S(a, count, keys, buffers);
     if (large > 0) compute_S_double(a, count, buffers);
@@ -147,8 +150,11 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
         float *const P = buffers.Pij + lane * Bc;
         double *const S = (double *)buffers.Sij_double + lane * Bc;
         const bool row_is_large = large > 0 && is_large(a, row.lse);
-        if (changes_scores(a) && row_is_large) change_with_slopes(a, keys, S, buffers.slopes + lane * Bc);
-        if (changes_scores(a) && !row_is_large) change_with_slopes(a, keys, P, buffers.slopes + lane * Bc);
+        const auto change = [&](auto *scores) {
+            if (has_softcap(a)) change_with_slopes(a, keys, scores, buffers.slopes + lane * Bc);
+            if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j0, keys, scores);
+        };
+        row_is_large ? change(S) : change(P);
         if (row_is_large) {
             for (int c = 0; c < keys; c += W) vec(P + c) = exp_double(S + c, a.softmax_scale, row.m, row.log_l);
             continue;
@@ -166,7 +172,7 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
-    compute_P(a, rows, t.rows, vectors, buffers);
+    compute_P(a, t, rows, j0, vectors, buffers);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
         for_each_row(mask, t, j0, keys, [&](int lane, int begin, int end) {
             float *const row = P + lane * Bc;
@@ -226,9 +232,10 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
         const int j0 = t.j0 + (columns.begin - t.j0) / W * W, columns_of_part = columns.end - j0;
         const GradientBuffers own = buffers.from(j0 - t.j0, D);
         if (part.rows > 0) {
-            load_queries<T>(a, mask, part, a.q, a.q_stride, buffers.Qi);
-            load_queries<T>(a, mask, part, g.do_, g.do_stride, buffers.dOi);
-            compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, workspace.rows_of(a, part), own);
+            const GradientRow *const rows_of_part = workspace.rows_of(a, part);
+            load_queries<T>(a, mask, part, rows_of_part, a.q, a.q_stride, buffers.Qi);
+            load_queries<T>(a, mask, part, rows_of_part, g.do_, g.do_stride, buffers.dOi);
+            compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, rows_of_part, own);
         }
         // 21. dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits.
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
@@ -270,6 +277,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         const double lse = g.lse[at];
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
+        if (has_terms(a) && g.lse[at] == -INFINITY) rows[lane] = {INFINITY, 0.f, 0.f, 0., 0.};
         if (!empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
         const float zeros[kMostDOnCPU] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
@@ -306,8 +314,8 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
     const double sign = a.softmax_scale < 0.f ? -1. : 1.;
     RowSums sums[gradient_Br];
-    load_queries<T>(a, mask, t, a.q, a.q_stride, buffers.Qi);
-    load_queries<T>(a, mask, t, g.do_, g.do_stride, buffers.dOi);
+    load_queries<T>(a, mask, t, rows, a.q, a.q_stride, buffers.Qi);
+    load_queries<T>(a, mask, t, rows, g.do_, g.do_stride, buffers.dOi);
     for (int j0 = seen.begin / Bc * Bc; j0 < seen.end; j0 += Bc) {
         const Keys keys = {std::max(mask.keys.begin, j0), std::min(mask.keys.end, j0 + Bc)};
         load_keys<T>(a, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
@@ -317,7 +325,9 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;
-            for (int c = begin; c < end; ++c) S[c] = sign * unscaled(a, S[c]);
+            for (int c = begin; c < end; ++c) S[c] = capped(a, S[c]);
+            if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j0, Bc, S);
+            for (int c = begin; c < end; ++c) S[c] *= sign;
             std::fill(S, S + begin, -INFINITY), std::fill(S + end, S + Bc, -INFINITY);
             std::fill(dP, dP + begin, 0.f), std::fill(dP + end, dP + Bc, 0.f);
             add_scores(sign * a.softmax_scale, S, dP, sums[lane]);

@@ -43,7 +43,6 @@ _ELSEWHERE = {
     "return_aux": "use return_lse=True",
     "logits_soft_cap": "use softcap",
     "attn_logit_softcapping": "use softcap",
-    "alibi_slopes": "there is no ALiBi yet",
     "page_table": "use block_table",
     "block_tables": "use block_table",
     "num_splits": "leave it out: the keys are split as the number of rows and keys asks for",

@@ -39,6 +39,7 @@ class _Options(TypedDict, total=False):
     prefix_k: Tensor | None
     seqused_k: Tensor | None
     softcap: float | None
+    alibi_slopes: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -121,6 +122,7 @@ def forward(
     prefix_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -195,6 +197,10 @@ def forward(
             stay as they are. From 1e-30 to 1e30; None or 0: none. In bfloat16 on a GPU tanh has a relative
             error of 2^-11, up to softcap 128. Packed queries over caches are slow with it, and pages are
             copied unless `explain` says "decode".
+        alibi_slopes: (Hq,) or (B, Hq), float32, on q's device: the score of query i and key j is less by
+            slope * |i + offset - j|, behind a softcap and before the mask (ALiBi, as flash_attn has it). In a
+            document i + offset is the query's position in it. Slopes have no gradient. What softcap's last
+            sentence says holds here, too; on Hopper GPUs "portable"'s kernels compute.
 
     Returns:
         o in q's shape, dtype and order of strides, or `out`. With `return_lse` the tuple (o, lse): lse
@@ -208,8 +214,8 @@ def forward(
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
         RuntimeError: an input requires grad together with `out`, `block_table` or `seqused_k` while grad mode
-            is on, or is a dual tensor, or this build has no code for the GPU. In each case nothing has been
-            launched.
+            is on, or alibi_slopes do, or an input is a dual tensor, or this build has no code for the GPU. In
+            each case nothing has been launched.
 
     Gradients: autograd differentiates o, lse and the state in q, k, v, sinks and `state`. It keeps q, k, v, o
     and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),
@@ -226,7 +232,8 @@ def forward(
     # _ARGUMENTS, in their order
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
-        *(cu_seqlens_q, cu_seqlens_k, prefix_k, softcap, o, l, m, sinks, block_table, seqused_k),
+        *(cu_seqlens_q, cu_seqlens_k, prefix_k, softcap, alibi_slopes),
+        *(o, l, m, sinks, block_table, seqused_k),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))

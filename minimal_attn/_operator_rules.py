@@ -10,12 +10,14 @@ from itertools import combinations
 import torch
 from torch import library
 
-# The operators' tensors that have a row for each batch and head. Others but sinks have one for each batch.
+# The operators' tensors that have a row for each batch and head. Others have one for each batch, or one for
+# the heads of all.
 _BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
+_OF_HEADS = ("sinks", "alibi_slopes")
 
 
 def _by_batch(operator):
-    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name != "sinks"]
+    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name not in _OF_HEADS]
 
 
 def _vmap_rule(operator):
@@ -52,10 +54,10 @@ def _vmap_rule(operator):
                 if name == "key_ranges" and t.dim() == 4 and t.shape[1] == 1:  # one row for all batches
                     t = t.expand(-1, B, -1, -1)
                 arguments[name] = t.flatten(0, 1)
-        if arguments.get("sinks") is not None:
-            sinks = in_front("sinks")
-            sinks = sinks if sinks.dim() == 3 else sinks.unsqueeze(1).expand(-1, B, -1)
-            arguments["sinks"] = sinks.flatten(0, 1)
+        for name in _OF_HEADS:
+            if arguments.get(name) is not None:
+                t = in_front(name)
+                arguments[name] = (t if t.dim() == 3 else t.unsqueeze(1).expand(-1, B, -1)).flatten(0, 1)
         results = operator(**arguments)
         split = (info.batch_size, B)
         if isinstance(results, torch.Tensor):
@@ -119,7 +121,7 @@ def _sharding_rule(operator):
 
     def rule(*args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
-        k, sinks = given["k"], given.get("sinks")
+        k = given["k"]
         by_batch = dict.fromkeys(_by_batch(operator), Shard(0))
         by_head = dict.fromkeys(_BY_HEAD, Shard(1))
         if given.get("block_table") is not None:  # any batch may read any page
@@ -127,9 +129,10 @@ def _sharding_rule(operator):
         ranges = given.get("key_ranges")
         if ranges is not None and ranges.shape[0] != k.shape[0]:  # one row for all batches
             by_batch["key_ranges"] = whole
-        if sinks is not None:
-            by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
-            by_head["sinks"] = Shard(sinks.ndim - 1)
+        for name in _OF_HEADS:
+            if (t := given.get(name)) is not None:
+                by_batch[name] = Shard(0) if t.ndim == 2 else whole
+                by_head[name] = Shard(t.ndim - 1)
         Hkv, sizes = k.shape[1], k.mesh.shape
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.

@@ -191,7 +191,9 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float *const log2_l = walks_queries ? of_columns : row_log2_l;
             const float *const D_i = walks_queries ? of_columns + Walk : row_D;
             const float c = a.softmax_scale * kLog2e;
-            if constexpr (kIsGeneral<Mask>) change<T>(a.scores, flat(S));
+            if constexpr (kIsGeneral<Mask>)
+                change_S_dP<T, Tile>(S, dP, a, owned.b, walks_queries ? owned.h * heads + n : owned.h, row + lane / 4,
+                                     column + lane % 4 * 2, D_i);
             if (__builtin_expect(may_be_large, false)) {
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
                 const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;

@@ -91,17 +91,19 @@ __device__ void add_product(Sum (&C)[RowsTile::M][RowsTile::N][4], const HeadRow
 template <class T, class Sum, class Mask>
 __device__ void add_scores(const Attention &a, RowSums (&rows)[RowsTile::Columns],
                            const Sum (&S)[RowsTile::M][RowsTile::N][4], const float (&dP)[RowsTile::M][RowsTile::N][4],
-                           float sign, float c, const Mask &mask, int i, int j) {
+                           float sign, float c, const Mask &mask, int64_t b, int64_t h, int i, int j) {
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
-        const Keys seen = keys_of_row(mask, i + column / 2 * 8 + column % 2);
+        const int query = i + column / 2 * 8 + column % 2;
+        const Keys seen = keys_of_row(mask, query);
         Sum score[RowsTile::Keys], m = -INFINITY;
         RowSums tile;
 #pragma unroll
         for (int r = 0; r < RowsTile::Keys; ++r) {
             const bool is_seen = seen.begin <= j + 8 * r && j + 8 * r < seen.end;
             Sum s = S[r / 2][column / 2][r % 2 * 2 + column % 2];
-            if constexpr (kIsGeneral<Mask>) s = changed_in<T>(a.scores, s);
+            if (kIsGeneral<Mask> && has_softcap(a)) s = changed_in<T>(a.scores, s);
+            if (kIsGeneral<Mask> && has_terms(a)) s = whole(a, s, TermsOfRow(a, b, h, query).of_key<T>(j + 8 * r));
             score[r] = is_seen ? sign * s : -INFINITY;
             m = score[r] > m ? score[r] : m;
         }
@@ -135,7 +137,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         float dP[RowsTile::M][RowsTile::N][4] = {};
         add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, mask.keys.end}, Q, a.d, aligned);
         add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, mask.keys.end}, dO, a.d, aligned);
-        add_scores<T>(a, sums, S, dP, sign, c, mask, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
+        add_scores<T>(a, sums, S, dP, sign, c, mask, b, h, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
     }
     extern __shared__ __align__(128) unsigned char shared[];
     RowSums *const of_later_keys = (RowSums *)shared;

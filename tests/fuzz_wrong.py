@@ -36,6 +36,7 @@ def replace(call):
         "cu_seqlens_k": bad_cu_seqlens,
         "prefix_k": bad_prefix,
         "softcap": bad_scale,
+        "alibi_slopes": bad_sinks,
         "seqused_k": bad_seqused,
         "backend": bad_backend,
         "unknown": bad_keyword,
@@ -299,7 +300,7 @@ def bad_sinks(call, name):
         lambda: t.to_sparse(),
     ]
     set_argument(call, name, call.choice(*kinds)())
-    if isinstance(call.arguments.get("state"), tuple):
+    if name == "sinks" and isinstance(call.arguments.get("state"), tuple):
         call.wrong.add("state")
 
 

@@ -54,7 +54,8 @@ def forms(backend, dtype):
 def check(backend, do, q, k, v, **options):
     """Errors are relative to the gradient's norm or, where it cancels, to gradient_sizes."""
     expected = gradients(do, q, k, v, **options)
-    band = {x: y for x, y in options.items() if x not in ("softmax_scale", "softcap", "sinks", "dlse")}
+    others = "softmax_scale", "softcap", "alibi_slopes", "sinks", "dlse"
+    band = {x: y for x, y in options.items() if x not in others}
     seen = visible_keys(q.shape[0], q.shape[2], k.shape[2], **band).to(q.device)
     blind = {"q": ~seen.any(-1), "k": ~seen.any(-2), "v": ~seen.any(-2)}
     for name, actual, exact in zip("qkv", grads(backend, do, q, k, v, **options), expected, strict=True):
@@ -76,6 +77,7 @@ OPTIONS = {
     "scale": lambda b: dict(softmax_scale=-0.3),
     "scale 0": lambda b: dict(softmax_scale=0.0),
     "softcap": lambda b: dict(softcap=1.5, causal=True),
+    "alibi_slopes": lambda b: dict(alibi_slopes=b.randn(4).abs() / 4, causal=True),
     "lengths": lambda b: dict(seqlens_k=b.ints(33, 0), causal=True),
     "left padding": lambda b: dict(leftpad_k=b.ints(70, 12), seqlens_k=b.ints(80, 90)),
     "offsets": lambda b: dict(offset=b.ints(-60, 50), causal=True),

@@ -359,7 +359,6 @@ def test_misspelt_keyword(backend):
         "cu_seqlens": "cu_seqlens_q",
         "cache_seqlens": "seqlens_k",
         "sm_scale": "softmax_scale",
-        "alibi_slopes": "no ALiBi",
         "return_attn_probs": "return_lse",
         "s_aux": "sinks",
         "query": "use q",
