@@ -81,6 +81,11 @@ struct Scores {
     float ratio;    // scale / softcap
 };
 
+// Of a tensor that is broadcast to (B, Hq, Nq, Nk), in elements: any numbers.
+struct PairStrides {
+    int64_t batch, head, row, key;
+};
+
 // What is added to a scaled score, by the pair of query i and key j: scores.h computes it.
 struct Terms {
     float unit;  // of what is below it: a product, or with softcap a tanh. Attention::softmax_scale is then 1
@@ -89,6 +94,11 @@ struct Terms {
     int64_t slopes_stride, slope_stride;
     int64_t offset;  // an int offset, which p_i includes
     int *positions;  // with tables (ranges.h), of each query: p_i, the key that the last bound of causal is
+    // attn_mask and bias, or null. What is hidden has the term -inf.
+    const unsigned char *mask;  // not 0: visible
+    const void *bias;
+    bool bias_is_float32;  // else it has q's dtype
+    PairStrides mask_stride, bias_stride;
 };
 
 struct Attention {

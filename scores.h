@@ -3,6 +3,8 @@
 //     s = softmax_scale * Qi Kj^T
 //     s = softcap * tanh(s / softcap)        if there is a softcap
 //     s = s - slope |p_i - j|                if there are alibi_slopes; p_i is the key that query i is at
+//     s = s + bias(b, h, i, j)               if there is one
+//     s = -inf                               where attn_mask(b, h, i, j) is False
 //
 // If a call has a softcap, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap. If
 // it has a term of the pair (i, j), what follows sees the whole s, and softmax_scale is 1. The backward pass multiplies
@@ -23,7 +25,9 @@
 namespace minimal_attn {
 
 MINIMAL_ATTN_HOST_DEVICE inline bool has_softcap(const Attention &a) { return a.scores.softcap != 0.f; }
-MINIMAL_ATTN_HOST_DEVICE inline bool has_terms(const Attention &a) { return a.terms.alibi_slopes; }
+MINIMAL_ATTN_HOST_DEVICE inline bool has_terms(const Attention &a) {
+    return a.terms.alibi_slopes || a.terms.mask || a.terms.bias;
+}
 MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return has_softcap(a) || has_terms(a); }
 
 // t, from a product. Real is float or double. cpu/vector.h has both functions for vectors: each instruction set compiles
@@ -52,19 +56,28 @@ MINIMAL_ATTN_HOST_DEVICE Real slope_in(const Attention &a, Real t) {
     return has_softcap(a) ? slope_of(t) : Real(1);
 }
 
-// The whole score, from the product or t.
+// The whole score, from the product or t. Where the term is -inf, either may be anything.
 template <class Real>
 MINIMAL_ATTN_HOST_DEVICE Real whole(const Attention &a, Real t, float term) {
-    return a.terms.unit * t + term;
+    return term == -INFINITY ? -INFINITY : a.terms.unit * t + term;
 }
 
-// What is added to the scores of query i of head h. Tiles may reach beyond the last query.
+// What is added to the scores of query i of head h. Tiles may reach beyond the last query and the last key.
 struct TermsOfRow {
     const Terms &terms;
+    const int last_key;
     float slope = 0.f;
     int position = 0;
+    const unsigned char *mask = nullptr;
+    int64_t bias = 0;  // where the row begins
 
-    MINIMAL_ATTN_HOST_DEVICE TermsOfRow(const Attention &a, int64_t b, int64_t h, int i) : terms(a.terms) {
+    MINIMAL_ATTN_HOST_DEVICE TermsOfRow(const Attention &a, int64_t b, int64_t h, int i)
+        : terms(a.terms), last_key(a.Nk - 1) {
+        const auto begin = [&](const PairStrides &stride) {
+            return b * stride.batch + h * stride.head + clamp(i, 0, a.Nq - 1) * stride.row;
+        };
+        if (terms.mask) mask = terms.mask + begin(terms.mask_stride);
+        if (terms.bias) bias = begin(terms.bias_stride);
         if (!terms.alibi_slopes) return;
         slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
         position = terms.positions ? terms.positions[b * range_rows(a) + i] : position_of_query(a, b, i);
@@ -74,7 +87,12 @@ struct TermsOfRow {
     // That of key j; T is q's type. cpu/terms.h computes those of many keys.
     template <class T>
     __device__ float of_key(int j) const {
-        return of_position(j);
+        j = min(j, last_key);
+        float term = of_position(j);
+        const int64_t at = bias + j * terms.bias_stride.key;
+        if (terms.bias)
+            term += terms.bias_is_float32 ? ((const float *)terms.bias)[at] : (float)((const T *)terms.bias)[at];
+        return mask && !mask[j * terms.mask_stride.key] ? -INFINITY : term;
     }
 #endif
 };

@@ -35,7 +35,9 @@ using MaybeTensor = std::optional<Tensor>;
     of(const MaybeTensor &, cu_seqlens_k, "Tensor? cu_seqlens_k=None", "cu_seqlens_k")     \
     of(const MaybeTensor &, prefix_k, "Tensor? prefix_k=None", "prefix_k")                 \
     of(std::optional<double>, softcap, "float? softcap=None", "softcap")                   \
-    of(const MaybeTensor &, alibi_slopes, "Tensor? alibi_slopes=None", "alibi_slopes")
+    of(const MaybeTensor &, alibi_slopes, "Tensor? alibi_slopes=None", "alibi_slopes")     \
+    of(const MaybeTensor &, attn_mask, "Tensor? attn_mask=None", "attn_mask")              \
+    of(const MaybeTensor &, bias, "Tensor? bias=None", "bias")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                               \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \

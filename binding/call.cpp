@@ -109,6 +109,17 @@ void set_terms(Attention &attention, const Arguments &a) {
         terms.alibi_slopes = slopes.const_data_ptr<float>();
         terms.slopes_stride = slopes.stride(0), terms.slope_stride = slopes.stride(1);
     }
+    const bool is_bool = a.attn_mask && a.attn_mask->scalar_type() == at::kBool;
+    const auto expanded = [&](const Tensor &t, PairStrides &stride) {
+        const Tensor all = t.expand({attention.B, attention.Hq, attention.Nq, attention.Nk});
+        stride = {all.stride(0), all.stride(1), all.stride(2), all.stride(3)};
+        return all.const_data_ptr();
+    };
+    if (is_bool) terms.mask = (const unsigned char *)expanded(*a.attn_mask, terms.mask_stride);
+    if (const MaybeTensor &bias = is_bool ? a.bias : a.attn_mask ? a.attn_mask : a.bias) {
+        terms.bias = expanded(*bias, terms.bias_stride);
+        terms.bias_is_float32 = bias->scalar_type() == at::kFloat;
+    }
     if (has_terms(attention)) terms.unit = std::exchange(attention.softmax_scale, 1.f);
 }
 
@@ -264,7 +275,10 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
     if (!backend.takes_decode) return;
     TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention),
-                      has_softcap(attention) ? "softcap must be None or 0" : "alibi_slopes must be None",
+                      has_softcap(attention) ? "softcap must be None or 0"
+                      : a.alibi_slopes       ? "alibi_slopes must be None"
+                      : a.attn_mask          ? "attn_mask must be None"
+                                             : "bias must be None",
                       " in backend \"", backend.name,
                       "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
     // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no

@@ -165,6 +165,24 @@ inline void check_alibi_slopes(const Arguments &a) {
     check_per_head(a.q, *a.alibi_slopes, "alibi_slopes");
 }
 
+// attn_mask and bias: of each query head, query and key, or broadcast.
+inline void check_pairs(const Arguments &a, const MaybeTensor &t, const char *name, bool may_be_bool) {
+    if (!t) return;
+    const auto dtype = t->scalar_type(), of_q = a.q.scalar_type();
+    TORCH_CHECK_VALUE((may_be_bool && dtype == at::kBool) || dtype == of_q || dtype == at::kFloat, name, " must be ",
+                      may_be_bool ? "bool (True: visible), float32 or q's " : "float32 or q's ", name_of(of_q),
+                      " (added to scores), but is ", name_of(dtype));
+    check_like_q(a.q, *t, name, dtype);
+    const SymInt Nk = a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2);
+    const std::array<SymInt, 4> pairs = {a.q.sym_size(0), a.q.sym_size(1), a.q.sym_size(2), Nk};
+    const auto shape = t->sym_sizes();
+    bool fits = shape.size() <= 4;
+    for (size_t i = 0; i < shape.size() && fits; ++i)
+        fits = holds(shape[i].sym_eq(1) | shape[i].sym_eq(pairs[4 - shape.size() + i]));
+    TORCH_CHECK_VALUE(fits, name, " must broadcast to (B, Hq, Nq, Nk) = ", c10::SymIntArrayRef(pairs),
+                      ", but has shape ", shape);
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;
@@ -185,6 +203,10 @@ inline void check_options(const Arguments &a) {
     TORCH_CHECK_VALUE(a.cu_seqlens_q || !a.seqused_k, "seqused_k must be None without cu_seqlens_q, but was given");
     check_per_document(a, a.seqused_k, "seqused_k");
     check_alibi_slopes(a);
+    check_pairs(a, a.attn_mask, "attn_mask", /*may_be_bool=*/true);
+    check_pairs(a, a.bias, "bias", /*may_be_bool=*/false);
+    TORCH_CHECK_VALUE(!a.bias || !a.attn_mask || a.attn_mask->scalar_type() == at::kBool,
+                      "attn_mask must be bool with a bias, but is ", name_of(a.attn_mask->scalar_type()));
 }
 
 inline void check_sinks(const Arguments &a) {

@@ -37,6 +37,8 @@ inline bool check_grad(const Tensor &t, const char *name, const char *refused_wi
     const bool is_wanted = t.requires_grad() && at::GradMode::is_enabled();
     TORCH_CHECK(!is_wanted || name != std::string_view("alibi_slopes"),
                 "alibi_slopes must not require grad, but do: they have no gradient; detach them");
+    TORCH_CHECK(!is_wanted || (name != std::string_view("attn_mask") && name != std::string_view("bias")), name,
+                " must not require grad, but does: it has no gradient yet; detach it");
     TORCH_CHECK(!is_wanted || !refused_with, name, " must not require grad where ", refused_with,
                 " is given, but does: call it without ", refused_with, ", or under torch.no_grad()");
     return is_wanted;

@@ -5,6 +5,22 @@
 [[gnu::noinline]] inline void fill_terms(const Attention &a, int64_t b, int64_t h, int64_t i, int j, int n, float *to) {
     const TermsOfRow row(a, b, h, (int)i);
     for (int c = 0; c < round_up(n, W); ++c) to[c] = row.of_position(j + c);
+    n = std::min(n, a.Nk - j);
+    // A loop for rows whose keys are neighbours: vectors.
+    const auto for_keys = [&](int64_t stride, const auto &use) {
+        if (stride == 1)
+            for (int c = 0; c < n; ++c) use(c, c);
+        else
+            for (int c = 0; c < n; ++c) use(c, c * stride);
+    };
+    if (a.terms.bias)
+        with_type(a.terms.bias_is_float32 ? Dtype::float32 : a.dtype, [&](auto zero) {
+            const auto *const bias = (const decltype(zero) *)a.terms.bias + row.bias + j * a.terms.bias_stride.key;
+            for_keys(a.terms.bias_stride.key, [&](int c, int64_t at) { to[c] += (float)bias[at]; });
+        });
+    if (!row.mask) return;
+    const unsigned char *const mask = row.mask + j * a.terms.mask_stride.key;
+    for_keys(a.terms.mask_stride.key, [&](int c, int64_t at) { to[c] = mask[at] ? to[c] : -INFINITY; });
 }
 
 // n scores of a query become whole ones, in place. Real is float or double.

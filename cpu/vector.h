@@ -63,7 +63,9 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
 // Those of scores.h.
 [[gnu::always_inline]] inline Vec changed(const Scores &scores, Vec QK) { return tanh(QK * scores.ratio); }
 [[gnu::always_inline]] inline Vec slope_of(Vec t) { return 1.f - t * t; }
-[[gnu::always_inline]] inline Vec whole(const Attention &a, Vec t, Vec term) { return a.terms.unit * t + term; }
+[[gnu::always_inline]] inline Vec whole(const Attention &a, Vec t, Vec term) {
+    return term == -INFINITY ? Vec{} - INFINITY : a.terms.unit * t + term;
+}
 using minimal_attn::whole;
 
 // use(T()) for the type of a tensor. What differs between types is here alone; all other code is compiled once.

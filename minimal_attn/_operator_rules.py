@@ -14,10 +14,12 @@ from torch import library
 # the heads of all.
 _BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
 _OF_HEADS = ("sinks", "alibi_slopes")
+_OF_PAIRS = ("attn_mask", "bias")  # broadcast to (B, Hq, Nq, Nk)
 
 
 def _by_batch(operator):
-    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name not in _OF_HEADS]
+    others = _OF_HEADS + _OF_PAIRS
+    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name not in others]
 
 
 def _vmap_rule(operator):
@@ -58,6 +60,13 @@ def _vmap_rule(operator):
             if arguments.get(name) is not None:
                 t = in_front(name)
                 arguments[name] = (t if t.dim() == 3 else t.unsqueeze(1).expand(-1, B, -1)).flatten(0, 1)
+        for name in _OF_PAIRS:
+            t = arguments.get(name)
+            if t is None or (dims[name] is None and (t.dim() < 4 or t.shape[0] == 1)):
+                continue  # broadcast to the mapped dimension, too
+            t = in_front(name)
+            t = t[(slice(None), *[None] * (5 - t.dim()))]
+            arguments[name] = t.expand(-1, B, -1, -1, -1).flatten(0, 1)
         results = operator(**arguments)
         split = (info.batch_size, B)
         if isinstance(results, torch.Tensor):
@@ -133,6 +142,12 @@ def _sharding_rule(operator):
             if (t := given.get(name)) is not None:
                 by_batch[name] = Shard(0) if t.ndim == 2 else whole
                 by_head[name] = Shard(t.ndim - 1)
+        for name in _OF_PAIRS:
+            if (t := given.get(name)) is not None:
+                is_of = [t.ndim >= n and t.shape[-n] > 1 for n in (4, 3)]  # else it is broadcast
+                by_batch[name], by_head[name] = (
+                    Shard(t.ndim - n) if own else whole for n, own in zip((4, 3), is_of, strict=True)
+                )
         Hkv, sizes = k.shape[1], k.mesh.shape
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import minimal_attn
-from minimal_attn._errors import wrong_call
+from minimal_attn._errors import refuse_grad, wrong_call
 from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
 _OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
-_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes".split()
+_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes attn_mask bias".split()
 
 
 def forward(
@@ -46,6 +46,8 @@ def forward(
         options.pop("backend", None)
         o, lse = manual(q, k, v, sinks, **options)
     else:
+        terms = {name: options.get(name) for name in ("alibi_slopes", "attn_mask", "bias")}
+        refuse_grad("second_order.forward in q's dtype", **terms)
         of_ints = {name: x for name, x in options.items() if isinstance(x, Tensor)}
         numbers = {name: x for name, x in options.items() if name not in of_ints}
         o, lse = _Attention.apply(q, k, v, sinks, numbers, list(of_ints), *of_ints.values())
@@ -101,7 +103,9 @@ def _function(q, k, v, sinks, options):
     return lambda *tensors: manual(*tensors, **options), q, k, v, sinks
 
 
-def manual(q, k, v, sinks, *, softmax_scale=None, softcap=None, alibi_slopes=None, **band):
+def manual(
+    q, k, v, sinks, *, softmax_scale=None, softcap=None, alibi_slopes=None, attn_mask=None, bias=None, **band
+):
     """(o, lse) by operators of PyTorch, in float32 or float64."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
     dtype, of_sums = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -114,6 +118,11 @@ def manual(q, k, v, sinks, *, softmax_scale=None, softcap=None, alibi_slopes=Non
     if alibi_slopes is not None:
         distance = (positions(Nq, Nk, q.device, **band)[0] - torch.arange(Nk, device=q.device)).abs()
         S = S - alibi_slopes.to(of_sums)[..., None, None] * distance.unsqueeze(-3)
+    for term in attn_mask, bias:
+        if term is not None and term.dtype != torch.bool:
+            S, seen = S + term.to(of_sums), seen & (term != -torch.inf)
+        elif term is not None:
+            seen = seen & term
     S = S.masked_fill(~seen, -torch.inf)
     m = S.detach().amax(-1, keepdim=True) if Nk else S.new_full((B, Hq, Nq, 1), -torch.inf)
     if sinks is not None:

@@ -139,7 +139,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         T *const to = (T *)(stages + stage * Tile::StageBytes);
         if constexpr (walks_queries) {
             const int64_t h = owned.h * heads + n, row = (owned.b * a.Hq + h) * rows.head_stride + column0;
-            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, a.d, aligned, view.is_read(column0));
+            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, a.d, aligned,
+                                   read_by_terms<Mask>(a, rows.log2_l + row, view.is_read(column0)));
             if (threadIdx.x < Walk / 2)
                 copy16((unsigned)__cvta_generic_to_shared(to + 2 * Walk * D) + 16 * threadIdx.x,
                        (threadIdx.x < Walk / 4 ? rows.log2_l : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);

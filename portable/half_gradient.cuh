@@ -126,6 +126,10 @@ __device__ void change_S_dP(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M
         for (int x = 0; x < Tile::M * Tile::N * 4; ++x) flat(dP)[x] *= slope_of(flat(S)[x]);
     }
     add_terms<T, by_column>(a, b, h, row0, column0, S);
+    if (!has_terms(a)) return;
+#pragma unroll
+    for (int x = 0; x < Tile::M * Tile::N * 4; ++x)
+        if (flat(S)[x] == -INFINITY) flat(dP)[x] = 0.f;  // where a term hides the key dP may be inf
 }
 
 // 12. P = dS = 0 where the mask hides a score. This thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.

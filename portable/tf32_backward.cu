@@ -24,6 +24,7 @@
 //     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
 //     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
 #include "portable/gradient_rows.h"
+#include "portable/gradient_view.cuh"
 #include "portable/ordered_dq.cuh"
 #include "portable/tf32.cuh"
 
@@ -208,10 +209,12 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                         s = capped(a, s), slope = slope_in(a, s);
                         if (has_terms(a)) s = whole(a, s, of.term(a, 8 * n + y, 16 * m + 8 * r));
                     }
+                    const bool is_hidden = kIsGeneral<Mask> && s == -INFINITY;  // then dP may be inf
                     s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
                     if (masked && !queries.see(8 * n + y)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
-                    if constexpr (kIsGeneral<Mask>) dp = masked && !queries.see(8 * n + y) ? 0.f : dp * slope;
+                    if constexpr (kIsGeneral<Mask>)
+                        dp = is_hidden || (masked && !queries.see(8 * n + y)) ? 0.f : dp * slope;
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
                                  "f"(dp)
                                  : "memory");
@@ -331,7 +334,9 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const auto is_read = [&, all_are = !tile_has_blind_query(block.mask, i0)](int row) {
             return all_are || !empty(keys_of_row(block.mask, i0 + row));
         };
-        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned, 0, is_read);
+        const int64_t at = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
+        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, a.d, aligned, 0,
+                                      read_by_terms<Mask>(a, gradient_rows.log2_l + at, is_read));
     };
     const auto load_Q = [&](int step) { load(Q_tile, a.q, a.q_stride, step); };
     const auto load_dO = [&](int step) {

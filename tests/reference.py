@@ -84,7 +84,18 @@ def positions(
 
 
 def attention(
-    q, k, v, *, softmax_scale=None, softcap=None, alibi_slopes=None, sinks=None, dtype=torch.float64, **band
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    attn_mask=None,
+    bias=None,
+    sinks=None,
+    dtype=torch.float64,
+    **band,
 ):
     """Manual attention in `dtype`, and the softmax state (l, m) of each row."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
@@ -109,6 +120,11 @@ def attention(
     if alibi_slopes is not None:
         distance = positions(B, Nq, Nk, **band)[..., None] - torch.arange(Nk)
         s = s - alibi_slopes.to(dtype)[..., None, None] * distance.abs().to(s.device, dtype)
+    for x in attn_mask, bias:
+        if x is not None and x.dtype == torch.bool:
+            seen = seen & x
+        elif x is not None:
+            s, seen = s + x.to(dtype), seen & (x != -torch.inf)
     s = s.masked_fill(~seen, -torch.inf)
     sink = s.new_tensor(-torch.inf) if sinks is None else sinks.to(dtype)[..., None]  # of a value that is 0
     m = torch.maximum(s.amax(-1) if Nk else s.new_full(s.shape[:-1], -torch.inf), sink)

@@ -16,7 +16,7 @@ from minimal_attn import second_order
 def slopes_for(b, *shape):
     """As models have them; for some heads 0 or below 0, so that far keys have the weight."""
     slopes = 2.0 ** -b.integers(1, 8, *shape)
-    return torch.where(b.integers(0, 9, *shape) < 8, slopes, -b.integers(0, 1, *shape) / 64)
+    return torch.where(b.integers(0, 9, *shape) < 8, slopes, -b.integers(0, 1, *shape) / 1024)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -353,7 +353,7 @@ def test_misspelt_keyword(backend):
     {
         "is_causal": "causal=True",
         "scale": "softmax_scale",
-        "attn_mask": "seqlens_k",
+        "mask": "use attn_mask",
         "dropout_p": "no dropout",
         "enable_gqa": "fewer heads",
         "cu_seqlens": "cu_seqlens_q",
