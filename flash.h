@@ -185,6 +185,12 @@ struct Gradient {
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
+
+    // The gradient of a bias (Terms), or null. If it is wanted, nothing else is computed. It is dense, in q's dtype or
+    // float32; its strides are 0 where the bias is broadcast or has one number.
+    void *dbias;
+    Dtype dbias_dtype;
+    PairStrides dbias_stride;
 };
 
 // Whether a row's lse is large: rounding it to float32 changes P too much. So do scores that are rounded otherwise than
@@ -387,6 +393,9 @@ bool serves_backward(const Gradient &gradient);  // else portable does
 Plan plan_half_backward(const Gradient &gradient, const Device &device);
 const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
+// On all GPU backends (portable/bias_gradient.cu).
+Plan plan_bias_cuda(const Gradient &gradient, const Device &device);
+const char *launch_bias_cuda(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
 const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 

@@ -111,6 +111,11 @@ using Backward = Extended<Gradients(const Tensor &, const Tensor &, const Tensor
                                     const Tensor &, const MaybeTensor &),
                           MINIMAL_ATTN_OPTIONS(LISTED) TypeList<std::optional<at::ScalarType>, bool, bool>>::type;
 
+// do, q, k, v, o, lse, dlse; the options; complete
+using BiasGradient = Extended<Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
+                                     const Tensor &, const MaybeTensor &),
+                              MINIMAL_ATTN_OPTIONS(LISTED) TypeList<bool>>::type;
+
 #undef FIELD
 #undef LISTED
 #undef SCHEMA

@@ -183,6 +183,11 @@ inline void check_pairs(const Arguments &a, const MaybeTensor &t, const char *na
                       ", but has shape ", shape);
 }
 
+// What is added to scores, if anything.
+inline const MaybeTensor &bias_of(const Arguments &a) {
+    return a.attn_mask && a.attn_mask->scalar_type() != at::kBool ? a.attn_mask : a.bias;
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <thread>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
@@ -106,7 +108,13 @@ struct BackwardFunctions {
     bool (*begin_rows)(const Gradient &, const QueryTile &, GradientRow *);
     void (*normalize_rows)(const Gradient &, const QueryTile &, GradientRow *, const GradientBuffers &);
     void (*backward_tile)(const Gradient &, const GradientTile &, const GradientWorkspace &, const GradientBuffers &);
+    void (*sum_bias_item)(const Gradient &, int64_t item, const GradientWorkspace &, const GradientBuffers &);
 };
+
+// An item of bias_gradient.h: its queries, in all heads of a key head, and a tile of keys.
+int queries_of_item(const Attention &a) { return (int)std::max<int64_t>(1, gradient_Br * a.Hkv / a.Hq); }
+int64_t query_items(const Attention &a) { return round_up(a.Nq, queries_of_item(a)) / queries_of_item(a); }
+int64_t key_tiles(const Attention &a) { return round_up(a.Nk, Bc) / Bc; }
 
 #if defined(__x86_64__) && !defined(__clang__)
 #pragma GCC push_options
@@ -152,7 +160,10 @@ Plan plan_cpu_backward(const Gradient &g, const Device &) {
     plan.kernel = cpu::vector_instructions();
     plan.threads = at::get_num_threads();
     plan.Br = cpu::gradient_Br, plan.Bc = cpu::Bc, plan.D = cpu::round_up(a.d, 16);
-    plan.grid = a.B * a.Hkv * (cpu::round_up(a.Nk, cpu::Bc) / cpu::Bc);
+    plan.grid = a.B * a.Hkv * cpu::key_tiles(a);
+    if (const PairStrides &s = g.dbias_stride; g.dbias)
+        plan.grid = (s.batch ? a.B : 1) * (s.head ? a.Hkv : 1) * (s.row ? cpu::query_items(a) : 1) *
+                    (s.key ? cpu::key_tiles(a) : 1);
     plan.workspace = cpu::GradientWorkspace(nullptr, a).size;
     return plan;
 }
@@ -181,6 +192,10 @@ const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memor
         const auto own = allocate();
         const cpu::GradientBuffers buffers((float *)own.get(), a);
         for (int64_t tile; (tile = next_tile++) < plan.grid;) {
+            if (g.dbias) {
+                functions.sum_bias_item(g, tile, workspace, buffers);
+                continue;
+            }
             const int64_t head = tile % heads, j = tile / heads;
             functions.backward_tile(g, {head / a.Hkv, head % a.Hkv, (int)(j * cpu::Bc)}, workspace, buffers);
         }

@@ -166,9 +166,10 @@ void compute_P(const Attention &a, const QueryTile &t, const GradientRow *rows, 
     }
 }
 
-// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
+// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. If `of_bias`, only the gradient of what is added to
+// the scores: dSij without slope and scale.
 void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys, Keys seen_by_all,
-                  const GradientRow *rows, const GradientBuffers &buffers) {
+                  const GradientRow *rows, const GradientBuffers &buffers, bool of_bias = false) {
     const int64_t D = round_up(a.d, 16);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
@@ -178,7 +179,8 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
-    multiply_matrices(keys, D, t.rows, P, 1, Bc, buffers.dOi, D, buffers.dVj, D, true);
+    if (!of_bias) multiply_matrices(keys, D, t.rows, P, 1, Bc, buffers.dOi, D, buffers.dVj, D, true);
+    const float scale = of_bias ? 1.f : a.scores.scale;
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
     for (int lane = 0; lane < t.rows; ++lane) {
@@ -186,14 +188,14 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
         for (int c = 0; c < vectors; c += W) {
             const Vec p = vec(P + lane * Bc + c);
             Vec &ds = vec(dS + lane * Bc + c);
-            if (buffers.slopes)
+            if (buffers.slopes && !of_bias)
                 ds = vec(buffers.slopes + lane * Bc + c) * (ds - D_of_row - D_low);
             else
                 ds = ds - D_of_row - D_low;
-            ds = p == 0.f ? Vec{} : a.scores.scale * p * ds;
+            ds = p == 0.f ? Vec{} : scale * p * ds;
         }
     }
-    multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
+    if (!of_bias) multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
 
 // The rows of a tile from the first to the last one that sees one of the keys. The others have P = 0.
@@ -278,7 +280,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
         if (has_terms(a) && g.lse[at] == -INFINITY) rows[lane] = {INFINITY, 0.f, 0.f, 0., 0.};
-        if (!empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
+        if (g.dbias || !empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
         const float zeros[kMostDOnCPU] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
     }
@@ -341,8 +343,10 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     }
 }
 
+#include "cpu/bias_gradient.h"
+
 template <class T>
-constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>};
+constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>, sum_bias_item<T>};
 
 }  // namespace
 

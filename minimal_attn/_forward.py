@@ -227,12 +227,14 @@ def forward(
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
         RuntimeError: an input requires grad together with `out`, `block_table` or `seqused_k` while grad mode
-            is on, or alibi_slopes, attn_mask or bias do, or an input is a dual tensor, or this build has no
-            code for the GPU. In each case nothing has been launched.
+            is on, or alibi_slopes do, or an input is a dual tensor, or this build has no code for the GPU. In
+            each case nothing has been launched.
 
-    Gradients: autograd differentiates o, lse and the state in q, k, v, sinks and `state`. It keeps q, k, v, o
-    and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),
-    as merge and further calls do. There are no second derivatives.
+    Gradients: autograd differentiates o, lse and the state in q, k, v, sinks, `state` and what is added to
+    scores (bias or attn_mask): of the latter by a pass of its own, which sums where it is broadcast, and
+    takes no memory but the gradient's. Autograd keeps q, k, v, o and the log-sum-exp, and calls
+    minimal_attn.backward. m counts as a constant: use l and m as m + log(l), as merge and further calls do.
+    There are no second derivatives.
     """
     if unknown or surplus:
         raise wrong_call("forward", "q, k, v", surplus, unknown)

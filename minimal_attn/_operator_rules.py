@@ -31,7 +31,7 @@ def _vmap_rule(operator):
         dims = dict(zip(names, in_dims, strict=False))
         shapes = {name: _shape_of_element(arguments[name], dims[name], name) for name in "qkv"}
         B = shapes["q"][0]
-        if arguments.get("cu_seqlens_q") is not None:
+        if arguments.get("cu_seqlens_q") is not None or operator is _bias_gradient():
             return _one_by_one(operator, info.batch_size, arguments, dims)
 
         def in_front(name):  # (mapped, ...), expanded where it isn't mapped
@@ -166,6 +166,8 @@ def _sharding_rule(operator):
             return results, inputs
 
         choices = [placements({}, [whole] * returns)]
+        if operator is _bias_gradient():  # whatever the bias is broadcast to
+            return choices
         if given.get("cu_seqlens_q") is None:  # else there is one batch
             choices.append(placements(by_batch, [Shard(0)] * returns))
         return choices + [placements(by_head, of_heads)] * bool(by_head)
@@ -224,7 +226,12 @@ class _AfterImport(MetaPathFinder):
 def _functional():
     """The operators that return new tensors."""
     forward = torch.ops.minimal_attn.forward
-    return [forward.default, forward.lse, forward.state, torch.ops.minimal_attn.backward.default]
+    gradients = torch.ops.minimal_attn.backward.default, _bias_gradient()
+    return [forward.default, forward.lse, forward.state, *gradients]
+
+
+def _bias_gradient():
+    return torch.ops.minimal_attn.bias_gradient.default
 
 
 def register():

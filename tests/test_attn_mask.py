@@ -294,3 +294,147 @@ def test_sanitizer(backend, dtype, d):
     options = dict(attn_mask=backend.randn(130, 140) < 0.5, bias=backend.randn(2, 130, 1, dtype=dtype))
     check(backend, torch.randn_like(q), q, k, v, **options)
     backend.check(q[:, :, :1], k, v, attn_mask=backend.randn(140) < 0.5)
+
+
+def gradient_of_bias(b, do, q, k, v, name, bias, dlse=None, **options):
+    """Of ours, and of the reference in float64."""
+    leaf = bias.clone().requires_grad_()
+    o, lse = b.forward(q, k, v, return_lse=True, **{name: leaf}, **options)
+    outputs, wanted = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
+    [found] = torch.autograd.grad(outputs, leaf, wanted)
+    exact = bias.detach().double().requires_grad_()
+    expected = attention(*(x.double() for x in (q, k, v)), **{name: exact}, **options)
+    loss = (expected.o * do.double()).sum()
+    if dlse is not None:
+        seen = expected.l > 0
+        loss = loss + ((expected.m + expected.l.log())[seen] * dlse.double()[seen]).sum()
+    [expected] = torch.autograd.grad(loss, exact)
+    assert found.shape == bias.shape and found.dtype == bias.dtype
+    return found, expected
+
+
+def check_gradient_of_bias(b, do, q, k, v, name, bias, **options):
+    """Where the bias is the same for all keys its gradient is 0, but for rounding."""
+    found, expected = gradient_of_bias(b, do, q, k, v, name, bias, **options)
+    bound = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[q.dtype]
+    sizes = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).numel() / max(bias.numel(), 1)
+    size = expected.norm() + 0.1 * (sizes * bias.numel()) ** 0.5
+    assert (found.double() - expected).norm() <= bound * size
+
+
+SHARED = ["BHQK", "1HQK", "B1QK", "11QK", "QK", "B11K", "1", "HQ1", "B1Q1", "1H11"]  # by whom
+
+
+def shape_of(letters, B, H, Q, K):
+    return [dict(B=B, H=H, Q=Q, K=K).get(x, 1) for x in letters]
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 70, 90, 64), (3, 6, 2, 33, 200, 48), (1, 71, 1, 20, 65, 8)])
+def test_gradient_of_bias(backend, dtype, shape, shared):
+    B, Hq, Hkv, Nq, Nk, d = shape
+    q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
+    for options in {}, dict(softcap=2.0, causal=True), dict(attn_mask=backend.randn(Nq, Nk) < 0.5):
+        of = torch.float32 if backend.random.random() < 0.5 else dtype
+        bias = term(backend, shape_of(shared, B, Hq, Nq, Nk), of, hides="attn_mask" not in options)
+        do = torch.randn_like(q)
+        name = "bias" if "attn_mask" in options or backend.random.random() < 0.5 else "attn_mask"
+        check_gradient_of_bias(backend, do, q, k, v, name, bias, **options)
+
+
+@pytest.mark.parametrize("d", [96, 128, 256])
+def test_gradient_of_bias_of_large_heads(backend, dtype, d):
+    q, k, v = backend.qkv(d=d, Nq=130, Nk=150, dtype=dtype)
+    check_gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", backend.randn(4, 130, 150))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradient_of_bias_with_masks(backend, dtype, mask):
+    q, k, v = backend.qkv(dtype=dtype)
+    options = MASKS[mask](backend, 2, 90) | dict(alibi_slopes=backend.randn(4) / 1000)
+    options |= dict(prefix_k=backend.ints(4, 30)) if backend.random.random() < 0.5 else {}
+    for bias in backend.randn(4, 70, 90), backend.randn(2, 1, 1, 90, dtype=dtype):
+        check_gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", bias, **options)
+
+
+@pytest.mark.parametrize("make", DOCUMENTS)
+def test_gradient_of_bias_of_documents(backend, dtype, make):
+    qkv, options = drawn(backend, make, dtype, front=3, behind=4)
+    bias = backend.randn(4, qkv[0].shape[2], qkv[1].shape[2])
+    do = torch.randn_like(qkv[0])
+    check_gradient_of_bias(backend, do, *qkv, "bias", bias, causal=True, **options)
+
+
+def test_gradient_of_bias_beside_others(backend, dtype):
+    """Sinks, dlse, strides, NaN in what nothing sees; gradients of q, k and v don't change."""
+    q, k, v = backend.qkv(dtype=dtype)
+    bias, do = backend.randn(4, 90, 70).mT, torch.randn_like(q)
+    others = dict(dlse=backend.randn(2, 4, 70), sinks=backend.randn(4))
+    check_gradient_of_bias(backend, do, q, k, v, "bias", bias, **others)
+    lengths = backend.ints(60, 33)
+    expected, _ = gradient_of_bias(backend, do, q, k, v, "bias", bias, seqlens_k=lengths)
+    k[0, :, 60:], v[0, :, 60:], k[1, :, 33:], v[1, :, 33:] = [torch.nan] * 4
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    o = backend.forward(*leaves[:3], bias=leaves[3], seqlens_k=lengths)
+    *others, found = torch.autograd.grad(o, leaves, do)
+    assert torch.equal(found, expected) and others[0].any()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = backend.forward(*leaves, bias=bias, seqlens_k=lengths)
+    assert same_bits(torch.autograd.grad(o, leaves, do), others)
+    o, lse = backend.forward(q, k, v, bias=bias, seqlens_k=lengths, return_lse=True)
+    options = dict(bias=bias, seqlens_k=lengths, backend=backend.name, complete=True)
+    again = torch.ops.minimal_attn.bias_gradient(do, q, k, v, o, lse, None, **options)
+    assert torch.equal(again, expected)
+
+
+def test_gradient_of_bias_at_large_scores(backend, dtype):
+    """lse is normalised again there, too."""
+    q, k, v = backend.qkv(Nq=130, Nk=150, dtype=dtype)
+    q = 10 * q
+    bias = 300 + backend.randn(4, 130, 150)
+    found, expected = gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", bias)
+    bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}[dtype]
+    assert (found.double() - expected).norm() < bound * expected.norm()
+
+
+def test_gradient_of_bias_is_refused(backend):
+    q, k, v = backend.qkv()
+    bias = backend.randn(70, 90).requires_grad_()
+    with pytest.raises(RuntimeError, match="^bias must not require grad where out is given, but does"):
+        backend.forward(q, k, v, bias=bias, out=torch.empty_like(q))
+    with pytest.raises(ValueError, match="^bias must be given for its gradient, but was None$"):
+        torch.ops.minimal_attn.bias_gradient(q, q, k, v, q, q[..., 0].contiguous(), None)
+    o = backend.forward(q, k, v, bias=bias)
+    [found] = torch.autograd.grad(o.sum(), bias, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        found.sum().backward()
+
+
+def test_gradient_of_bias_by_torchs_tools(backend):
+    """torch.compile, torch.func, vmap, checkpointing, nothing to compute."""
+    q, k, v = backend.qkv()
+    bias = backend.randn(2, 1, 70, 90)
+
+    def loss(bias, q=q):
+        return backend.forward(q, k, v, bias=bias).square().sum()
+
+    leaf = bias.clone().requires_grad_()
+    [expected] = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(bias), expected)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
+    both = torch.func.vmap(torch.func.grad(loss))(torch.stack([bias, bias + 1]))
+    torch.testing.assert_close(both[0], expected)
+    again = torch.utils.checkpoint.checkpoint(loss, leaf, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again, leaf)[0], expected)
+    none = torch.zeros(70, 0, device=backend.device, requires_grad=True)
+    o = backend.forward(q, k[:, :, :0], v[:, :, :0], bias=none)
+    assert torch.autograd.grad(o.sum(), none)[0].shape == (70, 0)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shared", ["1HQK", "B11K", "HQ1"])
+def test_sanitizer_of_the_gradient(backend, dtype, shared):
+    q, k, v = backend.qkv(B=2, Hq=2, Hkv=1, Nq=70, Nk=80, d=96, dtype=dtype)
+    bias = backend.randn(*shape_of(shared, 2, 2, 70, 80), dtype=dtype)
+    check_gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", bias)
