@@ -216,7 +216,9 @@ __global__ void __launch_bounds__(kThreads, 2)
             // 9. Sij = softmax_scale * Qi Kj^T, or what scores.h makes of it
             for_patches<4>(rows, keys, [&](int row, int x, int step) {
                 Patch S = multiply(&Qi[row * Q_stride], step * Q_stride, &Kj_T[x], Bc, D);
+#pragma unroll
                 for (int r = 0; r < 4; ++r) {
+#pragma unroll
                     for (int c = 0; c < 4; ++c)
                         S.row[r].x[c] =
                             a.softmax_scale * unscaled<T>(a, S.row[r].x[c], b, h, i0 + row + r * step, j0 + x + c);

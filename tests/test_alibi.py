@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from reference import attention
+from conftest import check_o
+from reference import attention, gradients, relative_error
 from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
 from test_key_ranges import RANGES
@@ -10,7 +11,7 @@ from test_prefix_k import MASKS
 from test_softcap import SHAPES, kernel_reached
 
 import minimal_attn
-from minimal_attn import second_order
+from minimal_attn import _stand_in, flash_attn, second_order
 
 
 def slopes_for(b, *shape):
@@ -190,3 +191,45 @@ def test_sanitizer(backend, dtype, d):
     options = dict(alibi_slopes=slopes_for(backend, 2))
     check(backend, torch.randn_like(q), q, k, v, causal=True, **options)
     backend.check(q[:, :, :1], k, v, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn(forced_backend, dtype, deterministic):
+    """Its three functions and the private ones pass slopes on, in both passes."""
+    b = forced_backend
+    q, k, v = (x.transpose(1, 2) for x in b.qkv(B=2, Nq=30, Nk=40, dtype=dtype))
+    heads, slopes, do = [x.transpose(1, 2) for x in (q, k, v)], slopes_for(b, 4), torch.randn_like(q)
+    options = dict(causal=True, alibi_slopes=slopes, deterministic=deterministic)
+    exact = attention(*heads, causal=True, alibi_slopes=slopes)
+    expected = gradients(do.transpose(1, 2), *heads, causal=True, alibi_slopes=slopes)
+
+    def check_gradients(found):
+        for x, y in zip(found, expected, strict=True):
+            assert relative_error(x.transpose(1, 2).double(), y) < 2e-2
+
+    for given in slopes, slopes.expand(2, -1):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = flash_attn.flash_attn_func(*leaves, **options | dict(alibi_slopes=given))
+        check_o(o.detach().transpose(1, 2), exact, dtype)
+        check_gradients(torch.autograd.grad(o, leaves, do))
+    packed = [x.flatten(0, 1).clone().requires_grad_() for x in (q, k, v)]
+    bounds = b.ints(0, 30, 60), b.ints(0, 40, 80), 30, 40
+    o = flash_attn.flash_attn_varlen_func(*packed, *bounds, **options)
+    check_o(o.detach().view_as(q).transpose(1, 2), exact, dtype)
+    found = torch.autograd.grad(o, packed, do.flatten(0, 1))
+    check_gradients([x.view(2, -1, *x.shape[1:]) for x in found])
+    new, old = [x[:, 35:].clone() for x in (k, v)], [x.clone() for x in (k, v)]
+    for x in old:
+        x[:, 35:] = 0
+    cache = dict(cache_seqlens=b.ints(35, 35), causal=True, alibi_slopes=slopes.expand(2, -1))
+    o = flash_attn.flash_attn_with_kvcache(q, *old, *new, **cache)
+    check_o(o.transpose(1, 2), exact, dtype)
+    if dtype == torch.float32:
+        return
+    fixed = dict(dropout_p=0.0, softmax_scale=0.125, softcap=0.0, alibi_slopes=slopes, causal=True)
+    fixed |= dict(window_size_left=-1, window_size_right=-1)
+    o, lse, *_ = _stand_in._flash_attn_forward(q, k, v, **fixed, return_softmax=False)
+    check_o(o.transpose(1, 2), exact, dtype)
+    found = [torch.empty_like(x) for x in (q, k, v)]
+    _stand_in._flash_attn_backward(do, q, k, v, o, lse, *found, **fixed, deterministic=deterministic)
+    check_gradients(found)
