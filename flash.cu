@@ -215,8 +215,12 @@ __global__ void __launch_bounds__(kThreads, 2)
             // 9. Sij = softmax_scale * Qi Kj^T, or what scores.h makes of it
             for_patches<4>(rows, keys, [&](int row, int x, int step) {
                 Patch S = multiply(&Qi[row * Q_stride], step * Q_stride, &Kj_T[x], Bc, D);
+#pragma unroll
                 for (int r = 0; r < 4; ++r) {
-                    for (int c = 0; c < 4; ++c) S.row[r].x[c] = a.softmax_scale * unscaled(a, S.row[r].x[c]);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c)
+                        S.row[r].x[c] =
+                            a.softmax_scale * unscaled<T>(a, S.row[r].x[c], b, h, i0 + row + r * step, j0 + x + c);
                     floats_at(&Sij[(row + r * step) * S_stride + x]) = S.row[r];
                 }
             });
@@ -273,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i0 = 0; i0 < a.Nq; i0 += Br)
         for_patches<1>(min(Br, a.Nq - i0), a.d_v, [&](int row, int x, int) {
             const int i = i0 + row, count = a.d_v - x;
-            const bool is_nan = l[i] == 0. && !empty(keys_of_row(mask, i));
+            const bool is_nan = l[i] == 0. && sees_by_terms(a, !empty(keys_of_row(mask, i)), 0.f);
             const Floats Oi = is_nan ? Floats{NAN, NAN, NAN, NAN} : load4(O[i] + x, count, aligned);
             if (x == 0) store_l_m_lse(a, b, h, i, (float)l[i], m[i]);
             if (a.o_dtype == Dtype::float32)

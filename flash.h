@@ -81,6 +81,26 @@ struct Scores {
     float ratio;    // scale / softcap
 };
 
+// Of a tensor that is broadcast to (B, Hq, Nq, Nk), in elements: any numbers.
+struct PairStrides {
+    int64_t batch, head, row, key;
+};
+
+// What is added to a scaled score, by the pair of query i and key j: scores.h computes it.
+struct Terms {
+    float unit;  // of what is below it: a product, or with softcap a tanh. Attention::softmax_scale is then 1
+    // ALiBi (else null): -slope |p_i - j|, with the slope alibi_slopes[b * slopes_stride + h * slope_stride].
+    const float *alibi_slopes;
+    int64_t slopes_stride, slope_stride;
+    int64_t offset;  // an int offset, which p_i includes
+    int *positions;  // with tables (ranges.h), of each query: p_i, the key that the last bound of causal is
+    // attn_mask and bias, or null. What is hidden has the term -inf.
+    const unsigned char *mask;  // not 0: visible
+    const void *bias;
+    bool bias_is_float32;  // else it has q's dtype
+    PairStrides mask_stride, bias_stride;
+};
+
 struct Attention {
     // q (B, Hq, Nq, d); k (B, Hkv, Nk, d); v (B, Hkv, Nk, d_v), where d_v stands last, below. Query head h reads key head
     // h / (Hq / Hkv).
@@ -89,7 +109,7 @@ struct Attention {
     int Nq, Nk, d;
     const void *q, *k, *v;
     Strides q_stride, k_stride, v_stride;
-    float softmax_scale;  // of what kernels mask: a product, or with softcap a tanh, and then it is softcap (scores.h)
+    float softmax_scale;  // of what kernels mask: a product, a tanh (then it is softcap) or a whole score (1): scores.h
 
     // With a block_table (else null) k and v are (pages, Hkv, page_size, d or d_v). Key j of batch b is row j % page_size of
     // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's
@@ -145,6 +165,7 @@ struct Attention {
     // How scores change before the mask, and whether the kernel that computes it is general: it reads tables of ranges.
     Scores scores;
     bool is_general;
+    Terms terms;
 
     int d_v;  // the columns of v and o: d in most models
 };
@@ -170,6 +191,12 @@ struct Gradient {
     void *dq, *dk, *dv;
     Strides dq_stride, dk_stride, dv_stride;
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
+
+    // The gradient of a bias (Terms), or null. If it is wanted, nothing else is computed. It is dense, in q's dtype or
+    // float32; its strides are 0 where the bias is broadcast or has one number.
+    void *dbias;
+    Dtype dbias_dtype;
+    PairStrides dbias_stride;
 };
 
 // Whether a row's lse is large: rounding it to float32 changes P too much. So do scores that are rounded otherwise than
@@ -213,10 +240,19 @@ MINIMAL_ATTN_HOST_DEVICE inline int64_t clamp(int64_t x, int64_t low, int64_t hi
 
 MINIMAL_ATTN_HOST_DEVICE inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
+MINIMAL_ATTN_HOST_DEVICE inline int end_of_keys(const Attention &a, int64_t b) {
+    return a.seqlens_k ? clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
+}
+
+// The position of query 0, less an int offset.
+MINIMAL_ATTN_HOST_DEVICE inline int64_t position_of(const Attention &a, int64_t b, int end) {
+    return a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
+}
+
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of(const Attention &a, int64_t b) {
-    const int end = a.seqlens_k ? clamp(a.seqlens_k[b], 0, a.Nk) : a.Nk;
+    const int end = end_of_keys(a, b);
     const int begin = a.leftpad_k ? clamp(a.leftpad_k[b], 0, end) : 0;
-    const int64_t position = a.offset ? a.offset[b] : a.offset_from_end ? (int64_t)end - a.Nq : 0;
+    const int64_t position = position_of(a, b, end);
     return {{begin, end}, position + a.first, position + a.last};
 }
 
@@ -363,6 +399,9 @@ bool serves_backward(const Gradient &gradient);  // else portable does
 Plan plan_half_backward(const Gradient &gradient, const Device &device);
 const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
+// On all GPU backends (portable/bias_gradient.cu).
+Plan plan_bias_cuda(const Gradient &gradient, const Device &device);
+const char *launch_bias_cuda(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);
 const char *launch_cpu_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 

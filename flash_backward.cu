@@ -153,13 +153,16 @@ __device__ void load(const Matrix &tile, const HeadRows<const T> &tensor, int fi
                 [&](int row, int x) { tile.at(row, x) = row < rows ? (float)tensor.at(first + row, x) : 0.f; });
 }
 
+// Whether terms hide all keys of a row from it (scores.h).
+__device__ bool is_blind(const Gradient &g, int64_t at) { return has_terms(g.a) && g.lse[at] == -INFINITY; }
+
 // Sets the RowState of the rows i0 <= i < i0 + rows of a query head where lse is large: steps 5 to 11 of Algorithm 1
 // over all keys, and D = rowsum(P o dP). Scores and sums are float64: rounding a large score to float32 changes P too
 // much.
 template <class T>
-__device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const HeadRows<const T> (&Q_dO_K_V)[4], int i0,
-                               int rows, int Bc, const Shared &shared, const float *lse, const float *dlse,
-                               RowState *states) {
+__device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const HeadRows<const T> (&Q_dO_K_V)[4],
+                               int64_t b, int64_t h, int i0, int rows, int Bc, const Shared &shared, const float *lse,
+                               const float *dlse, RowState *states) {
     constexpr int kGroups = kThreads / kRowLanes, kRows = 64 / kGroups;  // of lanes that share a row; rows of a group
     const Attention &a = g.a;
     const HeadRows<const T> &Q = Q_dO_K_V[0], &dO = Q_dO_K_V[1], &K = Q_dO_K_V[2], &V = Q_dO_K_V[3];
@@ -191,7 +194,8 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
         multiply(rows, keys, a.d_v, shared.dOi, shared.Vj.transposed(),
                  [&](int row, int key, float dP) { shared.dSij.at(row, key) = dP; });
         multiply(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, float QK) {
-            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? sign * unscaled(a, QK) : -INFINITY;
+            const float S = sign * unscaled<T>(a, QK, b, h, i0 + row, j0 + key);
+            shared.Pij.at(row, key) = is_seen(row, j0 + key) ? S : -INFINITY;
         });
         __syncthreads();
         const auto max_of_row = [&](int row) {
@@ -209,7 +213,7 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
         // beyond 1e9 need a second subtraction, of what the float64 maximum is more.
         for (int subtraction = 0; subtraction < 2; ++subtraction) {
             multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
-                const double S = sign * unscaled(a, QK) - shared.m_i[row];
+                const double S = sign * unscaled<T>(a, QK, b, h, i0 + row, j0 + key) - shared.m_i[row];
                 shared.Pij.at(row, key) = is_seen(row, j0 + key) ? (float)S : -INFINITY;
             });
             __syncthreads();
@@ -250,7 +254,7 @@ __device__ void set_row_states(const Gradient &g, const AnyMask &mask, int64_t b
     const int64_t h_kv = h / (a.Hq / a.Hkv), at = (b * a.Hq + h) * a.Nq + i0;
     bool any_large = false;
     for (int row = threadIdx.x; row < rows; row += kThreads) {
-        const float lse = g.lse[at + row];
+        const float lse = is_blind(g, at + row) ? INFINITY : g.lse[at + row];  // then P = 0
         const bool large = is_large(a, lse);
         any_large |= large;
         // All members are named: else nvcc leaves some unset (findings/nvcc_conditional_aggregate.sh)
@@ -262,7 +266,7 @@ __device__ void set_row_states(const Gradient &g, const AnyMask &mask, int64_t b
                            {g.do_, g.do_stride, b, h},
                            {a.k, a.k_stride, b, h_kv},
                            {a.v, a.v_stride, b, h_kv}},
-                          i0, rows, Bc, shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, states + i0);
+                          b, h, i0, rows, Bc, shared, g.lse + at, g.dlse ? g.dlse + at : nullptr, states + i0);
     __syncthreads();
 }
 
@@ -335,7 +339,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                 // 10. Load Qi, dOi, m_i, log_l_i; Oi is read in step 19, dQi in step 21. Rows without a key are zeros
                 __syncthreads();
                 for_numbers(up_to_4s(rows), D, [&](int row, int x) {
-                    const bool counts = row < rows && !empty(keys_of_row(mask, i0 + row));
+                    const bool counts =
+                        row < rows && !empty(keys_of_row(mask, i0 + row)) && !is_blind(g, head * a.Nq + i0 + row);
                     Qi.at(row, x) = counts && x < a.d ? (float)Q.at(i0 + row, x) : 0.f;
                     dOi.at(row, x) = counts && x < a.d_v ? (float)dO.at(i0 + row, x) : 0.f;
                 });
@@ -355,9 +360,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                     if ((m_i[row] != 0.) != std::is_same_v<decltype(QK), double>) return;
                     const Keys seen_by_row = keys_of_row(mask, i0 + row);
                     const bool is_seen = seen_by_row.begin <= j0 + key && j0 + key < seen_by_row.end;
-                    const auto S = unscaled(a, QK);
+                    const auto t = capped(a, QK);
+                    const auto S = has_terms(a) ? whole(a, t, TermsOfRow(a, b, h, i0 + row).of_key<T>(j0 + key)) : t;
                     const float exponent = a.softmax_scale * (S - (decltype(QK))m_i[row]) - log_l_i[row];
-                    dSij.at(row, key) = slope_in(a, (float)S);
+                    dSij.at(row, key) = slope_in(a, (float)t);
                     Pij.at(row, key) = is_seen ? expf(exponent > 0.f ? 0.f : exponent) : 0.f;
                 };
                 multiply(rows, keys, a.d, Qi, Kj.transposed(), set_P);

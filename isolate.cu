@@ -5,7 +5,7 @@
 //     warp       some of the heads, one row at a time
 //     lane       of a row, each 32nd column; in compute_alone also one of 32 keys
 //
-// Uses ranges.h: ranges_of, keys_of_row; scores.h: unscaled; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum,
+// Uses ranges.h: ranges_of, keys_of_row; scores.h: unscaled, sees_by_terms; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum,
 // launch_all, launch_overlapping, wait_for_kernel_before, why_not.
 #include "device.h"
 #include "ranges.h"
@@ -50,7 +50,7 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
         float Sij = 0.f;
         if (lane < count)
             for (int c = 0; c < a.d; ++c) Sij = fmaf((float)q[c], (float)K[j0 + lane][c], Sij);
-        Sij = lane < count ? a.softmax_scale * unscaled(a, Sij) : -INFINITY;
+        Sij = lane < count ? a.softmax_scale * unscaled<T>(a, Sij, b, h, i, j0 + lane) : -INFINITY;
         const float mi_new = fmaxf(mi, row_max<32>(Sij)), origin = mi_new == -INFINITY ? 0.f : mi_new;
         const float Pij = lane < count ? expf(Sij - origin) : 0.f, alpha = expf(mi - origin);
         mi = mi_new, li = alpha * li + row_sum<32>(Pij);
@@ -64,7 +64,8 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
                 if (32 * x + lane < a.d_v) Oi[x] = fmaf(P_n, (float)v[32 * x + lane], Oi[x]);
         }
     }
-    const RowEnd end = end_of_row(true, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
+    const RowEnd end =
+        end_of_row(sees_by_terms(a, true, li), li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
     const float *const o_in = a.o_in && end.reads_o_in ? row_of<float>(a.o_in, a.o_in_stride, b, h, i) : nullptr;
     O *const o = row_of<O>(a.o, a.o_stride, b, h, i);
 #pragma unroll

@@ -4,7 +4,7 @@
 //     sort_tiles          sort_tiles_cuda's; a warp finds the place of a tile, by counting those before it
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
 //
-// Uses ranges.h: range_of_row, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h: band_of; device.h:
+// Uses ranges.h: range_of_row, position_of_query, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h: band_of; device.h:
 // launch_all, launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
 #include "ranges.h"
 
@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kThreads)
         const Keys row = range_of_row(a, band, b, i), before = lane_before(row, last);
         last = row;
         a.ranges.rows[b * range_rows(a) + i] = row;
+        if (a.terms.positions) a.terms.positions[b * range_rows(a) + i] = position_of_query(a, b, i);
         if (i >= a.Nq) continue;
         add_row(tile, row);
         tile.grows &= before.begin <= row.begin && before.end <= row.end;

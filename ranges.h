@@ -8,6 +8,7 @@
 //     meeting    of 64 keys: from the first to the last 128 queries that meet one of them
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
 //     seeing     of a key, if the ranges grow: the queries that see it
+//     positions  of a query, with ALiBi (scores.h): where it is among the keys
 //
 // A tile of queries meets the keys from the first to the last one that any of its queries sees. So these have no gaps,
 // whatever the ranges are: this fixes which blocks add to dQ, and in which order. docs/ranges.md has a drawing.
@@ -190,8 +191,10 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys first_keys(const Attention &a, int n, Keys 
     return keys;
 }
 
-// The band of query i's document. i and j count from the first token of all. cu_seqlens of any values are safe.
-MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i) {
+// The band of query i's document, with these bounds. i and j count from the first token of all. cu_seqlens of any values
+// are safe.
+MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i, int64_t band_first,
+                                                      int64_t band_last) {
     int n = 0;  // the first document that ends behind i
     for (int end = a.documents; n < end;) {
         const int middle = n + (end - n) / 2;
@@ -206,13 +209,20 @@ MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i)
     const int begin = clamp(a.cu_seqlens_k[n], all.begin, all.end);
     const Keys keys = used_keys(a, n, {begin, clamp(a.cu_seqlens_k[n + 1], begin, all.end)});
     const int64_t position = keys.end - clamp(a.cu_seqlens_q[n + 1], 0, a.Nq);  // the last query sees the last key
-    return {first_keys(a, n, keys), position + a.first, position + a.last};
+    return {first_keys(a, n, keys), position + band_first, position + band_last};
+}
+
+// Where query i is among the keys, for ALiBi. 2^30 is beyond all keys.
+MINIMAL_ATTN_HOST_DEVICE inline int position_of_query(const Attention &a, int64_t b, int i) {
+    const int64_t position =
+        a.cu_seqlens_q ? band_of_document(a, i, 0, 0).first : position_of(a, b, end_of_keys(a, b)) + a.terms.offset;
+    return (int)clamp(i + position, -(int64_t)kAllKeys.end, (int64_t)kAllKeys.end);
 }
 
 // What query i sees. Only make_ranges_* call this and add_row.
 MINIMAL_ATTN_HOST_DEVICE inline Keys range_of_row(const Attention &a, const Band &batch, int64_t b, int i) {
     if (i >= a.Nq) return {0, 0};
-    const Keys seen = keys_of_row(a.cu_seqlens_q ? band_of_document(a, i) : batch, i);
+    const Keys seen = keys_of_row(a.cu_seqlens_q ? band_of_document(a, i, a.first, a.last) : batch, i);
     if (!a.key_ranges) return seen;
     const int *const range = a.key_ranges + b * a.key_ranges_stride + 2 * i;
     const int begin = clamp(range[0], seen.begin, seen.end);
@@ -237,6 +247,7 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
     if (backward) take(a.ranges.meeting, a.B * range_key_tiles(a));
     take(a.ranges.tiles, a.B * range_tiles(a));
     if (backward) take(a.ranges.batches, a.B);
+    if (a.terms.alibi_slopes) take(a.terms.positions, a.B * range_rows(a));
     return bytes;
 }
 

@@ -34,7 +34,10 @@ using MaybeTensor = std::optional<Tensor>;
     of(const MaybeTensor &, cu_seqlens_q, "Tensor? cu_seqlens_q=None", "cu_seqlens_q")     \
     of(const MaybeTensor &, cu_seqlens_k, "Tensor? cu_seqlens_k=None", "cu_seqlens_k")     \
     of(const MaybeTensor &, prefix_k, "Tensor? prefix_k=None", "prefix_k")                 \
-    of(std::optional<double>, softcap, "float? softcap=None", "softcap")
+    of(std::optional<double>, softcap, "float? softcap=None", "softcap")                   \
+    of(const MaybeTensor &, alibi_slopes, "Tensor? alibi_slopes=None", "alibi_slopes")     \
+    of(const MaybeTensor &, attn_mask, "Tensor? attn_mask=None", "attn_mask")              \
+    of(const MaybeTensor &, bias, "Tensor? bias=None", "bias")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                               \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \
@@ -107,6 +110,11 @@ using Forward = typename Extended<Result(const Tensor &, const Tensor &, const T
 using Backward = Extended<Gradients(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
                                     const Tensor &, const MaybeTensor &),
                           MINIMAL_ATTN_OPTIONS(LISTED) TypeList<std::optional<at::ScalarType>, bool, bool>>::type;
+
+// do, q, k, v, o, lse, dlse; the options; complete
+using BiasGradient = Extended<Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
+                                     const Tensor &, const MaybeTensor &),
+                              MINIMAL_ATTN_OPTIONS(LISTED) TypeList<bool>>::type;
 
 #undef FIELD
 #undef LISTED

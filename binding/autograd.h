@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "binding/call.h"
+#include "binding/checks.h"
 
 namespace minimal_attn {
 
@@ -92,7 +93,7 @@ struct KeptOptions<void(Types...)> {
     using type = std::tuple<decltype(kept(std::declval<const std::decay_t<Types> &>()))...>;
 };
 
-// The node of a call. Its edges are those of q, k, v, o, l, m and sinks, in this order.
+// The node of a call. Its edges are those of q, k, v, o, l, m, sinks and what is added to scores, in this order.
 class AttentionNode : public torch::autograd::Node {
 public:
     explicit AttentionNode(const Arguments &a)
@@ -104,7 +105,7 @@ public:
           l_in(a.l, false),
           m_in(a.m, false),
           sinks(a.sinks, false) {
-        set_next_edges(torch::autograd::collect_next_edges(a.q, a.k, a.v, a.o, a.l, a.m, a.sinks));
+        set_next_edges(torch::autograd::collect_next_edges(a.q, a.k, a.v, a.o, a.l, a.m, a.sinks, bias_of(a)));
     }
 
     // The results, whose gradients apply() gets; m gets none. Called when they are part of the graph.
@@ -141,14 +142,22 @@ public:
         const Tensor dlse = second.defined() && l_.defined() ? second * l_ : second;
         const Tensor o_before = unpack(o_in), sinks_ = unpack(sinks);
 
-        variable_list results(7);
+        variable_list results(8);
+        const bool complete = !o_before.defined() && !sinks_.defined();
         if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
             std::tie(results[0], results[1], results[2]) = std::apply(
                 [&](const auto &...all) {
                     return typed_handle<Backward>("minimal_attn::backward")
                         .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), unpack_option(all)...,
-                              std::nullopt, /*deterministic=*/false,
-                              /*complete=*/!o_before.defined() && !sinks_.defined());
+                              std::nullopt, /*deterministic=*/false, complete);
+                },
+                options);
+        if (should_compute_output(7))
+            results[7] = std::apply(
+                [&](const auto &...all) {
+                    return typed_handle<BiasGradient>("minimal_attn::bias_gradient")
+                        .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), unpack_option(all)...,
+                              complete);
                 },
                 options);
         if (o_before.defined() || sinks_.defined()) {
@@ -201,13 +210,15 @@ inline Results record(const Arguments &a, Returns returns) {
     return results;
 }
 
-// The Autograd kernel of minimal_attn::backward, whose results can't be differentiated. create_graph=True and
+// The Autograd kernel of minimal_attn::backward and bias_gradient, whose results can't be differentiated. create_graph=True and
 // torch.func.grad always record this node, so it raises the error only when a second derivative is computed.
-template <class... Args>
-Gradients record_backward(c10::DispatchKeySet keys, Args... args) {
+template <class Result, class... Args>
+Result record_backward(c10::DispatchKeySet keys, Args... args) {
+    constexpr bool is_bias = std::is_same_v<Result, Tensor>;
     const auto compute = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        return typed_handle<Backward>("minimal_attn::backward").redispatch(keys & c10::after_autograd_keyset, args...);
+        const char *const name = is_bias ? "minimal_attn::bias_gradient" : "minimal_attn::backward";
+        return typed_handle<Result(Args...)>(name).redispatch(keys & c10::after_autograd_keyset, args...);
     };
     if (!at::GradMode::is_enabled() || !(... || wants_grad(args))) return compute();
     const auto node = make_node<torch::autograd::Error>(
@@ -216,13 +227,16 @@ Gradients record_backward(c10::DispatchKeySet keys, Args... args) {
         const MaybeTensor &dlse, const auto &...) {
         node->set_next_edges(torch::autograd::collect_next_edges(do_, q, k, v, o, lse, dlse));
     }(args...);
-    Gradients results = compute();
-    std::apply([&](auto &...t) { (..., set_history(t, node)); }, results);
+    Result results = compute();
+    if constexpr (is_bias)
+        set_history(results, node);
+    else
+        std::apply([&](auto &...t) { (..., set_history(t, node)); }, results);
     return results;
 }
-template <class... Args>
-constexpr auto record_backward_of(Gradients (*)(Args...)) {
-    return &record_backward<Args...>;
+template <class Result, class... Args>
+constexpr auto record_backward_of(Result (*)(Args...)) {
+    return &record_backward<Result, Args...>;
 }
 
 }  // namespace autograd

@@ -39,10 +39,10 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
-// What portable's kernels compute: d or d_v above 256, in float32 calls by sequence and general ones, in bfloat16 softcaps that aren't
-// approximated (scores.h).
+// What portable's kernels compute: d or d_v above 256, terms of the pair (scores.h), in float32 calls by sequence and
+// general ones, in bfloat16 softcaps that aren't approximated.
 bool hopper_passes_on(const Attention &a) {
-    if (portable::is_wide(a)) return true;
+    if (portable::is_wide(a) || has_terms(a)) return true;
     if (a.dtype == Dtype::float32) return a.by_sequence || a.is_general;
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
 }
@@ -90,6 +90,9 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
+    // Of Gradient::dbias.
+    Plan (*plan_bias)(const Gradient &, const Device &);
+    const char *(*launch_bias)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
     // Whether decode.cu takes the call. Null where no kernel reads the tables of sequences.h, or is general (scores.h).
     bool (*takes_decode)(const Attention &, const Device &) = nullptr;
     int rows_alike = 0;  // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
@@ -102,15 +105,17 @@ const std::vector<Backend> &backends() {
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward, hopper_takes_decode, 64},  // rows of a warpgroup
+         plan_hopper_backward, launch_hopper_backward, plan_bias_cuda, launch_bias_cuda, hopper_takes_decode,
+         64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::takes_decode, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, portable::takes_decode,
+         plan_portable_backward, launch_portable_backward, plan_bias_cuda, launch_bias_cuda, portable::takes_decode,
          kRowsAlikeOfPortable},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, nullptr, 1},  // a row skips tiles of keys that it doesn't see
+         launch_paper_backward, plan_bias_cuda, launch_bias_cuda, nullptr,
+         1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward},
+         launch_cpu_backward, plan_cpu_backward, launch_cpu_backward},
     };
     return list;
 }

@@ -100,6 +100,29 @@ void set_scores(Attention &attention, const Arguments &a) {
     attention.softmax_scale = softcap, attention.scores = {scale, softcap, ratio};
 }
 
+// What is added to scores. The caller's tensors have the memory.
+void set_terms(Attention &attention, const Arguments &a) {
+    Terms &terms = attention.terms;
+    terms.offset = a.offset ? a.offset->expect_int() : 0;
+    if (a.alibi_slopes) {
+        const Tensor slopes = a.alibi_slopes->expand({attention.B, attention.Hq});
+        terms.alibi_slopes = slopes.const_data_ptr<float>();
+        terms.slopes_stride = slopes.stride(0), terms.slope_stride = slopes.stride(1);
+    }
+    const bool is_bool = a.attn_mask && a.attn_mask->scalar_type() == at::kBool;
+    const auto expanded = [&](const Tensor &t, PairStrides &stride) {
+        const Tensor all = t.expand({attention.B, attention.Hq, attention.Nq, attention.Nk});
+        stride = {all.stride(0), all.stride(1), all.stride(2), all.stride(3)};
+        return all.const_data_ptr();
+    };
+    if (is_bool) terms.mask = (const unsigned char *)expanded(*a.attn_mask, terms.mask_stride);
+    if (const MaybeTensor &bias = bias_of(a)) {
+        terms.bias = expanded(*bias, terms.bias_stride);
+        terms.bias_is_float32 = bias->scalar_type() == at::kFloat;
+    }
+    if (has_terms(attention)) terms.unit = std::exchange(attention.softmax_scale, 1.f);
+}
+
 // With prefix_k and a window a call has two parts, which see different keys: those of the window, and of the first
 // prefix_k keys those before the window. Both are masks that the backends know.
 bool has_two_parts(const Arguments &a) { return a.prefix_k && a.window_size[0].expect_int() >= 0; }
@@ -183,7 +206,7 @@ void end_at_prefix(Attention &attention, std::array<Tensor, kIntOptions> &ints) 
         seqlens = seqlens.clamp(0, attention.Nk), end = end.minimum(seqlens);
         if (attention.offset_from_end) offset = seqlens.sub(attention.Nq);
     } else if (attention.offset_from_end) {
-        attention.last += attention.Nk - attention.Nq;
+        attention.last += attention.Nk - attention.Nq, attention.terms.offset += attention.Nk - attention.Nq;
     }
     seqlens = end, attention.seqlens_k = ints_of(seqlens), attention.offset = ints_of(offset);
     attention.offset_from_end = false;
@@ -237,6 +260,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     }
     set_scores(attention, a);
     set_mask(attention, a);
+    set_terms(attention, a);
     if (a.cu_seqlens_q) attention.documents = (int)(a.cu_seqlens_q->size(0) - 1);
     // Of any integer dtype: plans ask only whether they are there. set_int32s() sets them anew.
     for_each_int_option(a, attention, [](const MaybeTensor &t, const int *&to) {
@@ -252,8 +276,13 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 // Which tables the backend's kernels read: those of sequences.h, of ranges.h, or none.
 void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
     if (!backend.takes_decode) return;
-    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention), "softcap must be None or 0 in backend \"",
-                      backend.name, "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
+    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention),
+                      has_softcap(attention) ? "softcap must be None or 0"
+                      : a.alibi_slopes       ? "alibi_slopes must be None"
+                      : a.attn_mask          ? "attn_mask must be None"
+                                             : "bias must be None",
+                      " in backend \"", backend.name,
+                      "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
     // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no
     // such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
@@ -394,6 +423,47 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     return results;
 }
 
+namespace {
+
+// What the backward passes of a call read. As in run(), what is copied here lives until the launch is queued.
+struct BackwardInputs {
+    Tensor q, k, v, do_, o, lse, dlse;
+    BackwardInputs(const Arguments &a, const Backend &backend, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                   const MaybeTensor &dlse) {
+        const auto readable = [&](const Tensor &t) { return backend.reads(t) ? t : aligned_copy(t); };
+        q = readable(a.q), k = readable(a.k), v = readable(a.v);
+        this->do_ = readable(do_.to(q.scalar_type())), this->o = readable(o.to(q.scalar_type()));
+        this->lse = lse.contiguous(), this->dlse = dlse ? dlse->contiguous() : Tensor();
+    }
+};
+
+// Computes what `set` names in its Gradient, of one part of a call.
+template <class Set>
+void differentiate_part(const Arguments &a, const Arguments &part, const Backend &backend, const BackwardInputs &in,
+                        const Set &set) {
+    Gradient g{describe(part, Returns::o, in.q, in.k, in.v, {})};
+    choose_tables(g.a, part, backend, /*backward=*/true);
+    g.o = in.o.const_data_ptr(), g.o_stride = strides_of(in.o);
+    g.do_ = in.do_.const_data_ptr(), g.do_stride = strides_of(in.do_);
+    g.lse = floats_of(in.lse), g.dlse = floats_of(in.dlse);
+    g.is_complete = a.complete && !has_two_parts(a);
+    g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
+    set(g);
+    const auto ints = set_int32s(part, g.a);
+    const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, in.q);
+    plan_and_launch(g, g.dbias ? backend.plan_bias : backend.plan_backward,
+                    g.dbias ? backend.launch_bias : backend.launch_backward, in.q);
+}
+
+void check_backward_memory(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                           const MaybeTensor &dlse) {
+    check_inputs(a);
+    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
+    if (dlse) check_memory(*dlse, "dlse");
+}
+
+}  // namespace
+
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
                         const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results) {
     const Tensor &q = a.q, &k = a.k, &v = a.v;
@@ -414,31 +484,16 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     if (!backend) return results;
     auto &[dq, dk, dv] = results;
     if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
-    check_inputs(a);
-    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
-    if (dlse) check_memory(*dlse, "dlse");
-
-    // As in run(), what is copied here lives until the launch is queued.
-    const auto readable = [&](const Tensor &t) { return backend->reads(t) ? t : aligned_copy(t); };
-    const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
-    const Tensor do_read = readable(do_.to(q.scalar_type())), o_read = readable(o.to(q.scalar_type()));
-    const Tensor lse_read = lse.contiguous(), dlse_read = dlse ? dlse->contiguous() : Tensor();
+    check_backward_memory(a, do_, o, lse, dlse);
+    const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
     const auto compute = [&](const Arguments &part, const Gradients &found) {
-        const auto &[dq, dk, dv] = found;
-        Gradient g{describe(part, Returns::o, q_read, k_read, v_read, {})};
-        choose_tables(g.a, part, *backend, /*backward=*/true);
-        const auto ints = set_int32s(part, g.a);
-        const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, q);
-        g.o = o_read.const_data_ptr(), g.o_stride = strides_of(o_read);
-        g.do_ = do_read.const_data_ptr(), g.do_stride = strides_of(do_read);
-        g.lse = floats_of(lse_read), g.dlse = floats_of(dlse_read);
-        g.is_complete = a.complete && !has_two_parts(a);
-        g.out_dtype = dtype_of(dq);
-        g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
-        g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
-        g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-        g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
-        plan_and_launch(g, backend->plan_backward, backend->launch_backward, q);
+        differentiate_part(a, part, *backend, inputs, [&](Gradient &g) {
+            const auto &[dq, dk, dv] = found;
+            g.out_dtype = dtype_of(dq);
+            g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
+            g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
+            g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+        });
     };
     if (!has_two_parts(a)) return compute(a, results), results;
     const Gradients window = dq.scalar_type() == at::kFloat ? results : allocate(at::kFloat);
@@ -448,6 +503,40 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     at::add_out(dk, std::get<1>(window), std::get<1>(prefix));
     at::add_out(dv, std::get<2>(window), std::get<2>(prefix));
     return results;
+}
+
+Tensor differentiate_bias(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                          const MaybeTensor &dlse) {
+    check_q_k_v(a);
+    check_options(a);
+    check_gradients(a, do_, o, lse, dlse, std::nullopt);
+    TORCH_CHECK_VALUE(bias_of(a), "bias must be given for its gradient, but was None");
+    const Backend *backend = check_backend(a);
+#ifdef WITH_CUDA
+    const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
+#endif
+    TORCH_CHECK_VALUE(kHasGeneral || !a.q.is_cuda(),
+                      "bias must not require grad in this build, but does (MINIMAL_ATTN_KERNELS=plain)");
+    const Tensor &bias = *bias_of(a);
+    Tensor dbias = at::empty_symint(bias.sym_sizes(), bias.options());
+    if (!backend) return dbias;
+    if (a.q.numel() == 0 || a.k.numel() == 0) return dbias.zero_();
+    check_backward_memory(a, do_, o, lse, dlse);
+    const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
+    const auto compute = [&](const Arguments &part, const Tensor &to) {
+        differentiate_part(a, part, *backend, inputs, [&](Gradient &g) {
+            g.dbias = to.mutable_data_ptr(), g.dbias_dtype = dtype_of(to);
+            std::array<int64_t, 4> strides{};
+            for (int64_t i = 0; i < to.dim(); ++i) strides[4 - to.dim() + i] = to.size(i) > 1 ? to.stride(i) : 0;
+            g.dbias_stride = {strides[0], strides[1], strides[2], strides[3]};
+            g.a.is_general = a.q.is_cuda();  // plan_bias_cuda's kernel is
+        });
+    };
+    if (!has_two_parts(a)) return compute(a, dbias), dbias;
+    const auto floats = [&] { return at::empty(bias.sizes(), bias.options().dtype(at::kFloat)); };
+    const Tensor window = floats(), prefix = floats();
+    compute(a, window), compute(second_part_of(a), prefix);
+    return at::add_out(dbias, window, prefix);
 }
 
 bool has_fast_backward(const Tensor &q) {

@@ -28,6 +28,10 @@ Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Re
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
                         const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {});
 
+// The gradient of what is added to scores, bias or an additive attn_mask, in its shape and dtype.
+Tensor differentiate_bias(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
+                          const MaybeTensor &dlse);
+
 // Whether our kernel for the gradients of tensors like q, (B, H, N, d), is as fast as PyTorch's. If not, a drop-in lets
 // PyTorch compute them.
 bool has_fast_backward(const Tensor &q);

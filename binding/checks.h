@@ -154,6 +154,42 @@ inline void check_per_document(const Arguments &a, const MaybeTensor &t, const c
                       documents, ",), but has shape ", t->sym_sizes());
 }
 
+// A tensor for (B, Hq), or for (Hq,) heads of all batches.
+inline void check_per_head(const Tensor &q, const Tensor &t, const char *name) {
+    const auto heads = q.sym_sizes().slice(0, 2), shape = t.sym_sizes();
+    TORCH_CHECK_VALUE(has_shape(t, shape.size() == 1 ? heads.slice(1) : heads), name, " must have shape (Hq,) = (",
+                      heads[1], ",) or (B, Hq), but has shape ", shape);
+}
+
+inline void check_alibi_slopes(const Arguments &a) {
+    if (!a.alibi_slopes) return;
+    check_like_q(a.q, *a.alibi_slopes, "alibi_slopes", at::kFloat);
+    check_per_head(a.q, *a.alibi_slopes, "alibi_slopes");
+}
+
+// attn_mask and bias: of each query head, query and key, or broadcast.
+inline void check_pairs(const Arguments &a, const MaybeTensor &t, const char *name, bool may_be_bool) {
+    if (!t) return;
+    const auto dtype = t->scalar_type(), of_q = a.q.scalar_type();
+    TORCH_CHECK_VALUE((may_be_bool && dtype == at::kBool) || dtype == of_q || dtype == at::kFloat, name, " must be ",
+                      may_be_bool ? "bool (True: visible), float32 or q's " : "float32 or q's ", name_of(of_q),
+                      " (added to scores), but is ", name_of(dtype));
+    check_like_q(a.q, *t, name, dtype);
+    const SymInt Nk = a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2);
+    const std::array<SymInt, 4> pairs = {a.q.sym_size(0), a.q.sym_size(1), a.q.sym_size(2), Nk};
+    const auto shape = t->sym_sizes();
+    bool fits = shape.size() <= 4;
+    for (size_t i = 0; i < shape.size() && fits; ++i)
+        fits = holds(shape[i].sym_eq(1) | shape[i].sym_eq(pairs[4 - shape.size() + i]));
+    TORCH_CHECK_VALUE(fits, name, " must broadcast to (B, Hq, Nq, Nk) = ", c10::SymIntArrayRef(pairs),
+                      ", but has shape ", shape);
+}
+
+// What is added to scores, if anything.
+inline const MaybeTensor &bias_of(const Arguments &a) {
+    return a.attn_mask && a.attn_mask->scalar_type() != at::kBool ? a.attn_mask : a.bias;
+}
+
 inline void check_options(const Arguments &a) {
     check_block_table(a);
     const auto window = a.window_size;
@@ -173,6 +209,11 @@ inline void check_options(const Arguments &a) {
     a.cu_seqlens_q ? check_per_document(a, a.prefix_k, "prefix_k") : check_per_batch(a.q, a.prefix_k, "prefix_k");
     TORCH_CHECK_VALUE(a.cu_seqlens_q || !a.seqused_k, "seqused_k must be None without cu_seqlens_q, but was given");
     check_per_document(a, a.seqused_k, "seqused_k");
+    check_alibi_slopes(a);
+    check_pairs(a, a.attn_mask, "attn_mask", /*may_be_bool=*/true);
+    check_pairs(a, a.bias, "bias", /*may_be_bool=*/false);
+    TORCH_CHECK_VALUE(!a.bias || !a.attn_mask || a.attn_mask->scalar_type() == at::kBool,
+                      "attn_mask must be bool with a bias, but is ", name_of(a.attn_mask->scalar_type()));
 }
 
 // o's, (B, Hq, Nq, d_v).
@@ -186,9 +227,7 @@ inline void check_sinks(const Arguments &a) {
     const auto dtype = a.sinks->scalar_type();
     TORCH_CHECK_VALUE(at::isFloatingType(dtype), "sinks must be of a floating dtype, but is ", name_of(dtype));
     check_like_q(a.q, *a.sinks, "sinks", dtype);
-    const auto heads = a.q.sym_sizes().slice(0, 2), shape = a.sinks->sym_sizes();
-    TORCH_CHECK_VALUE(has_shape(*a.sinks, shape.size() == 1 ? heads.slice(1) : heads),
-                      "sinks must have shape (Hq,) = (", heads[1], ",) or (B, Hq), but has shape ", shape);
+    check_per_head(a.q, *a.sinks, "sinks");
     TORCH_CHECK_VALUE(!a.o, "sinks must be None with a state: give them to the call with the first keys");
 }
 

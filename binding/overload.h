@@ -35,6 +35,8 @@ inline bool check_grad(const Tensor &t, const char *name, const char *refused_wi
     TORCH_CHECK(!t._fw_grad(/*level=*/0).defined(), name,
                 " must not be a dual tensor, but is: minimal_attn has no forward-mode derivative");
     const bool is_wanted = t.requires_grad() && at::GradMode::is_enabled();
+    TORCH_CHECK(!is_wanted || name != std::string_view("alibi_slopes"),
+                "alibi_slopes must not require grad, but do: they have no gradient; detach them");
     TORCH_CHECK(!is_wanted || !refused_with, name, " must not require grad where ", refused_with,
                 " is given, but does: call it without ", refused_with, ", or under torch.no_grad()");
     return is_wanted;
@@ -171,14 +173,28 @@ struct BackwardOperator<void(Options...)> {
         return differentiate(a, do_, o, lse, dlse, out_dtype);
     }
 
+    static Tensor compute_bias(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                               const Tensor &lse, const MaybeTensor &dlse, Options... options, bool complete) {
+        Arguments a{q, k, v, options...};
+        a.complete = complete;
+        return differentiate_bias(a, do_, o, lse, dlse);
+    }
+
     static void define(torch::Library &m) {
         const std::string arguments =
-            std::string("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse") + kOptions +
-            ", ScalarType? out_dtype=None, bool deterministic=False, bool complete=False)";
-        m.def(("backward" + arguments + " -> (Tensor dq, Tensor dk, Tensor dv)").c_str(), {at::Tag::pt2_compliant_tag});
-        for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
-            m.impl("backward", torch::dispatch(key, &compute));
-        m.impl("backward", torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&compute)));
+            std::string("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse") + kOptions;
+        const auto define_one = [&](const char *name, const char *rest, const auto &function, const auto &record) {
+            m.def((name + arguments + rest).c_str(), {at::Tag::pt2_compliant_tag});
+            for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+                m.impl(name, torch::dispatch(key, function));
+            m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, record));
+        };
+        define_one("backward",
+                   ", ScalarType? out_dtype=None, bool deterministic=False, bool complete=False)"
+                   " -> (Tensor dq, Tensor dk, Tensor dv)",
+                   &compute, autograd::record_backward_of(&compute));
+        define_one("bias_gradient", ", bool complete=False) -> Tensor dbias", &compute_bias,
+                   autograd::record_backward_of(&compute_bias));
     }
 };
 

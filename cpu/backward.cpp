@@ -12,6 +12,8 @@
 #include <cstring>
 #include <thread>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
@@ -44,7 +46,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
     float *Qi_double, *Sij_double;  // in float64, of tiles that have a row with a large lse
-    float *slopes;                  // of scores that change; else null
+    float *slopes;                  // with softcap; else null
     float *dQi;                     // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
@@ -61,7 +63,7 @@ struct GradientBuffers {
         take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
         take(slopes, Br * Bc);
-        if (!changes_scores(a)) slopes = nullptr;
+        if (!has_softcap(a)) slopes = nullptr;
     }
 
     // The buffers of a tile that begins so many keys later. In the transposed ones it ends behind Bc columns, which are
@@ -74,7 +76,8 @@ struct GradientBuffers {
     }
 };
 
-// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l).
+// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l). lse is
+// +inf where terms (scores.h) hide all keys: then P = 0.
 struct GradientRow {
     float lse, D, D_low;  // D + D_low = rowsum(dO o O) - dlse
     double m, log_l;      // m is a score before the scaling
@@ -107,7 +110,13 @@ struct BackwardFunctions {
     bool (*begin_rows)(const Gradient &, const QueryTile &, GradientRow *);
     void (*normalize_rows)(const Gradient &, const QueryTile &, GradientRow *, const GradientBuffers &);
     void (*backward_tile)(const Gradient &, const GradientTile &, const GradientWorkspace &, const GradientBuffers &);
+    void (*sum_bias_item)(const Gradient &, int64_t item, const GradientWorkspace &, const GradientBuffers &);
 };
+
+// An item of bias_gradient.h: its queries, in all heads of a key head, and a tile of keys.
+int queries_of_item(const Attention &a) { return (int)std::max<int64_t>(1, gradient_Br * a.Hkv / a.Hq); }
+int64_t query_items(const Attention &a) { return round_up(a.Nq, queries_of_item(a)) / queries_of_item(a); }
+int64_t key_tiles(const Attention &a) { return round_up(a.Nk, Bc) / Bc; }
 
 #if defined(__x86_64__) && !defined(__clang__)
 #pragma GCC push_options
@@ -153,7 +162,10 @@ Plan plan_cpu_backward(const Gradient &g, const Device &) {
     plan.kernel = cpu::vector_instructions();
     plan.threads = at::get_num_threads();
     plan.Br = cpu::gradient_Br, plan.Bc = cpu::Bc, plan.D = cpu::round_up(most_columns(a), 16);
-    plan.grid = a.B * a.Hkv * (cpu::round_up(a.Nk, cpu::Bc) / cpu::Bc);
+    plan.grid = a.B * a.Hkv * cpu::key_tiles(a);
+    if (const PairStrides &s = g.dbias_stride; g.dbias)
+        plan.grid = (s.batch ? a.B : 1) * (s.head ? a.Hkv : 1) * (s.row ? cpu::query_items(a) : 1) *
+                    (s.key ? cpu::key_tiles(a) : 1);
     plan.workspace = cpu::GradientWorkspace(nullptr, a).size;
     return plan;
 }
@@ -182,6 +194,10 @@ const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memor
         const auto own = allocate();
         const cpu::GradientBuffers buffers((float *)own.get(), a);
         for (int64_t tile; (tile = next_tile++) < plan.grid;) {
+            if (g.dbias) {
+                functions.sum_bias_item(g, tile, workspace, buffers);
+                continue;
+            }
             const int64_t head = tile % heads, j = tile / heads;
             functions.backward_tile(g, {head / a.Hkv, head % a.Hkv, (int)(j * cpu::Bc)}, workspace, buffers);
         }

@@ -26,7 +26,8 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
         prefetch(tile.Kj + (n + key) * tile.K_row, D * sizeof(float));
         prefetch(tile.Vj + (n + key) * tile.V_row, D_v * sizeof(float));
     });
-    if (changes_scores(a)) change_scores(a, n, Si);
+    if (has_softcap(a)) change_scores(a, n, Si);
+    if (has_terms(a)) add_terms(a, t.b, t.head(row), t.query(row), j, n, Si);
     const Keys keys = keys_of_row(mask, t.query(row));
     std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
     std::fill(Si + clamp(keys.end - j, 0, n), Si + round_up(n, W), -INFINITY);

@@ -13,6 +13,7 @@
 namespace {
 
 #include "cpu/vector.h"
+#include "cpu/terms.h"
 
 // C(x, column) = sum over y < n of A(x, y) B(y, column), plus C's old value if it `adds`, for x < rows. `columns` is a
 // multiple of W. A_x, A_y, B_y and C_x are strides. All products are calls of this one function, which is long to compile.
@@ -71,12 +72,13 @@ void load_keys(int d, const GradientTile &t, Keys keys, const void *x, const Str
 
 // Step 10: Qi or dOi. Rows that see no key are zeros, whatever the tensor holds.
 template <class T>
-void load_queries(int d, const AnyMask &mask, const QueryTile &t, const void *x, const Strides &stride, float *rows) {
+void load_queries(int d, const AnyMask &mask, const QueryTile &t, const GradientRow *rows, const void *x,
+                  const Strides &stride, float *to) {
     const int64_t D = round_up(d, 16);
     for (int lane = 0; lane < t.rows; ++lane) {
         const int64_t i = t.query(lane);
-        const int columns = empty(keys_of_row(mask, i)) ? 0 : d;
-        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), columns, D, rows + lane * D);
+        const int columns = empty(keys_of_row(mask, i)) || rows[lane].lse == INFINITY ? 0 : d;
+        load_row(row_of<const T>(x, stride, t.b, t.head(lane), i), columns, D, to + lane * D);
     }
 }
 
@@ -138,7 +140,9 @@ template <class Real>
 }
 
 // Steps 11 and 13 for a tile: Pij, without the mask.
-void compute_P(const Attention &a, const GradientRow *rows, int count, int keys, const GradientBuffers &buffers) {
+void compute_P(const Attention &a, const QueryTile &t, const GradientRow *rows, int j0, int keys,
+               const GradientBuffers &buffers) {
+    const int count = t.rows;
     const auto large = std::count_if(rows, rows + count, [&](const GradientRow &row) { return is_large(a, row.lse); });
     if (large < count) compute_S(a, count, keys, buffers);
     if (large > 0) compute_S_double(a, count, buffers);
@@ -147,8 +151,11 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
         float *const P = buffers.Pij + lane * Bc;
         double *const S = (double *)buffers.Sij_double + lane * Bc;
         const bool row_is_large = large > 0 && is_large(a, row.lse);
-        if (changes_scores(a) && row_is_large) change_with_slopes(a, keys, S, buffers.slopes + lane * Bc);
-        if (changes_scores(a) && !row_is_large) change_with_slopes(a, keys, P, buffers.slopes + lane * Bc);
+        const auto change = [&](auto *scores) {
+            if (has_softcap(a)) change_with_slopes(a, keys, scores, buffers.slopes + lane * Bc);
+            if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j0, keys, scores);
+        };
+        row_is_large ? change(S) : change(P);
         if (row_is_large) {
             for (int c = 0; c < keys; c += W) vec(P + c) = exp_double(S + c, a.softmax_scale, row.m, row.log_l);
             continue;
@@ -160,19 +167,21 @@ void compute_P(const Attention &a, const GradientRow *rows, int count, int keys,
     }
 }
 
-// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj.
+// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. If `of_bias`, only the gradient of what is added to
+// the scores: dSij without slope and scale.
 void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys, Keys seen_by_all,
-                  const GradientRow *rows, const GradientBuffers &buffers) {
+                  const GradientRow *rows, const GradientBuffers &buffers, bool of_bias = false) {
     const int64_t D = D_of(a), D_v = D_v_of(a);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
-    compute_P(a, rows, t.rows, vectors, buffers);
+    compute_P(a, t, rows, j0, vectors, buffers);
     if (j0 < seen_by_all.begin || j0 + keys > seen_by_all.end)
         for_each_row(mask, t, j0, keys, [&](int lane, int begin, int end) {
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
-    multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
+    if (!of_bias) multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
+    const float scale = of_bias ? 1.f : a.scores.scale;
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, a.d_v, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
     for (int lane = 0; lane < t.rows; ++lane) {
@@ -180,14 +189,14 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
         for (int c = 0; c < vectors; c += W) {
             const Vec p = vec(P + lane * Bc + c);
             Vec &ds = vec(dS + lane * Bc + c);
-            if (buffers.slopes)
+            if (buffers.slopes && !of_bias)
                 ds = vec(buffers.slopes + lane * Bc + c) * (ds - D_of_row - D_low);
             else
                 ds = ds - D_of_row - D_low;
-            ds = p == 0.f ? Vec{} : a.scores.scale * p * ds;
+            ds = p == 0.f ? Vec{} : scale * p * ds;
         }
     }
-    multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
+    if (!of_bias) multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
 
 // The rows of a tile from the first to the last one that sees one of the keys. The others have P = 0.
@@ -226,9 +235,10 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
         const int j0 = t.j0 + (columns.begin - t.j0) / W * W, columns_of_part = columns.end - j0;
         const GradientBuffers own = buffers.from(j0 - t.j0, a);
         if (part.rows > 0) {
-            load_queries<T>(a.d, mask, part, a.q, a.q_stride, buffers.Qi);
-            load_queries<T>(a.d_v, mask, part, g.do_, g.do_stride, buffers.dOi);
-            compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, workspace.rows_of(a, part), own);
+            const GradientRow *const rows_of_part = workspace.rows_of(a, part);
+            load_queries<T>(a.d, mask, part, rows_of_part, a.q, a.q_stride, buffers.Qi);
+            load_queries<T>(a.d_v, mask, part, rows_of_part, g.do_, g.do_stride, buffers.dOi);
+            compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, rows_of_part, own);
         }
         // 21. dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits.
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
@@ -270,7 +280,8 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         const double lse = g.lse[at];
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
-        if (!empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
+        if (has_terms(a) && g.lse[at] == -INFINITY) rows[lane] = {INFINITY, 0.f, 0.f, 0., 0.};
+        if (g.dbias || !empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
         const float zeros[kMostD] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
     }
@@ -306,8 +317,8 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     const Keys seen = keys_of_any(mask, t.query(0), t.query(t.rows - 1) + 1);
     const double sign = a.softmax_scale < 0.f ? -1. : 1.;
     RowSums sums[gradient_Br];
-    load_queries<T>(a.d, mask, t, a.q, a.q_stride, buffers.Qi);
-    load_queries<T>(a.d_v, mask, t, g.do_, g.do_stride, buffers.dOi);
+    load_queries<T>(a.d, mask, t, rows, a.q, a.q_stride, buffers.Qi);
+    load_queries<T>(a.d_v, mask, t, rows, g.do_, g.do_stride, buffers.dOi);
     for (int j0 = seen.begin / Bc * Bc; j0 < seen.end; j0 += Bc) {
         const Keys keys = {std::max(mask.keys.begin, j0), std::min(mask.keys.end, j0 + Bc)};
         load_keys<T>(a.d, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
@@ -317,7 +328,9 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;
-            for (int c = begin; c < end; ++c) S[c] = sign * unscaled(a, S[c]);
+            for (int c = begin; c < end; ++c) S[c] = capped(a, S[c]);
+            if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j0, Bc, S);
+            for (int c = begin; c < end; ++c) S[c] *= sign;
             std::fill(S, S + begin, -INFINITY), std::fill(S + end, S + Bc, -INFINITY);
             std::fill(dP, dP + begin, 0.f), std::fill(dP + end, dP + Bc, 0.f);
             add_scores(sign * a.softmax_scale, S, dP, sums[lane]);
@@ -331,8 +344,10 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     }
 }
 
+#include "cpu/bias_gradient.h"
+
 template <class T>
-constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>};
+constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>, sum_bias_item<T>};
 
 }  // namespace
 

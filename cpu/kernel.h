@@ -28,6 +28,7 @@ namespace {
 static_assert(few_rows <= most_few_rows && W <= most_lanes);  // the size of Buffers
 
 #include "cpu/vector.h"
+#include "cpu/terms.h"
 #include "cpu/rows.h"
 #include "cpu/softmax.h"
 #include "cpu/split.h"
@@ -127,7 +128,8 @@ template <int R>
     if (with_amx) keys = tile.keys;  // split as a whole
     const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
     compute_S(a, strip, tile, skip, n, with_amx, buffers);
-    if (changes_scores(a)) change_scores(a, n * R * W, buffers.Sij);
+    if (has_softcap(a)) change_scores(a, n * R * W, buffers.Sij);
+    if (has_terms(a)) add_terms<R>(a, t, strip.lane, keys.begin, n, buffers.Sij);
     if (keys.begin < strip.seen.all.begin || keys.end > strip.seen.all.end)
         hide_keys(mask, t, strip, keys, buffers.Sij);
     Vec alpha[R];

@@ -53,6 +53,7 @@ void make_ranges_cpu(const Attention &a) {
             for (int i = (int)i0; i < i0 + kRangeTile; ++i) {
                 const Keys row = range_of_row(a, band, b, i);
                 a.ranges.rows[b * range_rows(a) + i] = row;
+                if (a.terms.positions) a.terms.positions[b * range_rows(a) + i] = position_of_query(a, b, i);
                 if (i < a.Nq) add_row(tile, row);
             }
             a.ranges.tiles[n] = tile;

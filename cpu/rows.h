@@ -1,13 +1,6 @@
 // cpu/rows.h: a tile's rows of Q, K, V and O between the tensors and a thread's buffers. kernel.h includes it once for
 // each instruction set.
 
-// use(T()) for the type of a tensor. What differs between types is here alone; all other code is compiled once.
-template <class Use>
-[[gnu::always_inline]] inline void with_type(Dtype dtype, const Use &use) {
-    if (dtype == Dtype::float32) return use(float());
-    return dtype == Dtype::float16 ? use(c10::Half()) : use(c10::BFloat16());
-}
-
 // Unsigned, since the stride of a dimension of size 1 may be any number.
 inline Strides in_bytes(const Strides &stride, Dtype dtype) {
     const uint64_t size = element_size(dtype);
@@ -100,7 +93,9 @@ inline bool is_finite(const float *row, int d) {
             convert((const T *)K[j], k.data(), a.d), convert((const T *)V[j], v.data(), a.d_v);
             float Sij = 0.f;
             for (int c = 0; c < a.d; ++c) Sij += q[c] * k[c];
-            const float Pij = std::exp(a.softmax_scale * unscaled(a, Sij) - (mi == -INFINITY ? 0.f : mi));
+            Sij = capped(a, Sij);
+            if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j, 1, &Sij);
+            const float Pij = std::exp(a.softmax_scale * Sij - (mi == -INFINITY ? 0.f : mi));
             for (int c = 0; c < a.d_v; ++c) sum[c] += Pij * v[c];
             all_finite = is_finite(k.data(), a.d) && is_finite(v.data(), a.d_v);
         }
@@ -114,7 +109,8 @@ inline bool is_finite(const float *row, int d) {
     const int i = t.query(lane);
     const int64_t h = t.head(lane), bhi = (t.b * a.Hq + h) * a.Nq + i;
     if (has_ranges(a) && !is_finite(o, a.d_v)) isolate_row(a, t, lane, mi, o);
-    const RowEnd end = end_of_row(sees_key, li, mi, a.o_in ? a.l_in[bhi] : 0.f, a.o_in ? a.m_in[bhi] : -INFINITY);
+    const RowEnd end = end_of_row(sees_by_terms(a, sees_key, li), li, mi, a.o_in ? a.l_in[bhi] : 0.f,
+                                  a.o_in ? a.m_in[bhi] : -INFINITY);
     for (int c = 0; c < a.d_v; ++c) o[c] = end.reads_Oi ? end.weight_Oi * o[c] : 0.f;
     if (a.o_in && end.reads_o_in) {
         const float *o_in = row_of<const float>(a.o_in, a.o_in_stride, t.b, h, i);

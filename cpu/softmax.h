@@ -1,7 +1,7 @@
 // cpu/softmax.h: steps 10 to 12 of Algorithm 1 on vectors: mi, li, alpha, and sums that are held. kernel.h includes it
 // once for each instruction set.
 
-// What step 9 multiplies products by: those that change are scaled afterwards.
+// What step 9 multiplies products by: those that change or have terms are scaled afterwards.
 inline float scale_of_products(const Attention &a) { return changes_scores(a) ? 1.f : a.softmax_scale; }
 
 // Step 9: n products become scores (scores.h).

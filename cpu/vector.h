@@ -63,6 +63,17 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
 // Those of scores.h.
 [[gnu::always_inline]] inline Vec changed(const Scores &scores, Vec QK) { return tanh(QK * scores.ratio); }
 [[gnu::always_inline]] inline Vec slope_of(Vec t) { return 1.f - t * t; }
+[[gnu::always_inline]] inline Vec whole(const Attention &a, Vec t, Vec term) {
+    return term == -INFINITY ? Vec{} - INFINITY : a.terms.unit * t + term;
+}
+using minimal_attn::whole;
+
+// use(T()) for the type of a tensor. What differs between types is here alone; all other code is compiled once.
+template <class Use>
+[[gnu::always_inline]] inline void with_type(Dtype dtype, const Use &use) {
+    if (dtype == Dtype::float32) return use(float());
+    return dtype == Dtype::float16 ? use(c10::Half()) : use(c10::BFloat16());
+}
 
 template <class From, class To>
 [[gnu::flatten]] void convert(const From *from, To *to, int n) {

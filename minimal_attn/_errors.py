@@ -6,6 +6,7 @@ import torch
 from torch._C._functorch import is_batchedtensor
 from torch.compiler import is_compiling
 
+_MASKS = "use attn_mask, or the faster causal, window_size, seqlens_k, leftpad_k or key_ranges"
 # Keywords of other libraries' attention, and what to do here.
 _ELSEWHERE = {
     "query": "use q",
@@ -15,13 +16,11 @@ _ELSEWHERE = {
     "scale": "use softmax_scale",
     "sm_scale": "use softmax_scale",
     "scaling": "use softmax_scale",
-    "attn_mask": "use causal, window_size, seqlens_k, leftpad_k or key_ranges; no other masks yet",
-    "attention_mask": "use causal, window_size, seqlens_k, leftpad_k or key_ranges; no other masks yet",
-    "block_mask": "use causal, window_size, seqlens_k, leftpad_k or key_ranges; no other masks yet",
-    "mask": "use causal, window_size, seqlens_k, leftpad_k or key_ranges; no other masks yet",
-    "score_mod": "use causal, window_size, seqlens_k, leftpad_k or key_ranges; no score_mod yet",
-    "attn_bias": "there is no bias yet",
-    "bias": "there is no bias yet",
+    "attention_mask": _MASKS,
+    "block_mask": _MASKS,
+    "mask": _MASKS,
+    "score_mod": "use softcap, alibi_slopes, bias or attn_mask; no score_mod yet",
+    "attn_bias": "use bias",
     "dropout_p": "there is no dropout",
     "dropout": "there is no dropout",
     "enable_gqa": "k and v may always have fewer heads than q",
@@ -43,7 +42,6 @@ _ELSEWHERE = {
     "return_aux": "use return_lse=True",
     "logits_soft_cap": "use softcap",
     "attn_logit_softcapping": "use softcap",
-    "alibi_slopes": "there is no ALiBi yet",
     "page_table": "use block_table",
     "block_tables": "use block_table",
     "num_splits": "leave it out: the keys are split as the number of rows and keys asks for",

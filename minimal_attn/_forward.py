@@ -39,6 +39,9 @@ class _Options(TypedDict, total=False):
     prefix_k: Tensor | None
     seqused_k: Tensor | None
     softcap: float | None
+    alibi_slopes: Tensor | None
+    attn_mask: Tensor | None
+    bias: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -121,6 +124,9 @@ def forward(
     prefix_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -197,6 +203,19 @@ def forward(
             stay as they are. From 1e-30 to 1e30; None or 0: none. In bfloat16 on a GPU tanh has a relative
             error of 2^-11, up to softcap 128. Packed queries over caches are slow with it, and pages are
             copied unless `explain` says "decode".
+        alibi_slopes: (Hq,) or (B, Hq), float32, on q's device: the score of query i and key j is less by
+            slope * |i + offset - j|, behind a softcap and before the mask (ALiBi, as flash_attn has it). In a
+            document i + offset is the query's position in it. Slopes have no gradient. What softcap's last
+            sentence says holds here, too; on Hopper GPUs "portable"'s kernels compute.
+        attn_mask: bool (True: visible), or of q's dtype or float32, which is added to the scores, behind
+            softcap and slopes. It broadcasts to (B, Hq, Nq, Nk), with any strides (0, too), and is read where
+            it is. What it shows and the other arguments leave is visible: the intersection. With
+            cu_seqlens i and j count from the first token of all, with a block_table j from key 0. A row whose
+            scores are all -inf sees no key. Keys that it hides may hold any finite number. All tiles of keys
+            are computed: what is a range of keys for each query is faster by the arguments for it. Kernels
+            are those of alibi_slopes.
+        bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
+            an attn_mask of its dtype.
 
     Returns:
         o (B, Hq, Nq, d_v) in q's dtype and order of strides, or `out`. With `return_lse` the tuple (o,
@@ -211,12 +230,14 @@ def forward(
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
         RuntimeError: an input requires grad together with `out`, `block_table` or `seqused_k` while grad mode
-            is on, or is a dual tensor, or this build has no code for the GPU. In each case nothing has been
-            launched.
+            is on, or alibi_slopes do, or an input is a dual tensor, or this build has no code for the GPU. In
+            each case nothing has been launched.
 
-    Gradients: autograd differentiates o, lse and the state in q, k, v, sinks and `state`. It keeps q, k, v, o
-    and the log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l),
-    as merge and further calls do. There are no second derivatives.
+    Gradients: autograd differentiates o, lse and the state in q, k, v, sinks, `state` and what is added to
+    scores (bias or attn_mask): of the latter by a pass of its own, which sums where it is broadcast, and
+    takes no memory but the gradient's. Autograd keeps q, k, v, o and the log-sum-exp, and calls
+    minimal_attn.backward. m counts as a constant: use l and m as m + log(l), as merge and further calls do.
+    There are no second derivatives.
     """
     if unknown or surplus:
         raise wrong_call("forward", "q, k, v", surplus, unknown)
@@ -229,7 +250,8 @@ def forward(
     # _ARGUMENTS, in their order
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
-        *(cu_seqlens_q, cu_seqlens_k, prefix_k, softcap, o, l, m, sinks, block_table, seqused_k),
+        *(cu_seqlens_q, cu_seqlens_k, prefix_k, softcap, alibi_slopes, attn_mask, bias),
+        *(o, l, m, sinks, block_table, seqused_k),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
         operator, options = torch.ops.minimal_attn.forward, dict(zip(_ARGUMENTS, arguments, strict=True))

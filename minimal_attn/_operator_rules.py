@@ -10,12 +10,16 @@ from itertools import combinations
 import torch
 from torch import library
 
-# The operators' tensors that have a row for each batch and head. Others but sinks have one for each batch.
+# The operators' tensors that have a row for each batch and head. Others have one for each batch, or one for
+# the heads of all.
 _BY_HEAD = ("do", "q", "k", "v", "o", "l", "m", "lse", "dlse")
+_OF_HEADS = ("sinks", "alibi_slopes")
+_OF_PAIRS = ("attn_mask", "bias")  # broadcast to (B, Hq, Nq, Nk)
 
 
 def _by_batch(operator):
-    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name != "sinks"]
+    others = _OF_HEADS + _OF_PAIRS
+    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name not in others]
 
 
 def _vmap_rule(operator):
@@ -27,7 +31,7 @@ def _vmap_rule(operator):
         dims = dict(zip(names, in_dims, strict=False))
         shapes = {name: _shape_of_element(arguments[name], dims[name], name) for name in "qkv"}
         B = shapes["q"][0]
-        if arguments.get("cu_seqlens_q") is not None:
+        if arguments.get("cu_seqlens_q") is not None or operator is _bias_gradient():
             return _one_by_one(operator, info.batch_size, arguments, dims)
 
         def in_front(name):  # (mapped, ...), expanded where it isn't mapped
@@ -52,10 +56,17 @@ def _vmap_rule(operator):
                 if name == "key_ranges" and t.dim() == 4 and t.shape[1] == 1:  # one row for all batches
                     t = t.expand(-1, B, -1, -1)
                 arguments[name] = t.flatten(0, 1)
-        if arguments.get("sinks") is not None:
-            sinks = in_front("sinks")
-            sinks = sinks if sinks.dim() == 3 else sinks.unsqueeze(1).expand(-1, B, -1)
-            arguments["sinks"] = sinks.flatten(0, 1)
+        for name in _OF_HEADS:
+            if arguments.get(name) is not None:
+                t = in_front(name)
+                arguments[name] = (t if t.dim() == 3 else t.unsqueeze(1).expand(-1, B, -1)).flatten(0, 1)
+        for name in _OF_PAIRS:
+            t = arguments.get(name)
+            if t is None or (dims[name] is None and (t.dim() < 4 or t.shape[0] == 1)):
+                continue  # broadcast to the mapped dimension, too
+            t = in_front(name)
+            t = t[(slice(None), *[None] * (5 - t.dim()))]
+            arguments[name] = t.expand(-1, B, -1, -1, -1).flatten(0, 1)
         results = operator(**arguments)
         split = (info.batch_size, B)
         if isinstance(results, torch.Tensor):
@@ -120,7 +131,7 @@ def _sharding_rule(operator):
 
     def rule(*args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
-        k, sinks = given["k"], given.get("sinks")
+        k = given["k"]
         by_batch = dict.fromkeys(_by_batch(operator), Shard(0))
         by_head = dict.fromkeys(_BY_HEAD, Shard(1))
         if given.get("block_table") is not None:  # any batch may read any page
@@ -128,9 +139,16 @@ def _sharding_rule(operator):
         ranges = given.get("key_ranges")
         if ranges is not None and ranges.shape[0] != k.shape[0]:  # one row for all batches
             by_batch["key_ranges"] = whole
-        if sinks is not None:
-            by_batch["sinks"] = Shard(0) if sinks.ndim == 2 else whole
-            by_head["sinks"] = Shard(sinks.ndim - 1)
+        for name in _OF_HEADS:
+            if (t := given.get(name)) is not None:
+                by_batch[name] = Shard(0) if t.ndim == 2 else whole
+                by_head[name] = Shard(t.ndim - 1)
+        for name in _OF_PAIRS:
+            if (t := given.get(name)) is not None:
+                is_of = [t.ndim >= n and t.shape[-n] > 1 for n in (4, 3)]  # else it is broadcast
+                by_batch[name], by_head[name] = (
+                    Shard(t.ndim - n) if own else whole for n, own in zip((4, 3), is_of, strict=True)
+                )
         Hkv, sizes = k.shape[1], k.mesh.shape
         # This rule is for any one dimension of the mesh: others may shard the heads, too. DTensor itself
         # refuses more parts than there are heads.
@@ -149,6 +167,8 @@ def _sharding_rule(operator):
             return results, inputs
 
         choices = [placements({}, [whole] * returns)]
+        if operator is _bias_gradient():  # whatever the bias is broadcast to
+            return choices
         if given.get("cu_seqlens_q") is None:  # else there is one batch
             choices.append(placements(by_batch, [Shard(0)] * returns))
         return choices + [placements(by_head, of_heads)] * bool(by_head)
@@ -207,7 +227,12 @@ class _AfterImport(MetaPathFinder):
 def _functional():
     """The operators that return new tensors."""
     forward = torch.ops.minimal_attn.forward
-    return [forward.default, forward.lse, forward.state, torch.ops.minimal_attn.backward.default]
+    gradients = torch.ops.minimal_attn.backward.default, _bias_gradient()
+    return [forward.default, forward.lse, forward.state, *gradients]
+
+
+def _bias_gradient():
+    return torch.ops.minimal_attn.bias_gradient.default
 
 
 def register():

@@ -224,8 +224,9 @@ def _flash_attn_backward(
     Returns:
         softmax_d (B, Hq, Nq): the sum of dout * out over a head dimension, float32. flash_attn's has padding.
     """
-    missing = dict(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    missing = dict(dropout_p=dropout_p)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    options |= flash_attn._slopes(alibi_slopes, q)
     return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), missing, deterministic, options)
 
 
@@ -255,8 +256,9 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ):
     """_flash_attn_backward of packed sequences: softmax_lse and the result are (Hq, total_q)."""
-    missing = dict(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    missing = dict(dropout_p=dropout_p)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    options |= flash_attn._slopes(alibi_slopes, q)
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), missing, deterministic, options)
 

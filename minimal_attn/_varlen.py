@@ -22,7 +22,7 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
         with torch.set_grad_enabled(False):
             results = attend(q, k, v, s_aux, True, **options)
         cu_seqlens = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
-        tensors = _distinct(q, k, v, s_aux, *cu_seqlens)
+        tensors = _distinct(q, k, v, s_aux, *cu_seqlens, options.pop("alibi_slopes", None))
         return _Deterministic.apply(*tensors, *results, options)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
@@ -147,7 +147,7 @@ class _Deterministic(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, out, lse, options):
+    def forward(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, alibi_slopes, out, lse, options):
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
@@ -157,13 +157,13 @@ class _Deterministic(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
+        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, alibi_slopes, out, lse = ctx.saved_tensors
         heads_first = (x.transpose(1, 2) for x in (do, q, k, v, out))
         options = dict(deterministic=True, complete=s_aux is None, **ctx.options)
-        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
         parts = backward(*heads_first, lse, None, dlse=dlse, **options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
-        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 5
+        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 6
 
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):

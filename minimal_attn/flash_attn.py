@@ -10,7 +10,7 @@ flash_attn/flash_attn_interface.py). What differs:
     gradients               of all but flash_attn_with_kvcache, as there; in s_aux and with a block_table, too
     num_splits              accepted and not used
     rotary_cos, rotary_sin  of any rotary dimension, in any dtype
-    NotImplementedError     dropout_p > 0, alibi_slopes
+    NotImplementedError     dropout_p > 0, alibi_slopes of each packed sequence
 
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
@@ -95,7 +95,8 @@ def flash_attn_func(
         causal: query i sees the keys j <= i + Nk - Nq: the last query sees the last key.
         window_size: (left, right): query i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right. A negative
             number is no bound.
-        alibi_slopes: must be None.
+        alibi_slopes: (Hq,) or (B, Hq), float32: the score of query i and key j is less by
+            slope * |i + Nk - Nq - j|. They have no gradient.
         deterministic: gradients with the same bits on every run, as under torch.use_deterministic_algorithms.
         return_attn_probs: return softmax_lse, too. Probabilities are never stored.
         s_aux: attention sinks (Hq,), float32, float16 or bfloat16: one more score for each row of a head,
@@ -107,12 +108,13 @@ def flash_attn_func(
         has out = 0, softmax_lse = -inf.
 
     Raises:
-        NotImplementedError: dropout_p or alibi_slopes is given.
+        NotImplementedError: dropout_p is given.
         TypeError, ValueError: an argument of another type, shape, dtype, device or value.
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p=dropout_p)
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
+    options |= _slopes(alibi_slopes, q)
     out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -167,7 +169,8 @@ def flash_attn_varlen_func(
             most as many as cu_seqlens_k gives it. causal and window_size align the last query with the last
             of them. None: all. With it and a block_table cu_seqlens_k isn't read and may be None.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence.
+            return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence. alibi_slopes must be
+            (Hq,), the same for all sequences.
 
     Returns:
         out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
@@ -176,9 +179,10 @@ def flash_attn_varlen_func(
     Raises: as flash_attn_func.
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p=dropout_p)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
+    options |= _slopes(alibi_slopes, q)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
@@ -273,8 +277,8 @@ def flash_attn_with_kvcache(
         is then as before.
     """
     options = _options(softmax_scale, causal, window_size, softcap)
-    _refuse(alibi_slopes=alibi_slopes)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
+    slopes = _slopes(alibi_slopes, q)
     refuse_grad("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = q.shape[0], k_cache.shape
     if block_table is not None:
@@ -323,7 +327,7 @@ def flash_attn_with_kvcache(
         k_cache[row, position] = k.to(k_cache.dtype)
         v_cache[row, position] = v.to(v_cache.dtype)
     k, v = (k_cache, v_cache) if block_table is not None else (k_cache[:B], v_cache[:B])
-    options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad, block_table=block_table)
+    options |= dict(seqlens_k=lengths, leftpad_k=cache_leftpad, block_table=block_table) | slopes
     out, lse = attend(q, k, v, s_aux, return_softmax_lse, **options)
     return (out, lse) if return_softmax_lse else out
 
@@ -350,6 +354,19 @@ def _options(softmax_scale, causal, window_size, softcap):
     if softcap is None or (isinstance(softcap, (int, float)) and softcap <= 0):
         return options
     return options | {"softcap": softcap}
+
+
+def _slopes(alibi_slopes, q):
+    """forward's options of alibi_slopes. q is (B, N, Hq, d), or packed."""
+    if alibi_slopes is None:
+        return {}
+    is_packed, Hq = q.dim() == 3, q.shape[-2]
+    if is_packed and isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2:
+        must = "must be (Hq,) for packed sequences"
+        raise NotImplementedError(f"alibi_slopes {must}, but has shape {tuple(alibi_slopes.shape)}")
+    is_one = not isinstance(alibi_slopes, Tensor) or alibi_slopes.dim() != 2
+    _check("alibi_slopes", alibi_slopes, q, (Hq,) if is_one else (q.shape[0], Hq), (torch.float32,))
+    return {"alibi_slopes": alibi_slopes}
 
 
 def _refuse(**missing):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import minimal_attn
-from minimal_attn._errors import wrong_call
+from minimal_attn._errors import refuse_grad, wrong_call
 from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
 _OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
-_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap".split()
+_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes attn_mask bias".split()
 
 
 def forward(
@@ -46,6 +46,8 @@ def forward(
         options.pop("backend", None)
         o, lse = manual(q, k, v, sinks, **options)
     else:
+        terms = {name: options.get(name) for name in ("alibi_slopes", "attn_mask", "bias")}
+        refuse_grad("second_order.forward in q's dtype", **terms)
         of_ints = {name: x for name, x in options.items() if isinstance(x, Tensor)}
         numbers = {name: x for name, x in options.items() if name not in of_ints}
         o, lse = _Attention.apply(q, k, v, sinks, numbers, list(of_ints), *of_ints.values())
@@ -101,7 +103,9 @@ def _function(q, k, v, sinks, options):
     return lambda *tensors: manual(*tensors, **options), q, k, v, sinks
 
 
-def manual(q, k, v, sinks, *, softmax_scale=None, softcap=None, **band):
+def manual(
+    q, k, v, sinks, *, softmax_scale=None, softcap=None, alibi_slopes=None, attn_mask=None, bias=None, **band
+):
     """(o, lse) by operators of PyTorch, in float32 or float64."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
     dtype, of_sums = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -111,6 +115,14 @@ def manual(q, k, v, sinks, *, softmax_scale=None, softcap=None, **band):
     S = (d**-0.5 if softmax_scale is None else softmax_scale) * (q.to(of_sums) @ k.mT)
     if softcap:
         S = softcap * torch.tanh(S / softcap)
+    if alibi_slopes is not None:
+        distance = (positions(Nq, Nk, q.device, **band)[0] - torch.arange(Nk, device=q.device)).abs()
+        S = S - alibi_slopes.to(of_sums)[..., None, None] * distance.unsqueeze(-3)
+    for term in attn_mask, bias:
+        if term is not None and term.dtype != torch.bool:
+            S, seen = S + term.to(of_sums), seen & (term != -torch.inf)
+        elif term is not None:
+            seen = seen & term
     S = S.masked_fill(~seen, -torch.inf)
     m = S.detach().amax(-1, keepdim=True) if Nk else S.new_full((B, Hq, Nq, 1), -torch.inf)
     if sinks is not None:
@@ -125,6 +137,23 @@ def manual(q, k, v, sinks, *, softmax_scale=None, softcap=None, **band):
     l = l.masked_fill(is_blind, 1)
     lse = (m + l.log()).masked_fill(is_blind, -torch.inf)
     return (P @ v / l).to(dtype), lse[..., 0]
+
+
+def _of_batches(x):
+    return x.long()[:, None, None] if isinstance(x, Tensor) else x
+
+
+def positions(
+    Nq, Nk, device, seqlens_k=None, leftpad_k=None, offset=None, cu_seqlens_q=None, cu_seqlens_k=None, **_
+):
+    """Of each query: the key that it is at, the first and the end of its keys, and its document."""
+    if cu_seqlens_q is not None:
+        document, own, begin, end = (x[:, None] for x in keys_of_documents(cu_seqlens_q, cu_seqlens_k, Nq))
+        return own, begin, end, document
+    end = Nk if seqlens_k is None else _of_batches(seqlens_k).clamp(0, Nk)
+    begin = 0 if leftpad_k is None else _of_batches(leftpad_k).clamp(0, Nk)
+    i = torch.arange(Nq, device=device)[:, None]
+    return i + (end - Nq if offset is None else _of_batches(offset)), begin, end, None
 
 
 def visible(
@@ -145,18 +174,13 @@ def visible(
 ):
     """The mask that forward's options mean: (B or 1, 1, Nq, Nk), True where a query sees a key."""
 
-    def of_batches(x):
-        return x.long()[:, None, None] if isinstance(x, Tensor) else x
-
-    i, j = torch.arange(Nq, device=device)[:, None], torch.arange(Nk, device=device)
-    if cu_seqlens_q is None:
-        end = Nk if seqlens_k is None else of_batches(seqlens_k).clamp(0, Nk)
-        begin = 0 if leftpad_k is None else of_batches(leftpad_k).clamp(0, Nk)
-        own = i + (end - Nq if offset is None else of_batches(offset))
-        first_keys = of_batches(prefix_k)
-    else:
-        document, own, begin, end = (x[:, None] for x in keys_of_documents(cu_seqlens_q, cu_seqlens_k, Nq))
-        first_keys = None if prefix_k is None else prefix_k.long()[document]
+    j = torch.arange(Nk, device=device)
+    own, begin, end, document = positions(
+        Nq, Nk, device, seqlens_k, leftpad_k, offset, cu_seqlens_q, cu_seqlens_k
+    )
+    first_keys = _of_batches(prefix_k)
+    if cu_seqlens_q is not None and prefix_k is not None:
+        first_keys = prefix_k.long()[document]
     left, right = window_size
     right = 0 if causal else right
     seen = (j >= begin) & (j < end)

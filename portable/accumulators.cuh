@@ -28,13 +28,14 @@ __device__ inline float scaled_max(const Attention &a, float mi) {
     return mi == -INFINITY ? mi : mi * fabsf(a.softmax_scale);
 }
 
-// 9. The place for everything that changes a score, or hides it by -inf. This thread has rows i0 + 8 r and keys
-// j0 + 8 n + 0, 1.
+// 9. The place for everything that changes a score of head h, or hides it by -inf. This thread has rows i0 + 8 r and
+// keys j0 + 8 n + 0, 1.
 template <class T, class Tile, class Mask>
-__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const Mask &mask, int i0, int j0,
-                              bool masked) {
+__device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention &a, const Mask &mask, int64_t b,
+                              int64_t h, int i0, int j0, bool masked) {
     if constexpr (kIsGeneral<Mask>) {
-        change<T>(a.scores, flat(Sij));
+        if (has_softcap(a)) change<T>(a.scores, flat(Sij));
+        add_terms<T, false>(a, b, h, i0, j0, Sij);
     } else if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
 #pragma unroll
         for (float &s : flat(Sij)) s = -s;

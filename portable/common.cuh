@@ -203,12 +203,19 @@ __device__ float update_row_max(float &mi, float m_new, float &m_safe) {
     return alpha;
 }
 
+// Whether row i sees a key. li: of all keys.
+template <class Mask, bool is_general = kIsGeneral<Mask>>
+__device__ bool sees_key(const Attention &a, const Mask &mask, int i, float li) {
+    const bool sees = !empty(keys_of_row(mask, i));
+    return is_general ? sees_by_terms(a, sees, li) : sees;
+}
+
 // How row i ends: the sums of this call, joined with the earlier state if there is one.
-template <class T, class Mask>
+template <class T, class Mask, bool is_general = kIsGeneral<Mask>>
 __device__ RowEnd end_row(const Attention &a, const Block<T, Mask> &block, int i, float li, float mi) {
     const int64_t at = (block.b * a.Hq + block.h) * a.Nq + i;
-    const bool sees_key = !empty(keys_of_row(block.mask, i));
-    return end_of_row(sees_key, li, mi, a.l_in ? a.l_in[at] : 0.f, a.m_in ? a.m_in[at] : -INFINITY);
+    return end_of_row(sees_key<Mask, is_general>(a, block.mask, i, li), li, mi, a.l_in ? a.l_in[at] : 0.f,
+                      a.m_in ? a.m_in[at] : -INFINITY);
 }
 
 // Stores Count numbers, rounded to T. If aligned, as vectors of up to 16 bytes; else the first `count`, one by one.

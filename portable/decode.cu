@@ -147,7 +147,7 @@ __device__ void join_four(const Attention &a, const Decode &p, const Item &item,
             0, Groups<D>, four + 1, [&](int n) { return n < four ? lm_of_fours[n][r] : sum.lm(); },
             [&](int n) { return n < four ? O_of_fours[n * rows_of_O * (D / 4)] : sum.o4(); });
         for (int past = x / 4; past < 32; past += D / 4) pad_lse(a, item.batch(), row.h, row.i + 1, past);
-        finish_row(a, p, block_of<T>(item.batch(), item.band(a), row), row.i, x / 4, whole);
+        finish_row<Tile>(a, p, block_of<T>(item.batch(), item.band(a), row), row.i, x / 4, whole);
     }
 }
 
@@ -388,7 +388,10 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
             if (changes_scores(a)) kernel = decode_kernel<T, typename Tile::General, kOneChunk>;
         const cudaError_t error = launch_overlapping(kernel, plan.grid, kThreads, plan.shared_memory, stream, a, p);
         if (error != cudaSuccess || share == kWholeRow) return error;
-        return launch_overlapping(join_kernel<T, Tile, false>, a.B * a.Hkv * p.rows, kJoinThreads, 0, stream, a, p);
+        auto join = join_kernel<T, Tile, false>;
+        if constexpr (kHasGeneral)
+            if (has_terms(a)) join = join_kernel<T, typename Tile::General, false>;
+        return launch_overlapping(join, a.B * a.Hkv * p.rows, kJoinThreads, 0, stream, a, p);
     }));
 }
 

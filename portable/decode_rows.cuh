@@ -41,6 +41,23 @@ int shared_bytes(int stages, int rows, Share share) {
            parts_in_shared(share) * std::min(rows, Tile::Rows) * Tile::D * (int)sizeof(float);
 }
 
+// Of a general kernel: which rows a tile has, for the terms of their scores (scores.h).
+struct RowsOfTile {
+    int b, first, group;
+    int64_t first_head;
+    template <class Item>
+    __device__ void take(const Decode &p, const Item &item, int rows) {
+        b = item.batch(), first = item.tile * rows, group = p.group, first_head = (int64_t)item.h_kv * group;
+    }
+    // What softmax_scale multiplies, from t or the product of row r and key j.
+    template <class T>
+    __device__ float unscaled(const Attention &a, float t, int r, int j) const {
+        if (!has_terms(a)) return t;
+        const int row = first + r;
+        return whole(a, t, TermsOfRow(a, b, first_head + row % group, row / group).of_key<T>(j));
+    }
+};
+
 template <class T>
 __device__ const T *query(const Attention &a, int b, const Row &row) {
     return (const T *)a.q + b * a.q_stride.batch + row.h * a.q_stride.head + row.i * a.q_stride.row;
@@ -54,6 +71,7 @@ struct MmaRows {
     unsigned Qi;  // this lane's address
     float Oi[D / 8][4], li[2], mi[2];
     Keys keys[2];
+    RowsOfTile of_tile;
 
     // This thread's n-th 16 bytes of Qi
     template <class Item>
@@ -90,6 +108,7 @@ struct MmaRows {
         for (int r = 0; r < 2; ++r)
             keys[r] = keys_of_row(band, item.row(p, item.tile * Tile::Rows + lane / 4 + 8 * r).i);
         Qi = lane_address<D>(Q_tile, lane % 16, lane / 16);
+        if constexpr (Tile::changes_scores) of_tile.take(p, item, Tile::Rows);
     }
 
     __device__ void clear() {
@@ -123,7 +142,10 @@ struct MmaRows {
                 float &s = Sij[n / 2][2 * r + n % 2];
                 const int key = n / 2 * 8 + n % 2;
                 const auto score = [&](float QK) {
-                    return (Tile::changes_scores ? changed_in<T>(a.scores, QK) : QK) * a.softmax_scale;
+                    if (Tile::changes_scores && has_softcap(a)) QK = changed_in<T>(a.scores, QK);
+                    if constexpr (Tile::changes_scores)
+                        QK = of_tile.template unscaled<T>(a, QK, lane / 4 + 8 * r, j + lane % 4 * 2 + key);
+                    return QK * a.softmax_scale;
                 };
                 s = key >= begin && key < end ? score(s + odd[n / 2][2 * r + n % 2]) : -INFINITY;
                 m_new = fmaxf(m_new, s);
@@ -196,6 +218,7 @@ struct FmaRows {
     static constexpr int Groups = 32 / Lanes, N = Tile::Bc / Groups, R = 4;  // N: keys of a lane; R: rows at a time
     float q[Rows][C][4], Oi[Rows][C][4], li[Rows], mi[Rows];
     Keys keys[Rows];
+    RowsOfTile of_tile;
     int rows;
 
     __device__ static int column(int c) { return 4 * (threadIdx.x % Lanes + Lanes * c); }
@@ -226,6 +249,7 @@ struct FmaRows {
     __device__ void take_queries(const Attention &a, const Decode &p, const Item &item, T *) {
         if (!item.exists) return;
         const BandOf<int> band = narrow(item.band(a));
+        if constexpr (Tile::changes_scores) of_tile.take(p, item, Rows);
         rows = min(Rows, item.rows(p) - item.tile * Rows);
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
@@ -268,8 +292,10 @@ struct FmaRows {
                 }
 #pragma unroll
             for (int r = 0; r < R; ++r) {
-                const float QK = sum_and_spread<Lanes>(s[r]);
-                float score = (Tile::changes_scores ? changed(a.scores, QK) : QK) * a.softmax_scale, m_safe;
+                float QK = sum_and_spread<Lanes>(s[r]);
+                if constexpr (Tile::changes_scores)
+                    QK = of_tile.template unscaled<T>(a, capped(a, QK), r0 + r, j + key);
+                float score = QK * a.softmax_scale, m_safe;
                 if (j + key < keys[r0 + r].begin || j + key >= keys[r0 + r].end) score = -INFINITY;
                 const float m_new = fmaxf(mi[r0 + r], row_max<32>(score));
                 const float alpha = update_row_max(mi[r0 + r], m_new, m_safe);

@@ -100,7 +100,8 @@ __device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0,
 #pragma unroll
         for (int c = 0; c < CS; ++c) {
             const int j = j0 + tx + TX * c;
-            Sij[r][c] = a.softmax_scale * (kIsGeneral<Mask> ? changed(a.scores, Sij[r][c]) : Sij[r][c]);
+            if constexpr (kIsGeneral<Mask>) Sij[r][c] = unscaled<T>(a, Sij[r][c], block.b, block.h, i, j);
+            Sij[r][c] *= a.softmax_scale;
             if (masked && (j < keys.begin || j >= keys.end)) Sij[r][c] = -INFINITY;
             m_new = fmaxf(m_new, Sij[r][c]);
         }

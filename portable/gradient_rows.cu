@@ -6,6 +6,7 @@
 
 #include "device.h"
 #include "ranges.h"
+#include "scores.h"
 
 namespace minimal_attn {
 namespace {
@@ -64,7 +65,11 @@ __global__ void __launch_bounds__(kThreads)
     const int b = head / unsigned(a.Hq), h = head % unsigned(a.Hq);
     const int i0 = blockIdx.x % blocks * kRows + threadIdx.x / kLanes;
     const Mask mask = mask_of<Mask>(a, b);
-    const auto sees_key = [&](int i) { return i < a.Nq && !empty(keys_of_row(mask, i)); };
+    const auto sees_key = [&](int i) {
+        const bool sees = i < a.Nq && !empty(keys_of_row(mask, i));
+        if (!kIsGeneral<Mask> || !has_terms(a)) return sees;
+        return sees && g.lse[int64_t(head) * a.Nq + i] != -INFINITY;  // else terms hide all of its keys
+    };
     float sum[kCount] = {};
     bool is_seen[kCount];
 #pragma unroll
@@ -100,7 +105,7 @@ cudaError_t fill(const Gradient &g, const GradientRows &rows, CUstream_st *strea
         is_aligned(g.o, g.o_stride, sizeof(T), g.a.d_v) && is_aligned(g.do_, g.do_stride, sizeof(T), g.a.d_v);
     // No GPU has memory for as many rows as would make the grid too large.
     const unsigned blocks = g.a.B * g.a.Hq * rows.head_stride / kRows;
-    return with_mask(g.a, [&](auto mask) {
+    return with_mask_and_scores(g.a, [&](auto mask) {
         return launch_overlapping(fill_rows<T, decltype(mask)>, blocks, kThreads, 0, stream, g, rows, aligned);
     });
 }

@@ -1,6 +1,7 @@
 // gradient_view.cuh: the mask as a backward pass needs it, seen from the queries or from the keys.
 #pragma once
 #include "portable/common.cuh"
+#include "portable/gradient_rows.h"
 #include "portable/mma.cuh"
 
 namespace minimal_attn {
@@ -124,6 +125,16 @@ template <Pass pass>
 struct View<pass, General> : View<pass, Ranges> {
     using View<pass, Ranges>::View;
 };
+
+// Rows of Qi and dOi that `is_read` says are read. In a general kernel terms (scores.h) may hide all keys of one: then
+// its log2_l is +inf. log2_l points to row 0.
+template <class Mask, class IsRead>
+__device__ auto read_by_terms(const Attention &a, const float *log2_l, const IsRead &is_read) {
+    if constexpr (kIsGeneral<Mask>)
+        return [=, &a](int row) { return is_read(row) && !(has_terms(a) && __ldcg(log2_l + row) == INFINITY); };
+    else
+        return is_read;
+}
 
 }  // namespace
 }  // namespace minimal_attn

@@ -137,7 +137,7 @@ __device__ void store_rows(const Attention &a, const Block<T, Mask> &block, cons
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) {
         const int row = warp_row + lane / 4 + 8 * r, i = block.i0 + row;
         const float li = row_sum<4>(rows.li[r]);
-        const RowEnd end = end_of_row(!empty(keys_of_row(mask, i)), li, scaled_max(a, rows.mi[r]), 0.f, -INFINITY);
+        const RowEnd end = end_of_row(sees_key(a, mask, i, li), li, scaled_max(a, rows.mi[r]), 0.f, -INFINITY);
         if (a.lse && lane % 4 == 0 && row < block.rows) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
 #pragma unroll
         for (int x = 0; x < Tile::X; ++x) {
@@ -251,7 +251,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         if (Stages == 1 && !is_last) load_K(j0 + Bc, 0);
         if (!warp_sees) continue;
         const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
-        change_scores<T, Tile>(Sij, a, mask, i_lane, j0 + lane % 4 * 2, masked);
+        change_scores<T, Tile>(Sij, a, mask, block.b, block.h, i_lane, j0 + lane % 4 * 2, masked);
         // 10. - 12. c is computed for each tile: kept, it would take a register.
         const float c = scale_of(a);
         float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];

@@ -141,7 +141,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
         T *const to = (T *)(stages + stage * Tile::StageBytes);
         if constexpr (walks_queries) {
             const int64_t h = owned.h * heads + n, row = (owned.b * a.Hq + h) * rows.head_stride + column0;
-            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, aligned, view.is_read(column0));
+            load_tiles<Walk, Tile>(to, Q, dO, owned.b, h, column0, view.columns, aligned,
+                                   read_by_terms<Mask>(a, rows.log2_l + row, view.is_read(column0)));
             if (threadIdx.x < Walk / 2)
                 copy16((unsigned)__cvta_generic_to_shared(to + 2 * Walk * D) + 16 * threadIdx.x,
                        (threadIdx.x < Walk / 4 ? rows.log2_l : rows.D) + row + threadIdx.x % (Walk / 4) * 4, true);
@@ -193,7 +194,9 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float *const log2_l = walks_queries ? of_columns : row_log2_l;
             const float *const D_i = walks_queries ? of_columns + Walk : row_D;
             const float c = a.softmax_scale * kLog2e;
-            if constexpr (kIsGeneral<Mask>) change<T>(a.scores, flat(S));
+            if constexpr (kIsGeneral<Mask>)
+                change_S_dP<T, Tile>(S, dP, a, owned.b, walks_queries ? owned.h * heads + n : owned.h, row + lane / 4,
+                                     column + lane % 4 * 2, D_i);
             if (__builtin_expect(may_be_large, false)) {
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
                 const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;

@@ -86,7 +86,7 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
 
 // 13., 20. P and dS = P o (dP - D), in the places of S and dP; c = softmax_scale * log2(e). log2_l and D are of the
 // columns (in shared memory, from this thread's first) or of the rows (registers). So is m_i, in HBM; it is null if all m are 0.
-// A general kernel has changed S, and dS is the gradient of the scaled product.
+// In a general kernel change_S_dP has subtracted D.
 template <class T, class Tile, bool has_m, bool is_general>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
                              const float *log2_l, const float *D, const float *m_i) {
@@ -102,13 +102,34 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                 const int r = 2 * m + e / 2;
                 float &p = S[m][n][e], &ds = dP[m][n][e];
                 const float l = !by_column ? log2_l[r] : e % 2 ? l_n.y : l_n.x;
-                const float slope = is_general ? slope_of(p) : 1.f;
                 if constexpr (has_m) p = less_m<T>(p, __ldcg(m_i + (by_column ? 8 * n + e % 2 : 8 * r)), l, c);
                 p = exp2_fast(fmaf(p, c, -l));
-                ds = p * subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x);
-                if constexpr (is_general) ds *= slope;
+                ds = p * (is_general ? ds : subtract_D<T>(ds, !by_column ? D[r] : e % 2 ? D_n.y : D_n.x));
             }
     }
+}
+
+// 11., 20. In a general kernel (scores.h): S becomes what is masked, dP becomes dP - D times the slope. D as in
+// compute_P_dS; this thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.
+template <class T, class Tile>
+__device__ void change_S_dP(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const Attention &a,
+                            int64_t b, int64_t h, int row0, int column0, const float *D) {
+    constexpr bool by_column = Tile::walks_queries;
+    if (has_softcap(a)) change<T>(a.scores, flat(S));
+#pragma unroll
+    for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
+        const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4;
+        dP[m][n][e] = subtract_D<T>(dP[m][n][e], D[by_column ? 8 * n + e % 2 : 2 * m + e / 2]);
+    }
+    if (has_softcap(a)) {
+#pragma unroll
+        for (int x = 0; x < Tile::M * Tile::N * 4; ++x) flat(dP)[x] *= slope_of(flat(S)[x]);
+    }
+    add_terms<T, by_column>(a, b, h, row0, column0, S);
+    if (!has_terms(a)) return;
+#pragma unroll
+    for (int x = 0; x < Tile::M * Tile::N * 4; ++x)
+        if (flat(S)[x] == -INFINITY) flat(dP)[x] = 0.f;  // where a term hides the key dP may be inf
 }
 
 // 12. P = dS = 0 where the mask hides a score. This thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.

@@ -22,20 +22,10 @@
 // lane_address mma.cuh's, wait_for_tiles common.cuh's, is_large_for, kLog2OfP and D_of_dS gradient_rows.h's,
 // launch_overlapping and wait_for_kernel_before device.h's, changed_in scores.h's.
 #include "portable/gradient_rows.h"
-#include "portable/half_gradient.cuh"
-#include "portable/tf32.cuh"
+#include "portable/rows_tile.cuh"
 
 namespace minimal_attn {
 namespace {
-
-struct RowsTile {
-    static constexpr int D = 64, Br = 64, Bc = 64, Threads = 256;  // D: columns in shared memory at a time
-    static constexpr int KeyWarps = 2, QueryWarps = 4;
-    static constexpr int M = Bc / KeyWarps / 16, N = Br / QueryWarps / 8;  // a warp's accumulators of S^T, 16 x 8 each
-    static constexpr int Columns = 2 * N, Keys = 2 * M;                    // queries and keys of a thread
-};
-template <class T>
-constexpr int kRowsBytes = (RowsTile::Br + RowsTile::Bc) * RowsTile::D * sizeof(T);  // 32 KB in float32
 
 // m, l and D of a query, of some keys; D is not divided by l. m is of scores times the sign of c.
 struct RowSums {
@@ -48,60 +38,24 @@ struct RowSums {
     }
 };
 
-// Rows of a head of a (B, H, N, d) tensor, of which `count` exist.
-template <class T>
-struct HeadRows {
-    const T *first;
-    int64_t stride;
-    int count;
-    __device__ HeadRows(const void *x, const Strides &s, int64_t b, int64_t h, int row, int end)
-        : first((const T *)x + b * s.batch + h * s.head + row * s.row), stride(s.row), count(end - row) {}
-};
-
-// C += A B^T: this warp's keys of K or V, and its queries of Q or dO.
-template <class T, class Sum>
-__device__ void add_product(Sum (&C)[RowsTile::M][RowsTile::N][4], const HeadRows<T> &keys, const HeadRows<T> &queries,
-                            int d, bool aligned) {
-    constexpr int D = RowsTile::D, Threads = RowsTile::Threads;
-    extern __shared__ __align__(128) unsigned char shared[];
-    T *const key_tile = (T *)shared, *const query_tile = key_tile + RowsTile::Bc * D;
-    const int warp = broadcast_lane0(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int key0 = warp / RowsTile::QueryWarps * 16 * RowsTile::M;
-    const int query0 = warp % RowsTile::QueryWarps * 8 * RowsTile::N;
-#pragma unroll 1
-    for (int x0 = 0; x0 < d; x0 += D) {
-        __syncthreads();
-        load_swizzled<RowsTile::Bc, D, Threads>(key_tile, keys.first + x0, keys.stride, keys.count, d - x0, aligned);
-        load_swizzled<RowsTile::Br, D, Threads>(query_tile, queries.first + x0, queries.stride, queries.count, d - x0,
-                                                aligned);
-        wait_for_tiles();
-        const unsigned A = lane_address<D>(key_tile, key0 + lane % 16, lane / 16);
-        const unsigned B = lane_address<D>(query_tile, query0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-        if constexpr (std::is_same_v<Sum, double>)
-            multiply_rows_double<D>(C, key_tile, key0, query_tile, query0, d - x0);
-        else if constexpr (std::is_same_v<T, float>)
-            multiply_rows<D>(C, A, B, d - x0);
-        else
-            multiply<T, RowsTile>(C, A, B);
-    }
-}
-
 // Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled, or changed
 // (scores.h); c > 0.
 template <class T, class Sum, class Mask>
 __device__ void add_scores(const Attention &a, RowSums (&rows)[RowsTile::Columns],
                            const Sum (&S)[RowsTile::M][RowsTile::N][4], const float (&dP)[RowsTile::M][RowsTile::N][4],
-                           float sign, float c, const Mask &mask, int i, int j) {
+                           float sign, float c, const Mask &mask, int64_t b, int64_t h, int i, int j) {
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
-        const Keys seen = keys_of_row(mask, i + column / 2 * 8 + column % 2);
+        const int query = i + column / 2 * 8 + column % 2;
+        const Keys seen = keys_of_row(mask, query);
         Sum score[RowsTile::Keys], m = -INFINITY;
         RowSums tile;
 #pragma unroll
         for (int r = 0; r < RowsTile::Keys; ++r) {
             const bool is_seen = seen.begin <= j + 8 * r && j + 8 * r < seen.end;
             Sum s = S[r / 2][column / 2][r % 2 * 2 + column % 2];
-            if constexpr (kIsGeneral<Mask>) s = changed_in<T>(a.scores, s);
+            if (kIsGeneral<Mask> && has_softcap(a)) s = changed_in<T>(a.scores, s);
+            if (kIsGeneral<Mask> && has_terms(a)) s = whole(a, s, TermsOfRow(a, b, h, query).of_key<T>(j + 8 * r));
             score[r] = is_seen ? sign * s : -INFINITY;
             m = score[r] > m ? score[r] : m;
         }
@@ -135,7 +89,7 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
         float dP[RowsTile::M][RowsTile::N][4] = {};
         add_product<T>(S, {a.k, a.k_stride, b, h_kv, j0, mask.keys.end}, Q, a.d, aligned);
         add_product<T>(dP, {a.v, a.v_stride, b, h_kv, j0, mask.keys.end}, dO, a.d_v, aligned);
-        add_scores<T>(a, sums, S, dP, sign, c, mask, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
+        add_scores<T>(a, sums, S, dP, sign, c, mask, b, h, i0 + query, j0 + key_warp * 16 * RowsTile::M + lane / 4);
     }
     extern __shared__ __align__(128) unsigned char shared[];
     RowSums *const of_later_keys = (RowSums *)shared;

@@ -219,7 +219,7 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             const Narrow<Mask> mask = narrow(block.mask);
             const Keys seen_by_all = keys_of_all(mask, i_warp, i_warp + Tile::WarpRows);
             const bool masked = j0 < seen_by_all.begin || j0 + Bc > seen_by_all.end;
-            change_scores<float, Tile>(Sij, a, mask, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
+            change_scores<float, Tile>(Sij, a, mask, block.b, block.h, i_warp + lane / 4, j0 + lane % 4 * 2, masked);
             // 10. - 12.
             float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
             update_rows<Tile>(Sij, rows, subtract, alpha, c);

@@ -24,6 +24,7 @@
 //     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
 //     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
 #include "portable/gradient_rows.h"
+#include "portable/gradient_view.cuh"
 #include "portable/ordered_dq.cuh"
 #include "portable/tf32.cuh"
 
@@ -111,6 +112,15 @@ __device__ void multiply_scores(float (&S)[M][N][4], float (&dP)[M][N][4], const
 // min(x, bound), and NaN where x is.
 __device__ float at_most(float bound, float x) { return x > bound ? bound : x; }
 
+// Which pairs a thread has: of head h in batch b, queries from i and keys from j on.
+struct Pairs {
+    int64_t b, h;
+    int i, j;
+    __device__ float term(const Attention &a, int query, int key) const {
+        return TermsOfRow(a, b, h, i + query).of_key<float>(j + key);
+    }
+};
+
 // What large_scores returns, through memory: so S and dP of the loop stay in registers.
 template <class Tile>
 struct LargeScores {
@@ -123,7 +133,7 @@ struct LargeScores {
 template <class Tile, bool is_general>
 __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Operands &operands, const float *lse_i,
                                           float c, const LargeRow *rows, const float *K_tile, const float *Q_tile,
-                                          int warp_key, const Attention &a) {
+                                          int warp_key, const Attention &a, const Pairs &of) {
     float S[Tile::M][Tile::N][4] = {}, dP[Tile::M][Tile::N][4] = {};
     multiply_scores<Tile::D>(S, dP, operands, a);
     Score<float> exact[Tile::M][Tile::N][4] = {};
@@ -136,8 +146,9 @@ __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Oper
         if (lse_i[row] == kLarge) {
             const LargeRow *const large = rows + row;
             Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
-            if constexpr (is_general) exact_s = changed(a.scores, exact_s);
-            const float slope = is_general ? slope_of((float)exact_s) : 1.f;
+            if constexpr (is_general) exact_s = capped(a, exact_s);
+            const float slope = is_general ? slope_in(a, (float)exact_s) : 1.f;
+            if (is_general && has_terms(a)) exact_s = whole(a, exact_s, of.term(a, 8 * n + e % 2, 16 * m + e / 2 * 8));
             const float from_m = exact_s - (Score<float>)__ldcg(&large->m);
             s = at_most(0.f, fmaf(from_m, c, -__ldcg(&large->log2_l))) / c;
             dp = (fmaf(dp, kUndoTruncation, -__ldcg(&large->D)) - __ldcg(&large->D_low)) / kUndoTruncation;
@@ -175,7 +186,7 @@ struct QueriesOfKey<General> : QueriesOfKey<Ranges> {
 template <class Tile, class Mask>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                              const float *Di, const float *dS_tile, float c, const Mask &mask, const Keys *of_tile,
-                             int i0, int j0, int warp_key, bool masked, const Attention &a) {
+                             int i0, int j0, int warp_key, bool masked, const Attention &a, const Pairs &of) {
     const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
     unsigned to[2];
 #pragma unroll
@@ -193,12 +204,16 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
                     float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y], slope = 1.f;
-                    if (kIsGeneral<Mask> && (y ? lse.y : lse.x) != kLarge)
-                        s = changed(a.scores, s), slope = slope_of(s);
+                    if (kIsGeneral<Mask> && (y ? lse.y : lse.x) != kLarge) {
+                        s = capped(a, s), slope = slope_in(a, s);
+                        if (has_terms(a)) s = whole(a, s, of.term(a, 8 * n + y, 16 * m + 8 * r));
+                    }
+                    const bool is_hidden = kIsGeneral<Mask> && s == -INFINITY;  // then dP may be inf
                     s = exp2_fast(fmaf(s, c, -(y ? lse.y : lse.x)));
                     if (masked && !queries.see(8 * n + y)) s = 0.f;
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
-                    if constexpr (kIsGeneral<Mask>) dp = masked && !queries.see(8 * n + y) ? 0.f : dp * slope;
+                    if constexpr (kIsGeneral<Mask>)
+                        dp = is_hidden || (masked && !queries.see(8 * n + y)) ? 0.f : dp * slope;
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
                                  "f"(dp)
                                  : "memory");
@@ -318,7 +333,9 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const auto is_read = [&, all_are = !tile_has_blind_query(block.mask, i0)](int row) {
             return all_are || !empty(keys_of_row(block.mask, i0 + row));
         };
-        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, columns, aligned, 0, is_read);
+        const int64_t at = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
+        load_swizzled<Br, D, Threads>(tile, rows, stride.row, block.queries.end - i0, columns, aligned, 0,
+                                      read_by_terms<Mask>(a, gradient_rows.log2_l + at, is_read));
     };
     const auto load_Q = [&](int step) { load(Q_tile, a.q, a.q_stride, a.d, step); };
     const auto load_dO = [&](int step) {
@@ -357,6 +374,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const int j0 = block.j0 + warp_key;
         const bool is_seen = j0 < seen_by_any.end && j0 + Tile::WarpKeys > seen_by_any.begin;
         const bool masked = j0 < seen_by_all.begin || j0 + Tile::WarpKeys > seen_by_all.end;
+        const Pairs of = {block.b, head_of(step), i0 + (int)threadIdx.x % 4 * 2, j0 + (int)threadIdx.x % 32 / 4};
         float S[M][N][4] = {}, dP[M][N][4] = {};
         if (is_seen) {
             // A is rows of Kj or Vj, B rows of Qi or dOi
@@ -368,7 +386,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
                 const int64_t row = (block.b * a.Hq + head_of(step)) * gradient_rows.head_stride + i0;
                 LargeScores<Tile> results;
                 large_scores<Tile, kIsGeneral<Mask>>(results, operands, lse_i, c, gradient_rows.large + row, K_tile,
-                                                     Q_tile, warp_key, a);
+                                                     Q_tile, warp_key, a, of);
 #pragma unroll
                 for (int x = 0; x < M * N * 4; ++x) {
                     S[x / 4 / N][x / 4 % N][x % 4] = results.S[x / 4 / N][x / 4 % N][x % 4];
@@ -378,7 +396,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
                 multiply_scores<D>(S, dP, operands, a);
             }
         }
-        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.mask, of_tile, i0, j0, warp_key, masked, a);
+        compute_P_dS<Tile>(S, dP, lse_i, Di, dS_tile, c, block.mask, of_tile, i0, j0, warp_key, masked, a, of);
         if (is_seen) add_product<Tile>(dV, S, dO_tile, column0, a.d_v);
         __syncthreads();
         if (next_of(step) < steps) load_dO(next_of(step));

@@ -194,6 +194,22 @@ def draw_mask(call):
             if call.chance(0.4)
             else call.choice(None, 0, 3, Nk - Nq, call.random.randint(-90, 90), *far)
         )
+    # float64 tells scores apart that float32 doesn't, far from all keys.
+    offset = 0 if a.get("offset") is None else a["offset"]
+    is_near = bool((torch.as_tensor(offset).double().abs() < 200).all())
+    if call.chance(0.15) and is_near:
+        shape = call.choice((a["q"].shape[1],), a["q"].shape[:2])
+        a["alibi_slopes"] = tensor(call, shape, torch.float32) / call.choice(8, 100)
+    pairs = [*a["q"].shape[:3], Nk]
+    shape = [n if call.chance(0.7) else 1 for n in pairs][call.choice(0, 0, 1, 2, 3) :]
+    if call.chance(0.15):
+        a["attn_mask"] = tensor(call, shape, torch.float32) < call.choice(-1, 0, 2)
+    if call.chance(0.15):
+        dtype = call.choice(torch.float32, call.autocast or a["q"].dtype)
+        term = tensor(call, shape, dtype)
+        a["bias"] = term.masked_fill(term > 1, -torch.inf) if call.chance(0.3) else term
+        if "attn_mask" not in a and call.chance(0.5):
+            a["attn_mask"] = a.pop("bias")
     if call.chance(0.2):
         a["key_ranges"] = ranges(call, call.choice(1, a["q"].shape[0]), Nq, Nk)
     if call.chance(0.3) and a["q"].shape[0] == 1 and not {"seqlens_k", "leftpad_k", "offset"} & a.keys():
@@ -264,6 +280,7 @@ def expected(call):
         for name in (
             *("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks"),
             *("key_ranges", "cu_seqlens_q", "cu_seqlens_k", "prefix_k", "seqused_k", "softcap"),
+            *("alibi_slopes", "attn_mask", "bias"),
         )
         if a.get(name) is not None
     }

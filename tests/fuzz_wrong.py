@@ -36,6 +36,9 @@ def replace(call):
         "cu_seqlens_k": bad_cu_seqlens,
         "prefix_k": bad_prefix,
         "softcap": bad_scale,
+        "alibi_slopes": bad_sinks,
+        "attn_mask": bad_pairs,
+        "bias": bad_pairs,
         "seqused_k": bad_seqused,
         "backend": bad_backend,
         "unknown": bad_keyword,
@@ -300,8 +303,26 @@ def bad_sinks(call, name):
         lambda: t.to_sparse(),
     ]
     set_argument(call, name, call.choice(*kinds)())
-    if isinstance(call.arguments.get("state"), tuple):
+    if name == "sinks" and isinstance(call.arguments.get("state"), tuple):
         call.wrong.add("state")
+
+
+def bad_pairs(call, name):
+    q, k = call.arguments["q"], call.arguments["k"]
+    if not usual(q) or not usual(k):
+        return
+    t = call.zeros(q.shape[2], 1)
+    kinds = [
+        lambda: no_tensor(call),
+        lambda: t.to(call.choice(torch.int32, torch.float64, torch.uint8, torch.complex64)),
+        lambda: t.to("meta"),
+        lambda: call.zeros(q.shape[2] + 2, 1),
+        lambda: call.zeros(q.shape[1] + 2, 1, 1),
+        lambda: call.zeros(1, 1, 1, 1, 1),
+        lambda: t.to_sparse(),
+    ]
+    set_argument(call, name, call.choice(*kinds)())
+    call.perhaps.update({"attn_mask", "bias"} - {name})
 
 
 def bad_table(call, name):
@@ -358,7 +379,7 @@ def bad_backend(call, name):
 
 
 def bad_keyword(call, name):
-    keyword = call.choice("is_causal", "scale", "attn_mask", "dropout_p", "causal_", "x", "self", "é")
+    keyword = call.choice("is_causal", "scale", "mask", "dropout_p", "causal_", "x", "self", "é")
     set_argument(call, keyword, call.choice(True, None, 0.5))
 
 

@@ -65,7 +65,38 @@ def visible_keys(
     return seen
 
 
-def attention(q, k, v, *, softmax_scale=None, softcap=None, sinks=None, dtype=torch.float64, **band):
+def positions(
+    B, Nq, Nk, *, seqlens_k=None, offset=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, **_
+):
+    """Where each query is among the keys, (B, 1, Nq): where causal would end."""
+    p = torch.zeros(B, 1, Nq, dtype=torch.float64)
+    if cu_seqlens_q is not None:
+        bounds = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
+        for n, ((q0, k0), (q1, k1)) in enumerate(pairwise(bounds)):
+            end = k1 if seqused_k is None else min(k1, k0 + int(seqused_k[n]))
+            p[:, :, q0:q1] = torch.arange(q0, q1) + end - q1
+        return p
+    for b in range(B):
+        n = Nk if seqlens_k is None else min(max(int(seqlens_k[b]), 0), Nk)
+        first = n - Nq if offset is None else int(offset[b]) if isinstance(offset, torch.Tensor) else offset
+        p[b] = torch.arange(Nq) + first
+    return p
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    attn_mask=None,
+    bias=None,
+    sinks=None,
+    dtype=torch.float64,
+    **band,
+):
     """Manual attention in `dtype`, and the softmax state (l, m) of each row."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
     seen = visible_keys(B, Nq, Nk, **band).to(q.device)
@@ -86,6 +117,14 @@ def attention(q, k, v, *, softmax_scale=None, softcap=None, sinks=None, dtype=to
     s = scale * (q.to(dtype) @ k.mT)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        distance = positions(B, Nq, Nk, **band)[..., None] - torch.arange(Nk)
+        s = s - alibi_slopes.to(dtype)[..., None, None] * distance.abs().to(s.device, dtype)
+    for x in attn_mask, bias:
+        if x is not None and x.dtype == torch.bool:
+            seen = seen & x
+        elif x is not None:
+            s, seen = s + x.to(dtype), seen & (x != -torch.inf)
     s = s.masked_fill(~seen, -torch.inf)
     sink = s.new_tensor(-torch.inf) if sinks is None else sinks.to(dtype)[..., None]  # of a value that is 0
     m = torch.maximum(s.amax(-1) if Nk else s.new_full(s.shape[:-1], -torch.inf), sink)

@@ -54,9 +54,16 @@ def forms(backend, dtype):
 def check(backend, do, q, k, v, **options):
     """Errors are relative to the gradient's norm or, where it cancels, to gradient_sizes."""
     expected = gradients(do, q, k, v, **options)
-    band = {x: y for x, y in options.items() if x not in ("softmax_scale", "softcap", "sinks", "dlse")}
+    others = "softmax_scale", "softcap", "alibi_slopes", "attn_mask", "bias", "sinks", "dlse"
+    band = {x: y for x, y in options.items() if x not in others}
     seen = visible_keys(q.shape[0], q.shape[2], k.shape[2], **band).to(q.device)
-    blind = {"q": ~seen.any(-1), "k": ~seen.any(-2), "v": ~seen.any(-2)}
+    for x in options.get("attn_mask"), options.get("bias"):
+        if x is not None:
+            seen = seen & (x if x.dtype == torch.bool else x != -torch.inf)
+    of_keys = ~seen.any(-2)
+    if of_keys.shape[1] > 1:  # of all query heads that share the key head
+        of_keys = of_keys.unflatten(1, (k.shape[1], -1)).all(2)
+    blind = {"q": ~seen.any(-1), "k": of_keys, "v": of_keys}
     for name, actual, exact in zip("qkv", grads(backend, do, q, k, v, **options), expected, strict=True):
         assert actual.dtype == q.dtype and actual.shape == exact.shape
         assert not actual[blind[name].expand(actual.shape[:-1])].any(), f"d{name} of what is hidden isn't 0"
@@ -76,6 +83,9 @@ OPTIONS = {
     "scale": lambda b: dict(softmax_scale=-0.3),
     "scale 0": lambda b: dict(softmax_scale=0.0),
     "softcap": lambda b: dict(softcap=1.5, causal=True),
+    "attn_mask": lambda b: dict(attn_mask=b.randn(4, 70, 90) < 0.5, causal=True),
+    "bias": lambda b: dict(bias=b.randn(2, 1, 70, 90)),
+    "alibi_slopes": lambda b: dict(alibi_slopes=b.randn(4).abs() / 4, causal=True),
     "lengths": lambda b: dict(seqlens_k=b.ints(33, 0), causal=True),
     "left padding": lambda b: dict(leftpad_k=b.ints(70, 12), seqlens_k=b.ints(80, 90)),
     "offsets": lambda b: dict(offset=b.ints(-60, 50), causal=True),

@@ -48,7 +48,6 @@ FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
     [
         ("dropout_p", 0.17),
         ("dropout_p", math.nan),
-        ("alibi_slopes", torch.ones(4)),
     ],
 )
 def test_what_is_missing(backend, function, name, value):
@@ -57,6 +56,24 @@ def test_what_is_missing(backend, function, name, value):
         refuses(
             NotImplementedError, function, options | {name: value}, f"^{name} must be 0 or None, but was "
         )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_alibi_slopes(backend, function):
+    options = good(backend, function)
+    slopes = torch.ones(options["q"].shape[-2], device=backend.device)
+    function(**options, alibi_slopes=slopes)
+    for error, wrong, match in (
+        (ValueError, slopes[1:], r"have shape \("),
+        (ValueError, slopes.double(), "be torch.float32"),
+        (TypeError, 0.5, "be a tensor, but was 0.5"),
+    ):
+        refuses(error, function, options | {"alibi_slopes": wrong}, "^alibi_slopes must " + match)
+    of_sequences = options | {"alibi_slopes": slopes.expand(2, -1)}
+    if function is flash_attn_varlen_func:
+        refuses(NotImplementedError, function, of_sequences, r"^alibi_slopes must be \(Hq,\) for packed")
+    else:
+        function(**of_sequences)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -1,0 +1,440 @@
+"""attn_mask and bias: what is visible, and what is added to scores. Values and gradients against float64."""
+
+import pytest
+import torch
+from conftest import check_o
+from reference import attention
+from test_backward import check, forms
+from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
+from test_key_ranges import RANGES
+from test_prefix_k import MASKS
+from test_softcap import SHAPES, kernel_reached
+
+import minimal_attn
+from minimal_attn import second_order
+
+
+def term(b, shape, dtype, *, hides=True):
+    """Numbers to add; with `hides` some are -inf."""
+    x = b.randn(*shape, dtype=dtype)
+    return x.masked_fill(b.randn(*shape) > 1, -torch.inf) if hides else x
+
+
+def options_of(b, shape, dtype):
+    """Each form of a mask, broadcast along some dimensions."""
+    B, Hq, Nq, Nk = shape
+    some = [n if b.random.random() < 0.6 else 1 for n in shape]
+    yield dict(attn_mask=b.randn(*some) < 0.5)
+    yield dict(attn_mask=b.randn(Nq, Nk) < 0.5, causal=True)
+    yield dict(attn_mask=term(b, some, dtype), softcap=2.0)
+    yield dict(attn_mask=term(b, [Hq, Nq, 1], torch.float32), window_size=(40, 7))
+    yield dict(bias=term(b, [B, 1, 1, Nk], dtype, hides=False), softmax_scale=-0.2)
+    options = dict(attn_mask=b.randn(*some[1:]) < 1, alibi_slopes=b.randn(Hq) / 1000)
+    yield dict(bias=term(b, some, torch.float32)) | options
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(backend, dtype, shape):
+    B, Hq, Hkv, Nq, Nk, d = shape
+    q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
+    for options in options_of(backend, (B, Hq, Nq, Nk), dtype):
+        kernel_reached(backend, q, k, v, **options)
+        backend.check(q, k, v, **options)
+        for _ in forms(backend, dtype):
+            check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(backend, dtype, mask, prefix):
+    """Both masks hide."""
+    q, k, v = backend.qkv(dtype=dtype)
+    options = MASKS[mask](backend, 2, 90) | dict(attn_mask=backend.randn(2, 1, 70, 90) < 0.5)
+    options |= dict(bias=term(backend, (4, 1, 90), dtype), softcap=3.0)
+    options |= dict(prefix_k=backend.ints(4, 30)) if prefix else {}
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("make", DOCUMENTS)
+def test_documents(backend, dtype, make):
+    """i and j count from the first token of all."""
+    qkv, options = drawn(backend, make, dtype, front=3, behind=4)
+    Nq, Nk = qkv[0].shape[2], qkv[1].shape[2]
+    options |= dict(attn_mask=backend.randn(4, Nq, Nk) < 0.8, bias=term(backend, (Nq, Nk), torch.float32))
+    kernel_reached(backend, *qkv, **options)
+    backend.check(*qkv, **options)
+    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+
+
+@pytest.mark.parametrize("make", RANGES)
+def test_key_ranges(backend, dtype, make):
+    q, k, v = backend.qkv(dtype=dtype, Nq=200, Nk=180)
+    ranges = make(backend, 2, 200, 180).to(backend.device)
+    options = dict(key_ranges=ranges, attn_mask=backend.randn(200, 180) < 0)
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+def strided_masks(b, shape):
+    """The same numbers in other memory: transposed, expanded, with gaps, backwards in the batch."""
+    B, Hq, Nq, Nk = shape
+    x = b.randn(*shape)
+    yield x.mT.contiguous().mT
+    yield x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    yield b.randn(B, Hq, Nq, 2 * Nk)[..., ::2]
+    yield b.randn(B, 1, Nq, 1).expand(shape)
+    yield b.randn(1, 1, 1, Nk).expand(shape)
+    yield b.randn(Nq + Nk).as_strided((Nq, Nk), (1, 1))  # of overlapping rows: relative positions
+
+
+@pytest.mark.parametrize("Nq", [70, 1])
+def test_strides(backend, dtype, Nq):
+    q, k, v = backend.qkv(Nq=Nq, Nk=300, dtype=dtype)
+    for x in strided_masks(backend, (2, 4, Nq, 300)):
+        for options in dict(bias=x), dict(attn_mask=x < 0.5):
+            (name, t), *_ = options.items()
+            dense = t.expand(2, 4, Nq, 300).contiguous()
+            expected = backend.forward(q, k, v, **{name: dense})
+            assert torch.equal(backend.forward(q, k, v, **options), expected)
+        backend.check(q, k, v, bias=x)
+
+
+def test_decode(backend, dtype):
+    """Pages in any order, lengths that only the device knows, few queries a key head."""
+    q, k, v = backend.qkv(B=3, Hq=8, Hkv=2, Nq=2, Nk=16 * 20, d=128, dtype=dtype)
+    table = torch.randperm(60, generator=backend.generator).view(3, 20).to(backend.device, torch.int32)
+    pages = []
+    for x in k, v:
+        page = x.new_full((60, 2, 16, 128), torch.nan)
+        page[table.long()] = x.unflatten(2, (20, 16)).transpose(1, 2)
+        pages.append(page)
+    options = dict(attn_mask=backend.randn(3, 8, 2, 320) < 0.5, bias=term(backend, (8, 1, 320), dtype))
+    options |= dict(seqlens_k=backend.ints(320, 130, 0), causal=True, softcap=3.0)
+    options["attn_mask"][1, 3] = False
+    backend.check(q, k, v, **options)
+    kernel = backend.explain(q, *pages, block_table=table, **options).kernel
+    assert backend.name in ("cpu", "paper") or kernel.startswith("decode")
+    expected = backend.forward(q, k, v, **options)
+    torch.testing.assert_close(backend.forward(q, *pages, block_table=table, **options), expected)
+
+
+@pytest.mark.parametrize("Nq", [130, 2])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_rows_without_a_key(backend, dtype, kind, Nq):
+    """Whole rows, whole heads: o = 0, lse = -inf, gradients 0; a state and sinks stay."""
+    q, k, v = backend.qkv(Nq=Nq, Nk=300, dtype=dtype)
+    seen = torch.ones(2, 4, Nq, 300, dtype=torch.bool, device=backend.device)
+    seen[:, 1], seen[0, :, 1], seen[1, :, :, 100:] = False, False, False
+    mask = seen if kind == "bool" else torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
+    backend.check(q, k, v, attn_mask=mask)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    o, lse = backend.forward(*inputs, attn_mask=mask, return_lse=True)
+    blind = ~seen.any(-1)
+    assert not o[blind].any() and (lse[blind] == -torch.inf).all() and lse[~blind].isfinite().all()
+    check(backend, torch.randn_like(q), q, k, v, attn_mask=mask)
+    dq, dk, dv = torch.autograd.grad(o.sum(), inputs)
+    assert not dq[blind].any() and not dk[1, :, 100:].any() and not dv[1, :, 100:].any()
+    do = torch.randn_like(q)
+    q[blind], do[blind] = torch.nan, torch.nan  # what sees nothing may be anything
+    found = minimal_attn.backward(do, q, k, v, o, lse, None, attn_mask=mask, backend=backend.name)
+    assert not found[0][blind].any() and all(x.isfinite().all() for x in found)
+    q = inputs[0].detach()
+    backend.check(q, k, v, attn_mask=mask, sinks=backend.randn(4))
+    check(backend, torch.randn_like(q), q, k, v, attn_mask=mask, sinks=backend.randn(4))
+    state = backend.forward(q, k, v, return_state=True)
+    nothing = mask & False if kind == "bool" else mask - torch.inf
+    after = backend.forward(q, k, v, attn_mask=nothing, state=state)
+    for x, y in zip(after, state, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_scores_of_finfo_min(backend, dtype):
+    """They are ordinary numbers: a row of them alone is the mean of V, as in softmax."""
+    q, k, v = backend.qkv(dtype=dtype)
+    bias = torch.zeros(70, 90, device=backend.device)
+    bias[3], bias[5, 40:] = (torch.finfo(torch.float32).min,) * 2
+    exact = attention(q, k, v, attn_mask=bias == 0)
+    o = backend.forward(q, k, v, bias=bias)
+    mean = v.double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    torch.testing.assert_close(o[:, :, 3:4].double(), mean, rtol=1e-2, atol=1e-2)
+    others = torch.arange(70, device=backend.device) != 3
+    torch.testing.assert_close(o[:, :, others].double(), exact.o[:, :, others], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("Nq", [130, 2])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_hidden_keys_may_be_large(backend, dtype, kind, Nq):
+    """Their products and dP overflow, and nothing of it is seen. A hidden bias may be NaN."""
+    q, k, v = backend.qkv(Nq=Nq, Nk=300, dtype=dtype)
+    seen = backend.randn(300) < 0.5
+    seen[:5], seen[5:9] = True, False
+    mask = seen if kind == "bool" else torch.zeros(300, device=backend.device).masked_fill(~seen, -torch.inf)
+    options, do = dict(attn_mask=mask), torch.randn_like(q)
+    state = backend.forward(q, k, v, **options, return_state=True)
+    found = backend.forward(q, k, v, **options)
+    grads = minimal_attn.backward(do, q, k, v, *state, **options, backend=backend.name)
+    for x in k, v:
+        x[:, :, ~seen] = torch.finfo(dtype).max
+    assert torch.equal(backend.forward(q, k, v, **options), found)
+    assert same_bits(minimal_attn.backward(do, q, k, v, *state, **options, backend=backend.name), grads)
+    if kind == "bool":
+        bias = torch.zeros(300, device=backend.device).masked_fill(~seen, torch.nan)
+        torch.testing.assert_close(backend.forward(q, k, v, **options, bias=bias), found)
+
+
+@pytest.mark.parametrize("scale", [0.0, 30.0])
+def test_large_and_small_scores(backend, dtype, scale):
+    """Also where the bias makes scores large: lse is then normalised again."""
+    q, k, v = backend.qkv(Nq=130, Nk=150, dtype=dtype)
+    bias = 600 * backend.randn(4, 130, 1) + backend.randn(4, 1, 150)
+    options = dict(softmax_scale=scale / 8, bias=bias, attn_mask=backend.randn(130, 150) < 1)
+    exact = attention(q, k, v, **options).o
+    error = (backend.forward(q, k, v, **options).double() - exact).norm() / exact.norm()
+    assert error < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    if scale == 0:
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        do = torch.randn_like(q)
+        expected = torch.autograd.grad(attention(*leaves, **options).o, leaves, do.double())
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        found = torch.autograd.grad(backend.forward(*inputs, **options), inputs, do)
+        assert not found[0].any() and not found[1].any()
+        assert (found[2].double() - expected[2]).norm() < 1e-2 * expected[2].norm()
+
+
+def test_forms_of_results(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    bias = term(backend, (4, 70, 90), dtype)
+    state = backend.forward(q, k, v, return_state=True, bias=bias)
+    first = backend.forward(q, k[:, :, :50], v[:, :, :50], return_state=True, bias=bias[..., :50])
+    joined = backend.forward(q, k[:, :, 50:], v[:, :, 50:], state=first, bias=bias[..., 50:])
+    for x, y in zip(joined, state, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
+    out = torch.empty_like(q)
+    assert backend.forward(q, k, v, bias=bias, out=out) is out
+    check_o(out, attention(q, k, v, bias=bias), dtype)
+    check(backend, torch.randn_like(q), q, k, v, dlse=backend.randn(2, 4, 70), bias=bias)
+    # An additive attn_mask is the same, and so is a bool one that hides by -inf.
+    assert torch.equal(backend.forward(q, k, v, attn_mask=bias), backend.forward(q, k, v, bias=bias))
+    seen = bias > 0
+    hidden = torch.zeros_like(bias).masked_fill(~seen, -torch.inf)
+    assert torch.equal(backend.forward(q, k, v, attn_mask=seen), backend.forward(q, k, v, bias=hidden))
+
+
+def test_the_mask_is_that_of_causal(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    seen = torch.ones(70, 90, dtype=torch.bool, device=backend.device).tril(20)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    expected = backend.forward(q, k, v, causal=True)
+    torch.testing.assert_close(backend.forward(q, k, v, attn_mask=seen), expected, rtol=bound, atol=bound)
+
+
+def test_wrong_masks(backend):
+    q, k, v = backend.qkv(dtype=torch.bfloat16)
+
+    def refuses(error, match, **options):
+        for call in backend.forward, backend.explain:
+            with pytest.raises(error, match=match) as found:
+                call(q, k, v, **options)
+            assert "\n" not in str(found.value)
+
+    x = backend.randn(70, 90)
+    for wrong in x.int(), x.double(), x.half(), x.to(torch.uint8):
+        name = str(wrong.dtype).removeprefix("torch.")
+        must = rf"float32 or q's bfloat16 \(added to scores\), but is {name}$"
+        refuses(ValueError, r"^attn_mask must be bool \(True: visible\), " + must, attn_mask=wrong)
+        refuses(ValueError, "^bias must be " + must, bias=wrong)
+    refuses(ValueError, "^bias must be float32 or q's bfloat16 .* but is bool", bias=x > 0)
+    for name in "attn_mask", "bias":
+        for wrong in x[1:], x[:, 1:], x.expand(3, 70, 90), x.expand(3, 4, 70, 90), x[None, None, None], x.T:
+            shape = rf"^{name} must broadcast to \(B, Hq, Nq, Nk\) = \[2, 4, 70, 90\], but has shape \["
+            refuses(ValueError, shape, **{name: wrong})
+        refuses(ValueError, f"^{name} must be on q's device", **{name: x.to("meta")})
+        refuses(TypeError, f"^{name} must be a dense tensor or None, but was 'x' ", **{name: "x"})
+        refuses(TypeError, f"^{name} must be a dense tensor or None, but was ", **{name: x.to_sparse()})
+    refuses(ValueError, "^attn_mask must be bool with a bias, but is float32$", attn_mask=x, bias=x)
+    with pytest.raises(ValueError, match="^attn_mask must broadcast"):
+        minimal_attn.backward(q, q, k, v, q, x.new_zeros(2, 4, 70), None, attn_mask=x[1:] > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graph(cuda_backend, dtype):
+    """Nothing synchronises; a replay reads masks anew."""
+    inputs = [x.requires_grad_() for x in cuda_backend.qkv(dtype=dtype)]
+    do = torch.randn_like(inputs[0])
+    mask, bias = cuda_backend.randn(70, 90) < 0.5, cuda_backend.randn(4, 70, 90)
+
+    def step():
+        o = cuda_backend.forward(*inputs, attn_mask=mask, bias=bias)
+        return o.detach(), *torch.autograd.grad(o, inputs, do)
+
+    graph, captured = captured_without_synchronising(step)
+    for _ in range(2):
+        mask.copy_(cuda_backend.randn(70, 90) < 0.5), bias.mul_(0.5)
+        graph.replay()
+        assert same_bits(captured, step())
+
+
+def test_second_derivatives(backend):
+    q, k, v = (x.double().cpu().requires_grad_() for x in backend.qkv(B=1, Hq=2, Nq=3, Nk=4, d=2))
+    options = dict(attn_mask=torch.ones(3, 4, dtype=torch.bool).tril(1), bias=torch.randn(2, 1, 4))
+    torch.autograd.gradgradcheck(lambda *t: second_order.forward(*t, **options), (q, k, v))
+    if backend.name == "cpu":
+        x, y, z = (t.detach().float().requires_grad_() for t in (q, k, v))
+        o = second_order.forward(x, y, z, **options)
+        torch.testing.assert_close(o, minimal_attn.forward(x, y, z, **options))
+        with pytest.raises(RuntimeError, match="^bias must not require grad, but does, and second_order"):
+            second_order.forward(x, y, z, bias=options["bias"].requires_grad_())
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_sanitizer(backend, dtype, d):
+    q, k, v = backend.qkv(B=1, Hq=2, Hkv=1, Nq=130, Nk=140, d=d, dtype=dtype)
+    options = dict(attn_mask=backend.randn(130, 140) < 0.5, bias=backend.randn(2, 130, 1, dtype=dtype))
+    check(backend, torch.randn_like(q), q, k, v, **options)
+    backend.check(q[:, :, :1], k, v, attn_mask=backend.randn(140) < 0.5)
+
+
+def gradient_of_bias(b, do, q, k, v, name, bias, dlse=None, **options):
+    """Of ours, and of the reference in float64."""
+    leaf = bias.clone().requires_grad_()
+    o, lse = b.forward(q, k, v, return_lse=True, **{name: leaf}, **options)
+    outputs, wanted = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
+    [found] = torch.autograd.grad(outputs, leaf, wanted)
+    exact = bias.detach().double().requires_grad_()
+    expected = attention(*(x.double() for x in (q, k, v)), **{name: exact}, **options)
+    loss = (expected.o * do.double()).sum()
+    if dlse is not None:
+        seen = expected.l > 0
+        loss = loss + ((expected.m + expected.l.log())[seen] * dlse.double()[seen]).sum()
+    [expected] = torch.autograd.grad(loss, exact)
+    assert found.shape == bias.shape and found.dtype == bias.dtype
+    return found, expected
+
+
+def check_gradient_of_bias(b, do, q, k, v, name, bias, **options):
+    """Where the bias is the same for all keys its gradient is 0, but for rounding."""
+    found, expected = gradient_of_bias(b, do, q, k, v, name, bias, **options)
+    bound = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[q.dtype]
+    sizes = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).numel() / max(bias.numel(), 1)
+    size = expected.norm() + 0.1 * (sizes * bias.numel()) ** 0.5
+    assert (found.double() - expected).norm() <= bound * size
+
+
+SHARED = ["BHQK", "1HQK", "B1QK", "11QK", "QK", "B11K", "1", "HQ1", "B1Q1", "1H11"]  # by whom
+
+
+def shape_of(letters, B, H, Q, K):
+    return [dict(B=B, H=H, Q=Q, K=K).get(x, 1) for x in letters]
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 70, 90, 64), (3, 6, 2, 33, 200, 48), (1, 71, 1, 20, 65, 8)])
+def test_gradient_of_bias(backend, dtype, shape, shared):
+    B, Hq, Hkv, Nq, Nk, d = shape
+    q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
+    for options in {}, dict(softcap=2.0, causal=True), dict(attn_mask=backend.randn(Nq, Nk) < 0.5):
+        of = torch.float32 if backend.random.random() < 0.5 else dtype
+        bias = term(backend, shape_of(shared, B, Hq, Nq, Nk), of, hides="attn_mask" not in options)
+        do = torch.randn_like(q)
+        name = "bias" if "attn_mask" in options or backend.random.random() < 0.5 else "attn_mask"
+        check_gradient_of_bias(backend, do, q, k, v, name, bias, **options)
+
+
+@pytest.mark.parametrize("d", [96, 128, 256])
+def test_gradient_of_bias_of_large_heads(backend, dtype, d):
+    q, k, v = backend.qkv(d=d, Nq=130, Nk=150, dtype=dtype)
+    check_gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", backend.randn(4, 130, 150))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradient_of_bias_with_masks(backend, dtype, mask):
+    q, k, v = backend.qkv(dtype=dtype)
+    options = MASKS[mask](backend, 2, 90) | dict(alibi_slopes=backend.randn(4) / 1000)
+    options |= dict(prefix_k=backend.ints(4, 30)) if backend.random.random() < 0.5 else {}
+    for bias in backend.randn(4, 70, 90), backend.randn(2, 1, 1, 90, dtype=dtype):
+        check_gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", bias, **options)
+
+
+@pytest.mark.parametrize("make", DOCUMENTS)
+def test_gradient_of_bias_of_documents(backend, dtype, make):
+    qkv, options = drawn(backend, make, dtype, front=3, behind=4)
+    bias = backend.randn(4, qkv[0].shape[2], qkv[1].shape[2])
+    do = torch.randn_like(qkv[0])
+    check_gradient_of_bias(backend, do, *qkv, "bias", bias, causal=True, **options)
+
+
+def test_gradient_of_bias_beside_others(backend, dtype):
+    """Sinks, dlse, strides, NaN in what nothing sees; gradients of q, k and v don't change."""
+    q, k, v = backend.qkv(dtype=dtype)
+    bias, do = backend.randn(4, 90, 70).mT, torch.randn_like(q)
+    others = dict(dlse=backend.randn(2, 4, 70), sinks=backend.randn(4))
+    check_gradient_of_bias(backend, do, q, k, v, "bias", bias, **others)
+    lengths = backend.ints(60, 33)
+    expected, _ = gradient_of_bias(backend, do, q, k, v, "bias", bias, seqlens_k=lengths)
+    k[0, :, 60:], v[0, :, 60:], k[1, :, 33:], v[1, :, 33:] = [torch.nan] * 4
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    o = backend.forward(*leaves[:3], bias=leaves[3], seqlens_k=lengths)
+    *others, found = torch.autograd.grad(o, leaves, do)
+    assert torch.equal(found, expected) and others[0].any()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = backend.forward(*leaves, bias=bias, seqlens_k=lengths)
+    assert same_bits(torch.autograd.grad(o, leaves, do), others)
+    o, lse = backend.forward(q, k, v, bias=bias, seqlens_k=lengths, return_lse=True)
+    options = dict(bias=bias, seqlens_k=lengths, backend=backend.name, complete=True)
+    again = torch.ops.minimal_attn.bias_gradient(do, q, k, v, o, lse, None, **options)
+    assert torch.equal(again, expected)
+
+
+def test_gradient_of_bias_at_large_scores(backend, dtype):
+    """lse is normalised again there, too."""
+    q, k, v = backend.qkv(Nq=130, Nk=150, dtype=dtype)
+    q = 10 * q
+    bias = 300 + backend.randn(4, 130, 150)
+    found, expected = gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", bias)
+    bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}[dtype]
+    assert (found.double() - expected).norm() < bound * expected.norm()
+
+
+def test_gradient_of_bias_is_refused(backend):
+    q, k, v = backend.qkv()
+    bias = backend.randn(70, 90).requires_grad_()
+    with pytest.raises(RuntimeError, match="^bias must not require grad where out is given, but does"):
+        backend.forward(q, k, v, bias=bias, out=torch.empty_like(q))
+    with pytest.raises(ValueError, match="^bias must be given for its gradient, but was None$"):
+        torch.ops.minimal_attn.bias_gradient(q, q, k, v, q, q[..., 0].contiguous(), None)
+    o = backend.forward(q, k, v, bias=bias)
+    [found] = torch.autograd.grad(o.sum(), bias, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        found.sum().backward()
+
+
+def test_gradient_of_bias_by_torchs_tools(backend):
+    """torch.compile, torch.func, vmap, checkpointing, nothing to compute."""
+    q, k, v = backend.qkv()
+    bias = backend.randn(2, 1, 70, 90)
+
+    def loss(bias, q=q):
+        return backend.forward(q, k, v, bias=bias).square().sum()
+
+    leaf = bias.clone().requires_grad_()
+    [expected] = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(bias), expected)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
+    both = torch.func.vmap(torch.func.grad(loss))(torch.stack([bias, bias + 1]))
+    torch.testing.assert_close(both[0], expected)
+    again = torch.utils.checkpoint.checkpoint(loss, leaf, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again, leaf)[0], expected)
+    none = torch.zeros(70, 0, device=backend.device, requires_grad=True)
+    o = backend.forward(q, k[:, :, :0], v[:, :, :0], bias=none)
+    assert torch.autograd.grad(o.sum(), none)[0].shape == (70, 0)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shared", ["1HQK", "B11K", "HQ1"])
+def test_sanitizer_of_the_gradient(backend, dtype, shared):
+    q, k, v = backend.qkv(B=2, Hq=2, Hkv=1, Nq=70, Nk=80, d=96, dtype=dtype)
+    bias = backend.randn(*shape_of(shared, 2, 2, 70, 80), dtype=dtype)
+    check_gradient_of_bias(backend, torch.randn_like(q), q, k, v, "bias", bias)
