@@ -268,8 +268,8 @@ template <class Use>
 Outcome serve(const Call &c, const Use &use) {
     // First, since views_of may copy.
     const bool may_look = has_mask(c) && may_look_at_mask(c);
-    if (has_mask(c) && (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4 ||
-                        (c.attn_mask->scalar_type() == at::kBool && !may_look)))
+    if (has_mask(c) &&
+        (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4 || (c.attn_mask->scalar_type() == at::kBool && !may_look)))
         return mask;
     bool wants_grad = false;
     for (const Tensor *t : {&c.q, &c.k, &c.v}) {
@@ -283,8 +283,7 @@ Outcome serve(const Call &c, const Use &use) {
     const auto views = views_of(c);
     if (!views) return shapes;
     if (has_mask(c) && !views->shape.empty()) return mask;
-    Call call{views->q,    views->k, views->v,     c.attn_mask, c.dropout_p,
-              c.is_causal, c.scale,  c.enable_gqa, may_look};
+    Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
     if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(call.q)) return slow_gradients;
     with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });

@@ -125,8 +125,8 @@ def attention(
             queries transformers' functions know what it means.
         scaling: None is 1 / sqrt(d).
         options: as transformers passes them. position_bias (T5) is forward's bias on a CPU. cu_seq_lens_q and
-            cu_seq_lens_k (documents + 1,) say where documents begin in the B x Nq queries and B x Nk keys, and
-            where the last one ends.
+            cu_seq_lens_k (documents + 1,) say where documents begin in the B x Nq queries and B x Nk keys,
+            and where the last one ends.
         s_aux: attention sinks (Hq,): a score each that takes part in the softmax and has no value (gpt-oss).
         dropout, is_causal: as transformers passes them.
 

@@ -58,8 +58,8 @@ def scaled_dot_product_attention(
             keys, as for padding, causal, windows, only these are computed. Any other mask or bias is served
             as forward's attn_mask, with its gradient. Masks on a GPU, bool masks under torch.compile and
             masks of inputs that don't have 4 dimensions are passed on to PyTorch, but never to cuDNN's
-            kernel, which gives a row that a bool mask hides the softmax over all keys, and NaN for a float32 mask of
-            half types. Other kernels give 0 there.
+            kernel, which gives a row that a bool mask hides the softmax over all keys, and NaN for a float32
+            mask of half types. Other kernels give 0 there.
         dropout_p: passed on to PyTorch unless it is 0.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
@@ -189,8 +189,8 @@ def activate(*, strict: bool = False) -> Activation:
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
     (masks on a GPU, dropout, float64, head dimensions above 256, on a CPU 512, or of two sizes) goes to
-    PyTorch's kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
-    torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
+    PyTorch's kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch
+    2.11 on, torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().
 
     On a CPU masks are served. One that is the same for all heads and gives each query an interval of keys, as
