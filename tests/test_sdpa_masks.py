@@ -124,6 +124,8 @@ def test_masks_that_pytorch_refuses(randn, device, mask):
 @pytest.mark.parametrize("shape", [(2, 4, 50, 70), (1, 4, 50, 70), (50, 70), (4, 1, 70)], ids=str)
 def test_gradient_of_a_bias(randn, device, dtype, shape, way):
     """PyTorch has no fused kernel for it on a CPU."""
+    if device == "cuda":
+        pytest.skip("masks are PyTorch's there")
     tensors = [*heads(randn, dtype), randn(*shape, dtype=dtype)]
     weight = randn(2, 4, 50, 64, dtype=dtype)
 
