@@ -109,7 +109,7 @@ inline std::tuple<Tensor, Tensor> flash_cpu(const Tensor &q, const Tensor &k, co
         return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask, scale);
     const Tensor lse = empty_floats(call, {q.size(0), q.size(2), q.size(1)}).transpose(1, 2);  // PyTorch's strides
     const Tensor o = compute(call, lse);
-    if (call.key_ranges) lse.masked_fill_(lse == -INFINITY, 0);  // as PyTorch's backward pass wants it of hidden rows
+    if (has_mask(call)) lse.masked_fill_(lse == -INFINITY, 0);  // as PyTorch's backward pass wants it of hidden rows
     return {o, lse};
 }
 

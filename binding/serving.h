@@ -97,7 +97,9 @@ struct Call {
     bool is_causal;
     std::optional<double> scale;
     bool enable_gqa = true;    // operators don't ask
+    bool may_look = true;      // at attn_mask's numbers
     MaybeTensor key_ranges{};  // of attn_mask: outcome_of looks
+    MaybeTensor pairs{};       // attn_mask, if it gives no key_ranges
 };
 
 // Autograd passes an undefined mask.
@@ -140,6 +142,18 @@ inline MaybeTensor ranges_of_mask(const Call &c) {
     return ranges.expand({seen.size(0), shape[2], 2});
 }
 
+// Whether forward takes attn_mask as it is.
+inline bool is_mask_of_pairs(const Call &c) {
+    const auto type = c.attn_mask->scalar_type();
+    const auto shape = c.attn_mask->sym_sizes();
+    const std::array<SymInt, 4> pairs = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
+    bool fits = (type == at::kBool || type == at::kFloat || type == c.q.scalar_type()) && shape.size() >= 2 &&
+                shape.size() <= 4;
+    for (size_t i = 0; i < shape.size() && fits; ++i)
+        fits = is(shape[i], 1) || !differ(shape[i], pairs[4 - shape.size() + i]);
+    return fits;
+}
+
 // Of (B, H, N, d). A mask's contents decide only on a CPU, where looking needs no synchronisation.
 inline Outcome outcome_of(Call &c) {
     if (has_mask(c) && (c.is_causal || !c.q.is_cpu() || !c.attn_mask->is_cpu())) return mask;
@@ -157,8 +171,10 @@ inline Outcome outcome_of(Call &c) {
     fit = fit && !differ(k[3], q[3]);
     if (!fit || differ(q[1] % k[1], 0)) return shapes;
     if (c.scale && !std::isfinite((float)*c.scale)) return scale_value;
-    if (has_mask(c)) c.key_ranges = ranges_of_mask(c);
-    return has_mask(c) && !c.key_ranges ? mask : served;
+    if (!has_mask(c)) return served;
+    if (c.may_look) c.key_ranges = ranges_of_mask(c);
+    if (!c.key_ranges && is_mask_of_pairs(c)) c.pairs = c.attn_mask;
+    return c.key_ranges || c.pairs ? served : mask;
 }
 
 // Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
@@ -174,7 +190,8 @@ auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
                               .causal = c.is_causal,
                               .softmax_scale = c.scale,
                               .offset = offset,
-                              .key_ranges = c.key_ranges});
+                              .key_ranges = c.key_ranges,
+                              .attn_mask = c.pairs});
 }
 
 // Whether torch.nn.attention.sdpa_kernel leaves PyTorch one of the fused kernels that q's device has.
@@ -236,14 +253,15 @@ inline std::optional<Views> views_of(const Call &c) {
     return views;
 }
 
-// Whether a mask is bool, and nothing traces the call, transforms it or watches it: then its contents may decide now.
+// Whether nothing traces the call, transforms it or watches it, or differentiates the mask: then its contents may decide
+// now.
 inline bool may_look_at_mask(const Call &c) {
     using Key = c10::DispatchKey;
     constexpr c10::DispatchKeySet ordinary{Key::CPU, Key::AutogradCPU, Key::AutocastCPU, Key::BackendSelect,
                                            Key::ADInplaceOrView};
     const auto tls = c10::impl::tls_local_dispatch_key_set();
     const auto keys = c.q.key_set() | c.k.key_set() | c.v.key_set() | c.attn_mask->key_set() | tls.included_;
-    return c.attn_mask->scalar_type() == at::kBool &&
+    return !(c.attn_mask->requires_grad() && at::GradMode::is_enabled()) &&
            !((keys - tls.excluded_ - ordinary).raw_repr() & ~c10::full_backend_mask);
 }
 
@@ -251,7 +269,10 @@ inline bool may_look_at_mask(const Call &c) {
 template <class Use>
 Outcome serve(const Call &c, const Use &use) {
     // First, since views_of may copy.
-    if (has_mask(c) && (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4 || !may_look_at_mask(c))) return mask;
+    const bool may_look = has_mask(c) && may_look_at_mask(c);
+    if (has_mask(c) &&
+        (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4 || (c.attn_mask->scalar_type() == at::kBool && !may_look)))
+        return mask;
     bool wants_grad = false;
     for (const Tensor *t : {&c.q, &c.k, &c.v}) {
         if (t->is_nested() || t->layout() != at::kStrided) return layout;
@@ -264,7 +285,7 @@ Outcome serve(const Call &c, const Use &use) {
     const auto views = views_of(c);
     if (!views) return shapes;
     if (has_mask(c) && !views->shape.empty()) return mask;
-    Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale};
+    Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
     if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(call.q)) return slow_gradients;
     with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });

@@ -120,11 +120,13 @@ def attention(
     Args:
         module: the layer.
         query: (B, Hq, Nq, d); key (B, Hkv, Nk, d); value (B, Hkv, Nk, d_v).
-        attention_mask: the Mask of this model call. A tensor goes to transformers' functions. None: every key
-            is seen, but in a causal layer with several queries transformers' functions know what it means.
+        attention_mask: the Mask of this model call. A tensor is forward's attn_mask on a CPU, and elsewhere
+            goes to transformers' functions. None: every key is seen, but in a causal layer with several
+            queries transformers' functions know what it means.
         scaling: None is 1 / sqrt(d).
-        options: as transformers passes them. cu_seq_lens_q and cu_seq_lens_k (documents + 1,) say where
-            documents begin in the B x Nq queries and B x Nk keys, and where the last one ends.
+        options: as transformers passes them. position_bias (T5) is forward's bias on a CPU. cu_seq_lens_q and
+            cu_seq_lens_k (documents + 1,) say where documents begin in the B x Nq queries and B x Nk keys,
+            and where the last one ends.
         s_aux: attention sinks (Hq,): a score each that takes part in the softmax and has no value (gpt-oss).
         dropout, is_causal: as transformers passes them.
 
@@ -153,6 +155,11 @@ def attention(
         order = mask.order[:, None, :, None]  # take_along_dim would fix all sizes of a traced graph
         k, v = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
     fixed = dict(window_size=window, softmax_scale=scaling, softcap=options.get("softcap"))
+    if isinstance(mask, Tensor):
+        fixed["attn_mask"] = mask
+    if (bias := options.get("position_bias")) is not None:
+        is_added = isinstance(mask, Tensor) and mask.dtype != torch.bool
+        fixed["attn_mask" if is_added else "bias"] = mask + bias if is_added else bias
     if isinstance(mask, Mask) and mask.documents:
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         if bounds:
@@ -245,7 +252,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     if options.get("output_attentions"):
         return "output_attentions"
     for name in options:
-        if name not in _HARMLESS and name != "softcap":
+        if name not in _HARMLESS and name not in ("softcap", "position_bias"):
             return f"argument {name}"
     is_packed = isinstance(mask, Mask) and (mask.documents or "key_ranges" in mask.bounds)
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
@@ -257,10 +264,14 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
             return mask.why
         if mask.shape != (q.shape[0], 1, q.shape[2], k.shape[2]):
             return "a mask of another shape"
-    elif mask is not None:
+    elif mask is not None and not _is_served(q, k, mask):
         return "a mask that is a tensor"
-    elif "sliding_window" in options or (causal and q.shape[2] != 1):
+    elif mask is None and ("sliding_window" in options or (causal and q.shape[2] != 1)):
         return "no mask in a layer that is causal or has a window"
+    if (bias := options.get("position_bias")) is not None:
+        is_moved = is_packed or (isinstance(mask, Mask) and mask.order is not None)  # keys have other places
+        if is_moved or not _is_served(q, k, bias):
+            return "argument position_bias"
     if not (scaling is None or isinstance(scaling, (int, float))):
         return "a scale that is a tensor"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -272,6 +283,13 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     if max(k.shape[3], v.shape[3]) > (256 if q.is_cuda and q.dtype == torch.float32 else 512):
         return "head dimension"
     return None
+
+
+def _is_served(q, k, mask):
+    """Whether the kernels take a mask or bias as it is, and are faster than PyTorch's: on a CPU."""
+    pairs = (*q.shape[:3], k.shape[2])
+    fits = mask.ndim == 4 and all(n in (1, of) for n, of in zip(mask.shape, pairs, strict=True))
+    return q.device.type == "cpu" and fits and mask.dtype in (torch.bool, torch.float32, q.dtype)
 
 
 def _pass_on(module, query, key, value, mask, options):

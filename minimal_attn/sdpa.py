@@ -54,11 +54,12 @@ def scaled_dot_product_attention(
         query: (..., Hq, L, E), of 2 to 5 or more dimensions, on a CPU or a CUDA GPU.
         key, value: (..., H, S, E) and (..., H, S, Ev), of query's dtype and device. Their batch dimensions
             broadcast with query's.
-        attn_mask: on a CPU a bool mask is looked at, and served if it is the same for all heads and each row
-            is an interval of keys, as for padding, causal, windows. Other masks, masks on a GPU and masks
-            under torch.compile are passed on to PyTorch, but never to cuDNN's kernel, which gives a row that
-            a bool mask hides the softmax over all keys, and NaN for a float32 mask of half types. Other
-            kernels give 0 there.
+        attn_mask: on a CPU it is looked at: if it is the same for all heads and each row is an interval of
+            keys, as for padding, causal, windows, only these are computed. Any other mask or bias is served
+            as forward's attn_mask, with its gradient. Masks on a GPU, bool masks under torch.compile and
+            masks of inputs that don't have 4 dimensions are passed on to PyTorch, but never to cuDNN's
+            kernel, which gives a row that a bool mask hides the softmax over all keys, and NaN for a float32
+            mask of half types. Other kernels give 0 there.
         dropout_p: passed on to PyTorch unless it is 0.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
@@ -150,7 +151,7 @@ class Activation:
 
         "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: inputs of 2 or 5
         dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, value heads of another
-        size, a last dimension that isn't contiguous, on a CPU dropout, a mask that requires grad.
+        size, a last dimension that isn't contiguous, on a CPU dropout.
         minimal_attn.scaled_dot_product_attention serves many of them. "PyTorch: MultiheadAttention's fast
         path" are layers that never call F.scaled_dot_product_attention: see activate().
 
@@ -187,14 +188,15 @@ def activate(*, strict: bool = False) -> Activation:
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
-    (most masks, dropout, float64, head dimensions above 512, in float32 on a GPU 256) goes to PyTorch's
+    (masks on a GPU, dropout, float64, head dimensions above 512, in float32 on a GPU 256) goes to PyTorch's
     kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
     torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().
 
-    On a CPU a mask is served if it is the same for all heads and gives each query an interval of keys, as for
-    padding, causal, windows: bool, or 0 and -inf in q's dtype. Its contents are looked at in each call, in
-    compiled functions, too. On a GPU a look would be a synchronisation.
+    On a CPU masks are served. One that is the same for all heads and gives each query an interval of keys, as
+    for padding, causal, windows, is fast: bool, or 0 and -inf in q's dtype. Its contents are looked at in
+    each call, in compiled functions, too. On a GPU a look would be a synchronisation. A mask that requires
+    grad, for which PyTorch has no fused operator, is served by forward, with its gradient.
 
     Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
     with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.

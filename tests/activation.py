@@ -36,12 +36,23 @@ def heads(randn, dtype, Nq=50, Nk=70, d=64):
     return randn(2, 4, Nq, d, dtype=dtype), randn(2, 4, Nk, d, dtype=dtype), randn(2, 4, Nk, d, dtype=dtype)
 
 
+def left_to_pytorch(randn):
+    """A call that reaches our operators and leaves them, and why."""
+    q, k, v = heads(randn, torch.float32)
+    if q.is_cuda:
+        mask = randn(50, 70)
+        return "PyTorch: attn_mask is given", lambda: F.scaled_dot_product_attention(q, k, v, mask)
+    q, k, v = (x.double() for x in (q, k, v))
+    why = "PyTorch: the dtype is not float32, float16 or bfloat16"
+    return why, lambda: F.scaled_dot_product_attention(q, k, v)
+
+
 def passed_on(randn):
     """Calls of the function that PyTorch's kernels serve: (why, tensors, options)."""
     q = randn(2, 4, 5, 8)
     wide = randn(2, 4, 5, 520)
     return [
-        ("attn_mask is given", (q, q, q, randn(5, 5)), {}),
+        ("attn_mask is given", (q[0], q[0], q[0], randn(5, 5)), {}),
         ("dropout_p is not 0", (q, q, q), {"dropout_p": 0.3}),
         ("dtype", (q.double(),) * 3, {}),
         ("head dimension", (wide,) * 3, {}),

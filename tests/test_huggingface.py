@@ -306,13 +306,36 @@ def test_holes_in_padding(seed):
         check(decoder(name, seed), input_ids=ids, attention_mask=mask)
 
 
-def test_masks_of_the_user_are_passed_on(seed):
+def test_masks_of_the_user_are_served(seed):
     model = decoder("llama", seed)
     ids, _ = ragged(2, 9)
     seen = torch.rand(2, 1, 9, 9) < 0.5
     seen |= torch.eye(9, dtype=torch.bool)
     mask = torch.zeros(2, 1, 9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
-    check(model, {"a mask that is a tensor"}, input_ids=ids, attention_mask=mask)
+    check(model, input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_position_bias(seed, name):
+    """In the encoder, the causal decoder and between both; with its gradient."""
+    sizes = dict(d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, vocab_size=99, dropout_rate=0.0)
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(name, **sizes, decoder_start_token_id=0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    ids, mask = ragged(3, 9, right=True)
+    labels = torch.randint(3, 99, (3, 7))
+    expected, o = by_each(model, lambda: model(ids, attention_mask=mask, labels=labels).logits)
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-4)
+    assert set(huggingface.calls) == {"served"}
+    gradients = []
+    for implementation in "eager", "minimal_attn":
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        gradients.append([x.grad for n, x in model.named_parameters() if "relative_attention_bias" in n])
+    assert gradients[0]
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-3, atol=1e-6)
 
 
 def test_training(seed):
@@ -439,9 +462,8 @@ def test_models_that_compute_with_their_mask(name, padded, seed, told):
     rows = slice(None) if mask is None else mask.bool()
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **options})
     make = transformers.AutoModelForCausalLM.from_config
-    with pytest.warns(minimal_attn.FallbackWarning, match="a mask that is a tensor"):
-        check_loaded(make, config, seed, lambda m: eager_experts(m)(ids, attention_mask=mask)[0][rows])
-    assert set(huggingface.calls) == {"a mask that is a tensor"}
+    check_loaded(make, config, seed, lambda m: eager_experts(m)(ids, attention_mask=mask)[0][rows])
+    assert set(huggingface.calls) == {"served"}
 
 
 def eager_experts(model):
@@ -457,22 +479,19 @@ def test_strict_and_warnings(seed, told):
     model = decoder("llama", seed)
     model.set_attn_implementation("minimal_attn")
     ids, mask = ragged(3, 9)
-    own = torch.zeros(3, 1, 9, 9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             model(ids, attention_mask=mask)
-            model(ids, attention_mask=own)
             model(ids, attention_mask=mask, output_attentions=True)
     caught = [str(w.message) for w in caught if w.category is minimal_attn.FallbackWarning]
-    reasons = "a mask that is a tensor", "output_attentions"
-    assert caught == [f"minimal_attn does not serve this call. transformers: {why}" for why in reasons]
+    assert caught == ["minimal_attn does not serve this call. transformers: output_attentions"]
     register(strict=True)
     model(ids, attention_mask=mask)
     model.train()(ids, attention_mask=mask)[0].sum().backward()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="strict=True. transformers: a mask that is a tensor"):
-            model(ids, attention_mask=own)
+        with pytest.raises(RuntimeError, match="strict=True. transformers: output_attentions"):
+            model.eval()(ids, attention_mask=mask, output_attentions=True)
 
 
 def call_attention(mask=None, **options):

@@ -85,7 +85,7 @@ def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
 
 
 def test_masks_of_no_ranges(randn, device):
-    """Two intervals, other heads, biases: PyTorch's bits, counted as such."""
+    """Two intervals, other heads, biases: on a CPU forward's attn_mask, on a GPU PyTorch's bits."""
     q, k, v = heads(randn, torch.float32)
     causal = ranges_of_keys("causal", device)
     hole, by_head = causal.clone(), causal.repeat(1, 4, 1, 1)
@@ -95,6 +95,12 @@ def test_masks_of_no_ranges(randn, device):
     other[3, 2] = 0.5
     for mask in hole, by_head, hole.expand(2, 1, -1, -1), other, padded.masked_fill(~hole, -torch.inf):
         expected = F.scaled_dot_product_attention(q, k, v, mask)
+        if device == "cpu":
+            with minimal_attn.activate(strict=True):
+                o = F.scaled_dot_product_attention(q, k, v, mask)
+            assert torch.equal(o, minimal_attn.forward(q, k, v, attn_mask=mask))
+            torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+            continue
         with minimal_attn.activate() as activation:
             assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), expected)
         assert activation.calls == {"PyTorch: attn_mask is given": 1}
@@ -112,6 +118,37 @@ def test_masks_that_pytorch_refuses(randn, device, mask):
         F.scaled_dot_product_attention(q, k, v, mask.to(device))
     with minimal_attn.activate(), pytest.raises((IndexError, RuntimeError)):
         F.scaled_dot_product_attention(q, k, v, mask.to(device))
+
+
+@pytest.mark.parametrize("way", ["activated", "function", "compiled", "func.grad"])
+@pytest.mark.parametrize("shape", [(2, 4, 50, 70), (1, 4, 50, 70), (50, 70), (4, 1, 70)], ids=str)
+def test_gradient_of_a_bias(randn, device, dtype, shape, way):
+    """PyTorch has no fused kernel for it on a CPU."""
+    if device == "cuda":
+        pytest.skip("masks are PyTorch's there")
+    tensors = [*heads(randn, dtype), randn(*shape, dtype=dtype)]
+    weight = randn(2, 4, 50, 64, dtype=dtype)
+
+    def gradients(function, tensors):
+        if way == "func.grad" and tensors[0].dtype == dtype:
+            loss = lambda *t: (function(*t) * weight).sum()  # noqa: E731
+            return torch.func.grad(loss, argnums=(0, 1, 2, 3))(*tensors)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        return torch.autograd.grad(function(*leaves), leaves, weight.to(leaves[0].dtype))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gradients(F.scaled_dot_product_attention, [t.double() for t in tensors])
+    function = F.scaled_dot_product_attention
+    if way == "function":
+        function = minimal_attn.scaled_dot_product_attention
+    torch.compiler.reset()
+    with minimal_attn.activate() as activation:
+        if way == "compiled":
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        found = gradients(function, tensors)
+    for x, y in zip(found, expected, strict=True):
+        assert (x.double() - y).norm() <= 6 * ERROR_BOUND[dtype] * y.norm()
+    assert device != "cpu" or way == "function" or set(activation.calls) <= {"minimal_attn"}
 
 
 def test_a_mask_is_looked_at_in_each_call(randn, device):
@@ -183,6 +220,6 @@ def test_traced_masks(randn, device, way):
             expected = attend(q.double(), k.double(), v.double(), mask)
             torch.testing.assert_close(function(q, k, v, mask).double(), expected, rtol=1e-4, atol=1e-5)
         if way == "compile" and device == "cpu":
-            assert activation.calls["minimal_attn"] == before + 2
+            assert activation.calls["minimal_attn"] == before + 3
     for mask in masks:
         torch.testing.assert_close(function(q, k, v, mask), attend(q, k, v, mask), rtol=1e-4, atol=1e-5)
