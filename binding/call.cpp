@@ -501,7 +501,7 @@ bool has_fast_backward(const Tensor &q) {
     g.a.dtype = g.out_dtype = dtype_of(q);
     g.a.B = g.a.Hq = g.a.Hkv = 1, g.a.Nq = g.a.Nk = 8;
     // Its dtype, device, and whether it is wide decide; other sizes may be symbols.
-    g.a.d = g.a.d_v = TORCH_GUARD_OR_FALSE(q.sym_size(3).sym_gt(portable::kMostColumns)) ? kMostD : 64;
+    g.a.d = g.a.d_v = TORCH_GUARD_OR_FALSE(q.sym_size(3).sym_gt(portable::kMostColumns)) ? portable::kMostOfHalf : 64;
     const Device device = gpu_of(q);
     // On the other GPUs tf32_backward.cu is slower than PyTorch's kernel from d 128 on, though not than paper's.
     if (q.is_cuda() && g.a.dtype == Dtype::float32 && device.shared_memory < portable::kSharedMemoryOfFastTf32)

@@ -100,6 +100,33 @@ __device__ void load_keys_and_queries(const KeyParameters &p, const TensorMap &K
 
 enum class Sum { dV, dK };  // of a consumer warpgroup
 
+// Which tiles of queries need no mask.
+template <class Tile, class Mask, bool = kIsRanges<Mask>>
+struct WholeTiles {
+    __device__ WholeTiles(const KeySlice<Tile, Mask> &, int) {}
+    __device__ bool has(const KeySlice<Tile, Mask> &keys, int i0) const {
+        const Keys all_see = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
+        return keys.j0 >= all_see.begin && keys.j0 + Tile::Bc <= all_see.end;
+    }
+};
+// If ranges grow, what the tables say of the keys is loaded once: each step would wait for memory.
+template <class Tile, class Mask>
+struct WholeTiles<Tile, Mask, true> {
+    int first = 0, last = -1;  // of i0, the last included
+    Interval seeing[2] = {};   // the queries that see keys j and j + 8
+    __device__ WholeTiles(const KeySlice<Tile, Mask> &keys, int j) {
+        if (!keys.grows()) return;
+        first = broadcast_lane0(keys.queries(keys.j0 + Tile::Bc - 1).begin);
+        last = broadcast_lane0(keys.queries(keys.j0).end - Tile::Br);
+        seeing[0] = keys.queries(j), seeing[1] = keys.queries(j + 8);
+    }
+    __device__ bool has(const KeySlice<Tile, Mask> &keys, int i0) const {
+        if (keys.grows()) return first <= i0 && i0 <= last;
+        const Keys all_see = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
+        return keys.j0 >= all_see.begin && keys.j0 + Tile::Bc <= all_see.end;
+    }
+};
+
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
 template <class T, class Tile, class Mask, Sum which>
 __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile, Mask> &keys,
@@ -123,17 +150,17 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         issue_ABt<T, D_of_S>(S, K_or_V, tiles + kOfS + of_S.stage() * BytesOfS);
     };
     const bool may_be_large = is_dV && __ldcg(p.rows.any_large);
+    const WholeTiles<Tile, Mask> whole(keys, j);
     wait(is_dV ? shared.K_full : shared.V_full, 0);
     issue_S();
 #pragma unroll
     for (float &x : sum) x = 0.f;
     for (int n = 1, i0 = keys.i;; ++n) {
-        const Keys all_see = keys_of_all(keys.mask(), i0, i0 + Br);
-        const bool masked = keys.j0 < all_see.begin || keys.j0 + Tile::Bc > all_see.end;
+        const bool masked = !whole.has(keys, i0);
         const auto mask = [&] {
             if (!masked) return;
             if constexpr (keys.is_ranges)
-                if (!keys.grows()) return hide_keys(S, keys.mask(), i0, j);
+                return keys.grows() ? mask_columns(S, whole.seeing, i0, 0.f) : hide_keys(S, keys.mask(), i0, j);
             mask_columns(S, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
         };
         wgmma_wait<0>(S);
