@@ -235,7 +235,7 @@ MINIMAL_ATTN_HOST_DEVICE inline void add_row(TileKeys &tile, Keys row) {
 }
 
 // The bytes of the tables. With `memory`, not null, it also sets where in it they are. `rows` and `seeing` come first:
-// kernels read 16 and 8 bytes of them at a time.
+// kernels read 16 and 8 bytes of them at a time. `batches`, of two bytes each, come last.
 inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
     int64_t bytes = 0;
     const auto take = [&](auto *&table, int64_t count) {
@@ -246,8 +246,8 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
     if (backward) take(a.ranges.seeing, a.B * range_key_tiles(a) * kRangeTile);
     if (backward) take(a.ranges.meeting, a.B * range_key_tiles(a));
     take(a.ranges.tiles, a.B * range_tiles(a));
-    if (backward) take(a.ranges.batches, a.B);
     if (a.terms.alibi_slopes) take(a.terms.positions, a.B * range_rows(a));
+    if (backward) take(a.ranges.batches, a.B);
     return bytes;
 }
 

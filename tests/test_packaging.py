@@ -430,6 +430,7 @@ def test_no_kernel_spills():
         ("", "large_rows_kernel.*7General"): 48,
         ("75", "bias_gradient_kernelI13__nv_bfloat16"): 104,
         ("90a", "PagedBand"): 72,
+        ("90a", "TileILi192E.*ELi128EEENS0_9PagedBand"): 96,
         ("", "HalfTile.*SequenceBand"): 72,
         ("75", "decode_sequences_kernelI6__halfNS0_10DecodeTileILi256E"): 40,
         ("75", "HalfTileILi128ELi128ELi64E"): 72,

@@ -77,7 +77,7 @@ __device__ void flush_O(const Parameters &p, const WorkTileOf<Mask> &work, float
     for (int r = 0; r < 2; ++r) {  // one row after the other: registers are short
         const int row = row_of_thread() + 8 * r, column = 2 * (opaque(threadIdx.x) % 4);
         float *const o = (float *)p.a.o + row_offset(p.a.o_stride, work, work.i0 + row) + column;
-        const int columns = work.i0 + row < work.i1 ? p.a.d_v - column : 0;
+        const int columns = work.i0 + row < work.i1 ? p.a.d - column : 0;
         const float m = r == 0 ? softmax.m[0] : softmax.m[1];
         const float alpha = is_first ? 0.f : alpha_between(m_of_O[row], m, c_of_m);
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ void store_O(const Parameters &p, const WorkTileOf<Mask> &work, int i
         const float near = __fdividef(1.f, l[r]),
                     inverse = fmaf(near, fmaf(-l[r], near, 1.f), near);  // one Newton step
         const float weight = inverse * undo_truncation(unit_of_O, l[r], truncation);
-        store_row<Count / 2>(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d_v - column : 0, true,
+        store_row<Count / 2>(o + 8 * r * p.a.o_stride.row, i + 8 * r < work.i1 ? p.a.d - column : 0, true,
                              [&](int x) { return float2{weight * Oi[4 * x + 2 * r], weight * Oi[4 * x + 2 * r + 1]}; });
     }
 }

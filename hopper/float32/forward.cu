@@ -372,11 +372,10 @@ enum TileOf { single, d64_few, d64, d128_few, d128, d256 };  // its place in Til
 TileOf tile_of(const Attention &a, int multiprocessors) {
     const auto work_tiles = [&](int rows) { return a.B * a.Hq * ((a.Nq + rows - 1) / rows); };
     const auto rows_each = [&](int rows) { return (work_tiles(rows) + multiprocessors - 1) / multiprocessors * rows; };
-    const int d = most_columns(a);
-    if (has_ranges(a)) return d <= 64 ? d64 : d <= 128 ? d128_few : d256;
-    if (d <= 64 && a.Nq <= 64 && a.Nk <= 64) return single;
-    if (d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? d64_few : d64;
-    if (d > 128) return d256;
+    if (has_ranges(a)) return a.d <= 64 ? d64 : a.d <= 128 ? d128_few : d256;
+    if (a.d <= 64 && a.Nq <= 64 && a.Nk <= 64) return single;
+    if (a.d <= 64) return a.Nq <= 192 || work_tiles(256) < multiprocessors ? d64_few : d64;
+    if (a.d > 128) return d256;
     const bool may_be_few = a.Nq <= 640 || work_tiles(192) <= 2 * multiprocessors;
     return may_be_few && 10 * rows_each(128) <= 9 * rows_each(192) ? d128_few : d128;
 }

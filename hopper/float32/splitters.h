@@ -10,7 +10,7 @@ namespace minimal_attn::hopper {
 template <class Tile, class Mask>
 __device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared, int warpgroup,
                                     const Pipeline<kQueueStages> &tile_queue) {
-    if (!p.workspace.heads || p.a.d % 4 != 0 || p.a.d_v % 4 != 0) return;
+    if (!p.workspace.heads || p.a.d % 4 != 0) return;
     const int barrier = barrier_of_group(warpgroup);
     SplitJob &next = shared.next_job[warpgroup];
     while (!named_barrier_any(barrier, 128, tile_queue.is_full())) {
@@ -20,13 +20,12 @@ __device__ void split_while_waiting(const Float32Parameters &p, SharedStorage<Ti
         if (job.head < 0) return;
         for (; job.n < job.end; ++job.n) {
             const Strides &stride = job.is_V() ? p.a.v_stride : p.a.k_stride;
-            const int d = job.is_V() ? p.a.d_v : p.a.d;
             const float *const first = (const float *)(job.is_V() ? p.a.v : p.a.k) + job.head / p.Hkv * stride.batch +
                                        job.head % p.Hkv * stride.head + job.j() * Tile::Bc * stride.row;
             const float inverse_scale = split_registers(
                 SplitterGroup<Tile::D, Tile::Bc, 4>{shared.groups[warpgroup], warpgroup}, job.valid_rows<Tile>(), true,
                 hi_lo_tile<Tile>(p.workspace, job.head, job.n),
-                [&](int row, int x) { return x < d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
+                [&](int row, int x) { return x < p.a.d ? *(const float4 *)(first + row * stride.row + x) : float4{}; });
             named_barrier_sync(barrier, 128);  // all have written their part
             if (threadIdx.x % 128 == 0) publish<Mask>(p.workspace, job, inverse_scale);
             __syncwarp();
@@ -67,9 +66,8 @@ __device__ void run_splitter(const Float32Parameters &p, SharedStorage<Tile, Mas
         if (job.head < 0) return;
         wait(shared.tile_loaded[splitter], parity);
         inverse_scale = split_rows(
-            SplitterGroup<Tile::D, Tile::Bc, Warps>{shared.groups[group], group}, shared.float32_tiles[splitter],
-            job.is_V() ? p.a.d_v : p.a.d, [&] { return job.valid_rows<Tile>(); },
-            [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
+            SplitterGroup<Tile::D, Tile::Bc, Warps>{shared.groups[group], group}, shared.float32_tiles[splitter], p.a.d,
+            [&] { return job.valid_rows<Tile>(); }, [&] { return hi_lo_tile<Tile>(p.workspace, job.head, job.n); });
     }
 }
 
