@@ -169,7 +169,7 @@ def multiprocessors():
 
 
 FUSED, IN_ORDER, TWO = "half backward, fused", "half backward, fused, in order", "half backward, two kernels"
-ON_HOPPER = [name for name in OPTIONS if name not in ("alibi_slopes", "attn_mask", "bias")]  # by its own kernels
+ON_HOPPER = [x for x in OPTIONS if x not in ("alibi_slopes", "attn_mask", "bias")]  # by its own kernels
 SPLIT = ", keys split"  # added to the name where tiles of keys are split
 
 
