@@ -88,12 +88,13 @@ struct PairStrides {
 
 // What is added to a scaled score, by the pair of query i and key j: scores.h computes it.
 struct Terms {
-    float unit;  // of what is below it: a product, or with softcap a tanh. Attention::softmax_scale is then 1
+    // Multiplies the product, or with softcap its tanh, before terms are added. Attention::softmax_scale is 1.
+    float unit;
     // ALiBi (else null): -slope |p_i - j|, with the slope alibi_slopes[b * slopes_stride + h * slope_stride].
     const float *alibi_slopes;
     int64_t slopes_stride, slope_stride;
     int64_t offset;  // an int offset, which p_i includes
-    int *positions;  // with tables (ranges.h), of each query: p_i, the key that the last bound of causal is
+    int *positions;  // in the tables' memory (ranges.h), of each query: p_i, the key that it is at
     // attn_mask and bias, or null. What is hidden has the term -inf.
     const unsigned char *mask;  // not 0: visible
     const void *bias;
@@ -167,7 +168,7 @@ struct Attention {
     bool is_general;
     Terms terms;
 
-    int d_v;  // the columns of v and o: d in most models
+    int d_v;  // the columns of v and o: d in most models. Last, so that other members keep their places in parameters
 };
 
 // The columns of a tile that has either's rows.

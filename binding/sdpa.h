@@ -96,7 +96,7 @@ inline Gradients compute_backward(const Call &c, const Tensor &do_, const Tensor
 }
 
 // Whether the backward pass of a call is ours, too.
-inline bool serves_backward(Call &c) { return outcome_of(c) == served && has_fast_backward(c.q); }
+inline bool serves_backward(Call &c) { return outcome_of(c) == served && has_fast_backward(wider(c)); }
 
 inline Tensor empty_floats(const Call &c, at::IntArrayRef size) {
     return at::empty(size, c.q.options().dtype(at::kFloat));

@@ -177,6 +177,11 @@ inline Outcome outcome_of(Call &c) {
     return c.key_ranges || c.pairs ? served : mask;
 }
 
+// The one with the larger head dimension, which decides whether gradients have a fast kernel.
+inline const Tensor &wider(const Call &c) {
+    return TORCH_GUARD_OR_FALSE(c.v.sym_size(3).sym_gt(c.q.sym_size(3))) ? c.v : c.q;
+}
+
 // Which query and key is_causal aligns: the last ones in FlashAttention's operator on CUDA, the first ones elsewhere.
 enum class Aligned { first, last };
 
@@ -287,7 +292,7 @@ Outcome serve(const Call &c, const Use &use) {
     if (has_mask(c) && !views->shape.empty()) return mask;
     Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
     if (const Outcome outcome = outcome_of(call)) return outcome;
-    if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(call.q)) return slow_gradients;
+    if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(wider(call))) return slow_gradients;
     with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });
     return served;
 }

@@ -118,7 +118,7 @@ __device__ bool sum_slices(const KeyParameters &p, const KeySlice<Tile, Mask> &k
     (clear(sums), ...);
     for (int step = 0; step < keys.all_steps; step += keys.steps_of_slice) {
         (add(sums), ...);
-        from += kSlice - (Counts + ...) / 4 * 32;
+        from += kSlice - (Counts + ...) / 4 * 32;  // dV may have fewer numbers than its place has room for
     }
     return true;
 }

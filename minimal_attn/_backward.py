@@ -91,7 +91,8 @@ def backward(
     Returns:
         (dq, dk, dv) in the shapes of q, k and v and the order of their strides. Query heads that share a key
         head are summed in dk and dv. What is hidden has gradients of exactly 0, whatever it holds; an inf or
-        NaN in a key that only key_ranges hide, or of another document, may spread. The same inputs give the
+        NaN in a key that only key_ranges or attn_mask hide, or of another document, may spread. The gradient
+        of bias or attn_mask is autograd's alone. The same inputs give the
         same bits, on a CPU with any number of threads. Only on Hopper, in half types with d up to 128, the
         last bits of dq vary unless `deterministic` is set.
 

@@ -159,8 +159,8 @@ def forward(
         backend: "auto" takes the fastest that serves the inputs. By name, for tests, benchmarks and readers:
             "cpu", "paper" (flash.cu, Algorithm 1 as printed), "portable" (every GPU since Turing), "hopper"
             (compute capability 9.0, at most 2^30 tiles of 64 queries). For float32, "hopper" allocates
-            workspace as large as k and v, with the larger of d and d_v rounded up to
-            64, 128 or 256.
+            workspace as large as k and v, with d rounded up to 64, 128 or 256; where d_v is another number,
+            "portable"'s kernels compute float32.
         sinks: (Hq,) or (B, Hq), of any floating dtype: one more score a query head, with the value 0, which
             every query sees. It isn't scaled. Not together with `state`: the first call counts it. -inf is
             no sink; +inf, or more than float32 holds, gives NaN, as softmax does.
@@ -172,24 +172,25 @@ def forward(
             block_table[b, p], so that Nk is n * page_size. Numbers outside 0..pages - 1 count as the
             nearest page. Behind seqlens_k they may be anything, and so may pages not in use. vLLM and
             flash_attn have (pages, page_size, Hkv, d): pass x.transpose(1, 2). Pages of a multiple of 16
-            keys are read in place by "hopper" in half types (not with key_ranges or softcap), and where
-            `explain` says a kernel "decode...". Else "hopper" and "portable" copy the keys of the whole
-            table first. With cu_seqlens one row has the pages of all documents.
+            keys are read in place by "hopper" in half types (not with key_ranges, softcap, alibi_slopes,
+            attn_mask, bias, or d or d_v above 256), and where `explain` says a kernel "decode...". Else
+            "hopper" and "portable" copy the keys of the whole table first. With cu_seqlens one row has the
+            pages of all documents.
         key_ranges: (B, Nq, 2), or (1, Nq, 2) for all batches, of an integer dtype on q's device: of the keys
             that the other arguments leave, query i of batch b sees only begin <= j < end. These are
             key_ranges[b, i], clamped to 0..Nk. Chunks, prefixes and images within text are such ranges. Any
             ranges are right. Those that only grow with i are fast: a tile of queries computes all keys from
             the first to the last one that it sees. With them there is no kernel for few queries yet.
         cu_seqlens_q, cu_seqlens_k: (documents + 1,), of an integer dtype on q's device, both or none: packed
-            documents, one behind the other in one batch, q (1, Hq, total_q, d), k and v (1, Hkv, total_k, d).
-            Document n has the queries cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1], and the keys likewise.
-            causal and window_size hold within it, with its last query at its last key; key_ranges count from
-            key 0 of all. Queries of no document see nothing. Keys of none are seen by no query. Both may hold
-            anything. Not together with seqlens_k, leftpad_k or offset. Values must never decrease, and lie
-            within 0..total: on a CPU this is checked, on a GPU they are clamped. Where there are more than
-            twice as many keys as queries, or with seqused_k or a block_table, each document is computed by
-            itself (not with softcap), by a kernel for few queries if it has few. Else kernels are those of
-            key_ranges.
+            documents, one behind the other in one batch, q (1, Hq, total_q, d), k and v (1, Hkv, total_k,
+            d). Document n has the queries cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1], and the keys
+            likewise. causal and window_size hold within it, with its last query at its last key; key_ranges
+            count from key 0 of all. Queries of no document see nothing. Keys of none are seen by no query.
+            Both may hold anything. Not together with seqlens_k, leftpad_k or offset. Values must never
+            decrease, and lie within 0..total: on a CPU this is checked, on a GPU they are clamped. Where
+            there are more than twice as many keys as queries, or with seqused_k or a block_table, each
+            document is computed by itself (not with what keeps pages from being read in place), by a kernel
+            for few queries if it has few. Else kernels are those of key_ranges.
         seqused_k: (documents,) with cu_seqlens_k, likewise: only the first seqused_k[n] keys of document n
             count, and its last query is at the last of them. The others may hold anything. At least 0: on a
             CPU this is checked, on a GPU clamped.
@@ -204,16 +205,17 @@ def forward(
             error of 2^-11, up to softcap 128. Packed queries over caches are slow with it, and pages are
             copied unless `explain` says "decode".
         alibi_slopes: (Hq,) or (B, Hq), float32, on q's device: the score of query i and key j is less by
-            slope * |i + offset - j|, behind a softcap and before the mask (ALiBi, as flash_attn has it). In a
-            document i + offset is the query's position in it. Slopes have no gradient. What softcap's last
-            sentence says holds here, too; on Hopper GPUs "portable"'s kernels compute.
+            slope * |i + offset - j|, behind a softcap and before the mask (ALiBi, as flash_attn has it). In
+            a document i + offset is the query's position in it. Slopes have no gradient. Packed queries
+            over caches are slow with them, and pages are copied unless `explain` says "decode". On Hopper
+            GPUs "portable"'s kernels compute.
         attn_mask: bool (True: visible), or of q's dtype or float32, which is added to the scores, behind
-            softcap and slopes. It broadcasts to (B, Hq, Nq, Nk), with any strides (0, too), and is read where
-            it is. What it shows and the other arguments leave is visible: the intersection. With
-            cu_seqlens i and j count from the first token of all, with a block_table j from key 0. A row whose
-            scores are all -inf sees no key. Keys that it hides may hold any finite number. All tiles of keys
-            are computed: what is a range of keys for each query is faster by the arguments for it. Kernels
-            are those of alibi_slopes.
+            softcap and slopes. It broadcasts to (B, Hq, Nq, Nk), with any strides (0, too), and is read
+            where it is. What it shows and the other arguments leave is visible: the intersection. With
+            cu_seqlens i and j count from the first token of all, with a block_table j from key 0. A row
+            whose scores are all -inf sees no key. Keys that it hides may hold any finite number. All tiles
+            of keys that the other arguments leave are computed: what is a range of keys for each query is
+            faster by the arguments for it. Kernels are those of alibi_slopes.
         bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
             an attn_mask of its dtype.
 
@@ -230,12 +232,12 @@ def forward(
         ValueError: another shape, dtype, device or value than said above, or two arguments that exclude each
             other.
         RuntimeError: an input requires grad together with `out`, `block_table` or `seqused_k` while grad mode
-            is on, or alibi_slopes do, or an input is a dual tensor, or this build has no code for the GPU. In
-            each case nothing has been launched.
+            is on, or alibi_slopes do, or an input is a dual tensor, or this build has no code for the GPU.
+            In each case nothing has been launched.
 
     Gradients: autograd differentiates o, lse and the state in q, k, v, sinks, `state` and what is added to
     scores (bias or attn_mask): of the latter by a pass of its own, which sums where it is broadcast, and
-    takes no memory but the gradient's. Autograd keeps q, k, v, o and the log-sum-exp, and calls
+    takes no memory of Nq x Nk but the gradient's. Autograd keeps q, k, v, o and the log-sum-exp, and calls
     minimal_attn.backward. m counts as a constant: use l and m as m + log(l), as merge and further calls do.
     There are no second derivatives.
     """
@@ -311,7 +313,7 @@ class Explanation:
     kernel: str  #: which of its kernels, or on the CPU which instructions
     Br: int  #: queries of a tile
     Bc: int  #: keys of a tile
-    d: int  #: columns of a tile: the head dimension, rounded up
+    d: int  #: columns of a tile: the larger of d and d_v, rounded up
     grid: int  #: blocks that are launched; on the CPU, tiles of queries
     threads: int  #: of a block; on the CPU, of the process
     shared_memory: int  #: bytes of a block

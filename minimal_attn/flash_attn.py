@@ -46,8 +46,8 @@ def install(replace: bool = False) -> None:
     (private functions included, which take half types alone), flash_attn.bert_padding, and the metadata of
     version 2.8.3. flash_attn.layers, .ops, .losses and others are not there. transformers'
     attn_implementation="flash_attention_2", diffusers' attention backend "flash" and ring-flash-attn's
-    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (dropout, ALiBi) is
-    a NotImplementedError: no other kernel takes the call.
+    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (dropout, alibi_slopes of
+    each packed sequence) is a NotImplementedError: no other kernel takes the call.
 
     Without a GPU this imports transformers, if it is there, and adds CPUs to the devices that it lets use it.
 
@@ -87,8 +87,8 @@ def flash_attn_func(
 
     Args:
         q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 576.
-        k, v: keys and values (B, Nk, Hkv, d), of q's dtype and device. Hkv divides Hq: query head h reads key
-            head h // (Hq // Hkv).
+        k, v: keys (B, Nk, Hkv, d) and values (B, Nk, Hkv, d_v), of q's dtype and device. Hkv divides Hq:
+            query head h reads key head h // (Hq // Hkv).
         dropout_p: must be 0.
         softcap: scaled scores s become softcap * tanh(s / softcap). None, or 0 and less: none.
         softmax_scale: any finite float32. None: 1 / sqrt(d).
@@ -103,7 +103,7 @@ def flash_attn_func(
             whose value is 0. softmax_lse counts it.
 
     Returns:
-        out (B, Nq, Hq, d) of q's dtype. With return_attn_probs (out, softmax_lse, an empty tensor):
+        out (B, Nq, Hq, d_v) of q's dtype. With return_attn_probs (out, softmax_lse, an empty tensor):
         softmax_lse (B, Hq, Nq), float32, is the logarithm of the sum of exp(score). A row that sees no key
         has out = 0, softmax_lse = -inf.
 
@@ -269,7 +269,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return softmax_lse, too.
 
     Returns:
-        out (B, Nq, Hq, d); with return_softmax_lse (out, softmax_lse (B, Hq, Nq)).
+        out (B, Nq, Hq, d_v); with return_softmax_lse (out, softmax_lse (B, Hq, Nq)).
 
     Raises:
         As flash_attn_varlen_func, and ValueError for lengths that exceed the cache (an int, or a tensor on a

@@ -257,7 +257,8 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     is_packed = isinstance(mask, Mask) and (mask.documents or "key_ranges" in mask.bounds)
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
     keeps_memory = is_packed or "softcap" in options  # elsewhere they are N x N matrices
-    if wants_grad and torch.is_grad_enabled() and not (keeps_memory or _strict or has_fast_backward(q)):
+    is_fast = has_fast_backward(q if q.shape[-1] > v.shape[-1] else v)
+    if wants_grad and torch.is_grad_enabled() and not (keeps_memory or _strict or is_fast):
         return "gradients, which PyTorch's kernels compute faster on this GPU"
     if isinstance(mask, Mask):
         if mask.why:

@@ -107,8 +107,8 @@ def forward(
         q: this rank's queries (B, Hq, Nq, d), as `shard` cuts them, float32, float16 or bfloat16. Nq may
             differ from rank to rank, and be 0. On a CPU the group needs gloo, on CUDA NCCL (with
             torch.cuda.set_device called first).
-        k, v: this rank's keys and values (B, Hkv, Nk, d), cut likewise. Hkv divides Hq. The sequence of keys
-            may be longer or shorter than that of the queries.
+        k, v: this rank's keys and values, both (B, Hkv, Nk, d), cut likewise. Hkv divides Hq. The sequence
+            of keys may be longer or shorter than that of the queries.
         group: the process group. None: the default one.
         causal, window_size, softmax_scale, softcap, backend: those of minimal_attn.forward.
         offset: position of the whole sequence's query 0 among its keys. None: the last query sees the last

@@ -150,8 +150,8 @@ class Activation:
         "minimal_attn" counts those that these kernels served. The others went to PyTorch's, by reason.
 
         "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: inputs of 2 or 5
-        dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, value heads of another
-        size, a last dimension that isn't contiguous, on a CPU dropout.
+        dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, on a GPU value heads of
+        another size, a last dimension that isn't contiguous, on a CPU dropout.
         minimal_attn.scaled_dot_product_attention serves many of them. "PyTorch: MultiheadAttention's fast
         path" are layers that never call F.scaled_dot_product_attention: see activate().
 

@@ -6,7 +6,7 @@
 //     float32                  8.0, 8.7, 9.0, 10.x        tf32_backward.cu, tensor cores
 //     float32                  8.6, 8.9, 12.x: reckoned   tf32_backward.cu; docs/backward.md reckons with data sheets
 //     float32, bfloat16        7.5                        flash_backward.cu, paper's
-//     d or d_v above 256: half_backward.cu for half types since 9.0, but 12.x; else flash_backward.cu
+//     d or d_v from 257 to 512: half_backward.cu for half types since 9.0, but 12.x; else, and above, flash_backward.cu
 #include "portable/portable.h"
 
 namespace minimal_attn {

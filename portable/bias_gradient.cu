@@ -12,7 +12,8 @@
 //     sums            | 64 x 65 | once, at last              | by all: what is broadcast in the tile is added up
 //
 // The barriers are those of add_product (rows_tile.cuh), and one before the sums are read. m, log2_l and D of the rows
-// are those of the other gradients: gradient_rows.cu and large_rows.cu compute them first.
+// are those of the other gradients: gradient_rows.cu and large_rows.cu compute them first. Uses rows_tile.cuh: add_product;
+// scores.h: TermsOfRow, changed_in; gradient_rows.h: GradientRows; device.h: launch_all, launch_overlapping.
 #include "portable/gradient_rows.h"
 #include "portable/rows_tile.cuh"
 

@@ -1,4 +1,4 @@
-// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has four kernels:
+// forward.cu: the portable backend, for every NVIDIA GPU since Turing. It has five kernels:
 //
 //     dtype       GPUs                                       kernel
 //     all         all                                        decode.cu and latent.cu: few queries, many keys, a band; else:
@@ -7,7 +7,7 @@
 //     float16     any                                        half.cu, tensor cores
 //     bfloat16    8.0 and newer                              half.cu, tensor cores
 //     bfloat16    7.5                                        float32.cu: Turing's tensor cores have no bfloat16
-//     float32, and bfloat16 on 7.5, d or d_v above 256       flash.cu, paper's
+//     d or d_v above 256: half types up to 512 but for bfloat16 on 7.5 have half.cu, all others flash.cu, paper's
 //
 // All compute the same steps, which common.cuh describes.
 #include "portable/portable.h"

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         constexpr bool is_part = Tile::D_v < Tile::D;  // of O: the next kernel computes the rest
         if constexpr (is_part) let_next_kernel_start();
         half_block<T, Tile, Mask>(a, first_block + blockIdx.x, aligned);
-        if constexpr (is_part) wait_for_kernel_before();
+        if constexpr (is_part) wait_for_kernel_before();  // what comes after the call must find both parts done
     } else {
         __trap();
     }
@@ -328,7 +328,7 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
     for (int column = 0; column < a.d_v; column += kColumns) {
         part.v = (const char *)a.v + column * column_bytes, part.o = (char *)a.o + column * o_bytes;
         part.o_in = a.o_in ? a.o_in + column : nullptr, part.d_v = std::min(a.d_v - column, kColumns);
-        // A tile of D512 waits for the launch before in its end.
+        // A tile of D512 waits for the launch before at its end.
         const bool overlaps = column > 0 && plan.D > kColumns;
         const char *const error =
             a.dtype == Dtype::float16

@@ -18,9 +18,8 @@
 //     wait_for_tiles               | the block         | both operands have arrived
 //     __syncthreads, at last       | the block         | twice: all have read the operands; RowSums are there
 //
-// multiply is half_gradient.cuh's, multiply_rows and multiply_rows_double are tf32.cuh's, load_swizzled and
-// lane_address mma.cuh's, wait_for_tiles common.cuh's, is_large_for, kLog2OfP and D_of_dS gradient_rows.h's,
-// launch_overlapping and wait_for_kernel_before device.h's, changed_in scores.h's.
+// add_product and HeadRows are rows_tile.cuh's, wait_for_tiles common.cuh's, is_large_for, kLog2OfP and D_of_dS
+// gradient_rows.h's, launch_overlapping and wait_for_kernel_before device.h's, changed_in and TermsOfRow scores.h's.
 #include "portable/gradient_rows.h"
 #include "portable/rows_tile.cuh"
 

@@ -373,7 +373,7 @@ __device__ void backward_block(const Gradient &g, const GradientRows &gradient_r
         const Keys seen_by_any = keys_of_any(block.mask, i0, i1), seen_by_all = keys_of_all(block.mask, i0, i1);
         const int j0 = block.j0 + warp_key;
         const bool is_seen = j0 < seen_by_any.end && j0 + Tile::WarpKeys > seen_by_any.begin;
-        // A query behind the last one has P = 1 and dO = 0; but by a term P may be inf, and then it must be hidden.
+        // Behind the last query dO = 0. But a term may make P inf there, and inf times 0 is NaN: so it is hidden.
         const bool is_short = kIsGeneral<Mask> && i1 < i0 + Br;
         const bool masked = is_short || j0 < seen_by_all.begin || j0 + Tile::WarpKeys > seen_by_all.end;
         const Pairs of = {block.b, head_of(step), i0 + (int)threadIdx.x % 4 * 2, j0 + (int)threadIdx.x % 32 / 4};

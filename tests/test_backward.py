@@ -68,9 +68,10 @@ def check(backend, do, q, k, v, **options):
         assert actual.dtype == q.dtype and actual.shape == exact.shape
         assert not actual[blind[name].expand(actual.shape[:-1])].any(), f"d{name} of what is hidden isn't 0"
         error, norm = torch.linalg.vector_norm(actual.double() - exact), torch.linalg.vector_norm(exact)
-        if not error <= ERROR_BOUND[q.dtype] * norm:  # NaN, too
+        bound = ERROR_BOUND[q.dtype] * (1.5 if "bias" in options else 1)  # it rounds each score once more
+        if not error <= bound * norm:  # NaN, too
             size = gradient_sizes(do, q, k, v, **options)["qkv".index(name)]
-            assert error <= ERROR_BOUND[q.dtype] * size, f"d{name} is wrong by {error / size:.1e}"
+            assert error <= bound * size, f"d{name} is wrong by {error / size:.1e}"
 
 
 OPTIONS = {
