@@ -47,9 +47,10 @@ bool hopper_passes_on(const Attention &a) {
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
 }
 
-// In half types TMA reads pages of a multiple of 16 keys.
+// In half types TMA reads pages of a multiple of 16 keys. half.cu, to which wide calls are passed on, reads none.
 bool hopper_reads_pages(const Attention &a, const Device &device) {
-    return hopper_takes_decode(a, device) || (a.dtype != Dtype::float32 && a.page_size % 16 == 0 && !has_ranges(a));
+    if (hopper_takes_decode(a, device)) return true;
+    return a.dtype != Dtype::float32 && a.page_size % 16 == 0 && !has_ranges(a) && !hopper_passes_on(a);
 }
 
 Plan plan_hopper(const Attention &a, const Device &device) {

@@ -103,7 +103,8 @@ void set_scores(Attention &attention, const Arguments &a) {
 // What is added to scores. The caller's tensors have the memory.
 void set_terms(Attention &attention, const Arguments &a) {
     Terms &terms = attention.terms;
-    terms.offset = a.offset ? a.offset->expect_int() : 0;
+    constexpr int64_t far = int64_t(1) << 60;  // beyond all keys, and sums with it fit
+    terms.offset = a.offset ? std::clamp(a.offset->expect_int(), -far, far) : 0;
     if (a.alibi_slopes) {
         const Tensor slopes = a.alibi_slopes->expand({attention.B, attention.Hq});
         terms.alibi_slopes = slopes.const_data_ptr<float>();
@@ -364,9 +365,11 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
         else
             plan_and_launch(attention, backend->plan, backend->launch, q);
 #ifdef WITH_CUDA
-        // hopper may pass general calls on to portable. A general call with a band promises what a band does.
-        const int rows_alike =
-            attention.is_general ? std::min(backend->rows_alike, kRowsAlikeOfPortable) : backend->rows_alike;
+        // hopper may pass general calls on to portable. A general call with a band promises what a band does. paper may
+        // compute what is wide, and a term may hide all from one row: then each row is looked at.
+        const int rows_alike = portable::is_wide(attention) || has_terms(attention) ? 1
+                               : attention.is_general ? std::min(backend->rows_alike, kRowsAlikeOfPortable)
+                                                      : backend->rows_alike;
         if (q.is_cuda() && (attention.key_ranges || (attention.cu_seqlens_q && !attention.by_sequence)))
             check_launch(isolate_rows_cuda(attention, rows_alike, stream_of(q)), q);
 #endif
@@ -473,6 +476,12 @@ Tensor differentiate_bias(const Arguments &a, const Tensor &do_, const Tensor &o
 #endif
     TORCH_CHECK_VALUE(kHasGeneral || !a.q.is_cuda(),
                       "bias must not require grad in this build, but does (MINIMAL_ATTN_KERNELS=plain)");
+#ifdef WITH_CUDA
+    // large_rows.cu has no kernel there.
+    TORCH_CHECK_VALUE(!a.q.is_cuda() || a.q.scalar_type() != at::kBFloat16 ||
+                          at::cuda::getDeviceProperties(a.q.device().index())->major >= 8,
+                      "bias must not require grad in bfloat16 before compute capability 8.0, but does: use float16");
+#endif
     const Tensor &bias = *bias_of(a);
     Tensor dbias = at::empty_symint(bias.sym_sizes(), bias.options());
     if (!backend) return dbias;

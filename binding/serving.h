@@ -285,6 +285,7 @@ Outcome serve(const Call &c, const Use &use) {
         if (t->_fw_grad(/*level=*/0).defined()) return forward_mode;
         wants_grad = wants_grad || t->requires_grad();
     }
+    if (has_mask(c) && c.attn_mask->_fw_grad(/*level=*/0).defined()) return forward_mode;
     if (!c.q.is_cpu() && !(c.q.is_cuda() && *cuda_architectures())) return device;
     if (!allows_fused_kernels(c.q)) return unfused_wanted;
     const auto views = views_of(c);

@@ -293,7 +293,8 @@ struct RowSums {
     double m = -INFINITY, l = 0., D = 0.;
 };
 
-// Steps 10 and 11 of Algorithm 1 for a row: Bc scores join, and their dP. Hidden scores are -inf, and hidden dP are 0.
+// Steps 10 and 11 of Algorithm 1 for a row: Bc scores join, and their dP. Hidden scores are -inf; their dP may
+// be anything.
 inline void add_scores(double scale, const double *S, const float *dP, RowSums &row) {
     const double m = std::max(row.m, *std::max_element(S, S + Bc));
     if (m == -INFINITY) return;
@@ -301,7 +302,8 @@ inline void add_scores(double scale, const double *S, const float *dP, RowSums &
     for (int c = 0; c < Bc; c += W) {
         const Vec p = exp_double(S + c, scale, m, 0.);
         const VecDouble p_double = __builtin_convertvector(p, VecDouble);
-        l += p_double, D += p_double * __builtin_convertvector(vec(dP + c), VecDouble);
+        const VecDouble dP_double = __builtin_convertvector(vec(dP + c), VecDouble);
+        l += p_double, D += p_double * (*(const VecDouble *)(S + c) > -INFINITY ? dP_double : VecDouble{});
     }
     const double alpha = std::exp(scale * (row.m - m));
     row = {m, alpha * row.l, alpha * row.D};

@@ -65,6 +65,9 @@ def _vmap_rule(operator):
             if t is None or (dims[name] is None and (t.dim() < 4 or t.shape[0] == 1)):
                 continue  # broadcast to the mapped dimension, too
             t = in_front(name)
+            if t.dim() > 5 or (t.dim() == 5 and t.shape[1] not in (1, B)):
+                shape = list(t.shape[1:])
+                raise ValueError(f"{name} must broadcast to (B, Hq, Nq, Nk), B {B}, but has shape {shape}")
             t = t[(slice(None), *[None] * (5 - t.dim()))]
             arguments[name] = t.expand(-1, B, -1, -1, -1).flatten(0, 1)
         results = operator(**arguments)
@@ -113,9 +116,15 @@ def _backward_flops(do, q, k, v, *args, out_shape=None, **kwargs):
     return 2 * B * Hq * Nq * Nk * (3 * d + 2 * v[3])
 
 
+def _bias_flops(do, q, k, v, *args, out_shape=None, **kwargs):
+    """The two products that dS needs."""
+    return _flops(q, k, v)
+
+
 def _register_flops(flop_counter):
     flop_counter.register_flop_formula(torch.ops.minimal_attn.forward)(_flops)
     flop_counter.register_flop_formula(torch.ops.minimal_attn.backward)(_backward_flops)
+    flop_counter.register_flop_formula(torch.ops.minimal_attn.bias_gradient)(_bias_flops)
 
 
 def _sharding_rule(operator):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from minimal_attn._backward import backward
+from minimal_attn._errors import refuse_grad
 from minimal_attn._forward import cast_by_autocast, forward
 from minimal_attn._sizes import divide_up, known
 
@@ -18,6 +19,7 @@ _MAX_KEYS = 1 << 28  # of a batch, and more: binding/checks.h
 def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
     """forward on (B, N, H, d) tensors, and the log-sum-exp (B, Hq, Nq) if it is wanted."""
     if deterministic and wants_grad(q, k, v, s_aux):
+        refuse_grad("flash_attn with deterministic=True", alibi_slopes=options.get("alibi_slopes"))
         q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
         with torch.set_grad_enabled(False):
             results = attend(q, k, v, s_aux, True, **options)

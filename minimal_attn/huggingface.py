@@ -271,7 +271,7 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
         return "no mask in a layer that is causal or has a window"
     if (bias := options.get("position_bias")) is not None:
         is_moved = is_packed or (isinstance(mask, Mask) and mask.order is not None)  # keys have other places
-        if is_moved or not _is_served(q, k, bias):
+        if is_moved or bias.dtype == torch.bool or not _is_served(q, k, bias):
             return "argument position_bias"
     if not (scaling is None or isinstance(scaling, (int, float))):
         return "a scale that is a tensor"

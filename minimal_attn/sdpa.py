@@ -78,7 +78,8 @@ def scaled_dot_product_attention(
     go to PyTorch although the kernels could compute o. The first is calls whose gradients PyTorch computes
     faster: under activate() they get o from these kernels. The second is calls with dual tensors
     (torch.func.jvp), which PyTorch serves only under sdpa_kernel(SDPBackend.MATH). The third is calls under
-    sdpa_kernel without any of the device's fused kernels: MATH alone has second derivatives.
+    sdpa_kernel without any of the device's fused kernels: MATH alone has second derivatives. On a CPU PyTorch
+    computes float masks with gradients, and Ev other than E, by MATH's steps; these kernels serve them.
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11

@@ -44,6 +44,7 @@ def forward(
         raise wrong_call("second_order.forward", "q, k, v", surplus, unknown)
     if q.dtype == torch.float64:
         options.pop("backend", None)
+        _check_terms(q, k, options.get("attn_mask"), options.get("bias"))
         o, lse = manual(q, k, v, sinks, **options)
     else:
         terms = {name: options.get(name) for name in ("alibi_slopes", "attn_mask", "bias")}
@@ -52,6 +53,23 @@ def forward(
         numbers = {name: x for name, x in options.items() if name not in of_ints}
         o, lse = _Attention.apply(q, k, v, sinks, numbers, list(of_ints), *of_ints.values())
     return (o, lse) if return_lse else o
+
+
+def _check_terms(q, k, attn_mask, bias):
+    """forward's checks, for float64."""
+    if attn_mask is not None and bias is not None and attn_mask.dtype != torch.bool:
+        raise ValueError(f"attn_mask must be bool with a bias, but is {attn_mask.dtype}")
+    pairs = (*q.shape[:3], k.shape[2])
+    for name, t in ("attn_mask", attn_mask), ("bias", bias):
+        if t is None:
+            continue
+        if not (t.dtype in (torch.float32, torch.float64) or (name == "attn_mask" and t.dtype == torch.bool)):
+            allowed = "float32, float64" + (" or bool" if name == "attn_mask" else "")
+            raise ValueError(f"{name} must be {allowed}, but is {t.dtype}")
+        own = pairs[max(4 - t.ndim, 0) :]
+        if t.ndim > 4 or any(n not in (1, of) for n, of in zip(t.shape, own, strict=True)):
+            shape = tuple(t.shape)
+            raise ValueError(f"{name} must broadcast to (B, Hq, Nq, Nk) = {pairs}, but has shape {shape}")
 
 
 class _Attention(torch.autograd.Function):

@@ -264,11 +264,11 @@ def bad_scale(call, name):
 
 
 def bad_state(call, name):
-    q = call.arguments["q"]
-    if not usual(q):
+    q, v = call.arguments["q"], call.arguments["v"]
+    if not usual(q) or not usual(v):
         return
     rows = q.shape[:3]
-    o, l, m = call.zeros(*rows, call.arguments["v"].shape[3]), call.zeros(*rows), call.zeros(*rows)
+    o, l, m = call.zeros(*rows, v.shape[3]), call.zeros(*rows), call.zeros(*rows)
     state = [o, l, m]
     kind = call.random.randrange(5)
     if kind == 0:

@@ -323,7 +323,12 @@ def test_forward_mode(device, randn, activated):
     with minimal_attn.activate() if activated else contextlib.nullcontext():
         with pytest.raises(NotImplementedError, match="forward AD"):
             derivative()
+        mask = randn(5, 7)
+        if torch.device(device).type == "cpu":
+            with pytest.raises(NotImplementedError, match="forward AD"):
+                torch.func.jvp(lambda mask: function(q, k, v, mask), (mask,), (mask,))
         with sdpa_kernel(SDPBackend.MATH):
+            torch.func.jvp(lambda mask: function(q, k, v, mask), (mask,), (mask,))
             o, tangent = derivative()
     x = torch.tensor(1.0, dtype=torch.float64, device=device, requires_grad=True)
     exact = F.scaled_dot_product_attention(q.double() * x, k.double(), v.double())

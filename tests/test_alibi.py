@@ -124,6 +124,16 @@ def test_slopes_of_0_are_none(backend, dtype):
     assert torch.equal(backend.forward(q, k, v, alibi_slopes=strided), dense)
 
 
+def test_offsets_beyond_all_keys(backend, dtype):
+    """Those near 2^63 are as far as others that no key reaches."""
+    q, k, v = backend.qkv(dtype=dtype)
+    slopes = torch.ones(4, device=backend.device)
+    for sign in 1, -1:
+        offsets = sign * 2**40, sign * (2**63 - 1)
+        far, farther = (backend.forward(q, k, v, alibi_slopes=slopes, offset=n) for n in offsets)
+        assert torch.equal(far, farther)
+
+
 def test_wrong_slopes(backend):
     q, k, v = backend.qkv()
     slopes = backend.randn(4)
@@ -142,6 +152,10 @@ def test_wrong_slopes(backend):
     refuses(TypeError, "^alibi_slopes must be a dense tensor or None, but was 0.5", 0.5)
     refuses(ValueError, "^alibi_slopes must be on q's device", slopes.to("meta"))
     refuses(RuntimeError, "^alibi_slopes must not require grad, but do: ", slopes.requires_grad_())
+    heads = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    for deterministic in False, True:
+        with pytest.raises(RuntimeError, match="^alibi_slopes must not require grad, but do"):
+            flash_attn.flash_attn_func(*heads, alibi_slopes=slopes, deterministic=deterministic)
     with torch.no_grad():
         backend.forward(q, k, v, alibi_slopes=slopes)
 

@@ -149,6 +149,21 @@ def test_rows_without_a_key(backend, dtype, kind, Nq):
         assert torch.equal(x, y)
 
 
+def test_a_row_without_a_key_beside_a_nan(backend, dtype):
+    """A NaN that another document sees reaches no row behind one that a mask hides everything from."""
+    q, k, v = backend.qkv(1, 4, 2, 64, 64, dtype=dtype)
+    seen = torch.ones(64, 1, dtype=torch.bool, device=backend.device)
+    seen[0] = seen[16] = False
+    cu = backend.ints(0, 30, 64)
+    options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, attn_mask=seen)
+    expected = backend.forward(q, k, v, **options)
+    v[:, :, 40] = torch.nan
+    o = backend.forward(q, k, v, **options)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(o[:, :, :30], expected[:, :, :30], rtol=bound, atol=bound)
+    assert o[:, :, 30:].isnan().all()
+
+
 def test_scores_of_finfo_min(backend, dtype):
     """They are ordinary numbers: a row of them alone is the mean of V, as in softmax."""
     q, k, v = backend.qkv(dtype=dtype)
@@ -164,9 +179,11 @@ def test_scores_of_finfo_min(backend, dtype):
 
 @pytest.mark.parametrize("Nq", [130, 2])
 @pytest.mark.parametrize("kind", ["bool", "additive"])
-def test_hidden_keys_may_be_large(backend, dtype, kind, Nq):
+@pytest.mark.parametrize("scale", [1, 30])  # with 30 gradients normalise rows again
+def test_hidden_keys_may_be_large(backend, dtype, kind, Nq, scale):
     """Their products and dP overflow, and nothing of it is seen. A hidden bias may be NaN."""
     q, k, v = backend.qkv(Nq=Nq, Nk=300, dtype=dtype)
+    q *= scale
     seen = backend.randn(300) < 0.5
     seen[:5], seen[5:9] = True, False
     mask = seen if kind == "bool" else torch.zeros(300, device=backend.device).masked_fill(~seen, -torch.inf)
@@ -285,6 +302,28 @@ def test_second_derivatives(backend):
         torch.testing.assert_close(o, minimal_attn.forward(x, y, z, **options))
         with pytest.raises(RuntimeError, match="^bias must not require grad, but does, and second_order"):
             second_order.forward(x, y, z, bias=options["bias"].requires_grad_())
+
+
+def test_wrong_masks_of_second_order():
+    q, k, x = (torch.randn(*shape, dtype=torch.float64) for shape in ((1, 2, 3, 2), (1, 2, 4, 2), (3, 4)))
+    for error, options in (
+        ("^attn_mask must be float32, float64 or bool, but is torch.int64$", dict(attn_mask=x.long())),
+        ("^bias must be float32, float64, but is torch.bool$", dict(bias=x > 0)),
+        ("^attn_mask must be bool with a bias, but is torch.float64$", dict(attn_mask=x, bias=x)),
+        (r"^bias must broadcast to \(B, Hq, Nq, Nk\) = \(1, 2, 3, 4\), but", dict(bias=x.expand(3, 2, 3, 4))),
+        (r"^attn_mask must broadcast .* has shape \(1, 1, 1, 3, 4\)$", dict(attn_mask=x[None, None, None])),
+    ):
+        with pytest.raises(ValueError, match=error):
+            second_order.forward(q, k, k, **options)
+
+
+def test_wrong_masks_of_vmap(backend):
+    q, k, v = (torch.stack([x, x]) for x in backend.qkv(B=3))
+    match = r"^bias must broadcast to \(B, Hq, Nq, Nk\), B 3, but has shape "
+    for shape in (5, 3, 4, 70, 90), (2, 4, 70, 90), (1, 1, 1, 1, 90):
+        bias = backend.randn(2, *shape)
+        with pytest.raises(ValueError, match=match):
+            torch.func.vmap(lambda q, k, v, bias: backend.forward(q, k, v, bias=bias))(q, k, v, bias)
 
 
 @pytest.mark.sanitizer

@@ -66,6 +66,30 @@ def test_a_nan_of_another_document(backend, dtype):
     assert o[:, :, 45:, [3, 400]].isnan().all()
 
 
+def test_a_nan_behind_a_row(backend, dtype):
+    """Rows skip tiles of keys on their own where paper computes: what row 0 has met says nothing of row 1."""
+    q, k, v = backend.qkv(1, 2, 2, 40, 130, 320, dtype=dtype)
+    ranges = torch.stack([backend.ints(*[100, 0] * 20), backend.ints(*[110, 8] * 20)], -1)[None]
+    expected = backend.forward(q, k, v, key_ranges=ranges)
+    v[:, :, 9] = torch.nan
+    o = backend.forward(q, k, v, key_ranges=ranges)
+    torch.testing.assert_close(o, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("Nq", [1, 70])
+@pytest.mark.parametrize("d, d_v", [(512, 512), (64, 400), (320, 512)])
+def test_pages(backend, dtype, Nq, d, d_v):
+    """Of two caches, and where no kernel reads pages."""
+    q, _, _ = backend.qkv(2, 4, 2, Nq, 1, d, dtype=dtype)
+    k, v = (backend.randn(30, 2, 16, n, dtype=dtype) for n in (d, d_v))
+    table = torch.randperm(30, device=backend.device)[:20].view(2, 10).int()
+    whole = [x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k, v)]
+    options = dict(seqlens_k=backend.ints(137, 160), causal=True)
+    expected = backend.forward(q, *whole, **options)
+    o = backend.forward(q, k, v, block_table=table, **options)
+    torch.testing.assert_close(o, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_states(backend, dtype):
     q, k, v = backend.qkv(d=512, dtype=dtype)
     state = backend.forward(q, k[:, :, :33], v[:, :, :33], return_state=True)
