@@ -258,6 +258,27 @@ inline std::optional<Views> views_of(const Call &c) {
     return views;
 }
 
+// attn_mask for views, whose batch is all dimensions before the heads. It is copied only where it broadcasts along some
+// of them: AlphaFold's pair bias (B, 1, H, Q, K) with B > 1. Nothing: the mask would make the result larger.
+inline MaybeTensor mask_of(const Call &c, const Views &views) {
+    const Tensor &mask = *c.attn_mask;
+    if (views.shape.empty()) return mask;
+    const int64_t batches = (int64_t)views.shape.size() - 3, own = mask.dim() - 3;
+    if (mask.dim() > (int64_t)views.shape.size()) return {};
+    if (own <= 0 || batches == 1) return mask;
+    bool is_shared = true;
+    for (int64_t i = 0; i < own; ++i) is_shared = is_shared && is(mask.sym_size(i), 1);
+    if (is_shared) return mask.flatten(0, own - 1);
+    auto shape = mask.sym_sizes().vec();
+    for (int64_t i = 0; i < own; ++i) {
+        const SymInt &of = views.shape[batches - own + i];
+        if (!is(shape[i], 1) && differ(shape[i], of)) return {};
+        shape[i] = of;
+    }
+    shape.insert(shape.begin(), views.shape.begin(), views.shape.begin() + (batches - own));
+    return mask.expand_symint(shape).flatten(0, batches - 1);
+}
+
 // Whether nothing traces the call, transforms it or watches it, or differentiates the mask: then its contents may decide
 // now.
 inline bool may_look_at_mask(const Call &c) {
@@ -275,9 +296,7 @@ template <class Use>
 Outcome serve(const Call &c, const Use &use) {
     // First, since views_of may copy.
     const bool may_look = has_mask(c) && may_look_at_mask(c);
-    if (has_mask(c) &&
-        (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4 || (c.attn_mask->scalar_type() == at::kBool && !may_look)))
-        return mask;
+    if (has_mask(c) && c.attn_mask->scalar_type() == at::kBool && !may_look) return mask;
     bool wants_grad = false;
     for (const Tensor *t : {&c.q, &c.k, &c.v}) {
         if (t->is_nested() || t->layout() != at::kStrided) return layout;
@@ -290,8 +309,12 @@ Outcome serve(const Call &c, const Use &use) {
     if (!allows_fused_kernels(c.q)) return unfused_wanted;
     const auto views = views_of(c);
     if (!views) return shapes;
-    if (has_mask(c) && !views->shape.empty()) return mask;
-    Call call{views->q, views->k, views->v, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
+    MaybeTensor of_views = c.attn_mask;
+    if (has_mask(c)) {
+        if (!c.q.is_cpu()) return mask;  // before a copy
+        if (!(of_views = mask_of(c, *views))) return mask;
+    }
+    Call call{views->q, views->k, views->v, of_views, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
     if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(wider(call))) return slow_gradients;
     with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });

@@ -56,10 +56,10 @@ def scaled_dot_product_attention(
             broadcast with query's.
         attn_mask: on a CPU it is looked at: if it is the same for all heads and each row is an interval of
             keys, as for padding, causal, windows, only these are computed. Any other mask or bias is served
-            as forward's attn_mask, with its gradient. Masks on a GPU, bool masks under torch.compile and
-            masks of inputs that don't have 4 dimensions are passed on to PyTorch, but never to cuDNN's
-            kernel, which gives a row that a bool mask hides the softmax over all keys, and NaN for a float32
-            mask of half types. Other kernels give 0 there.
+            as forward's attn_mask, with its gradient; with several batch dimensions it is copied where it
+            broadcasts along some of them. Masks on a GPU and bool masks under torch.compile are passed on to
+            PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides the softmax over
+            all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
         dropout_p: passed on to PyTorch unless it is 0.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.

@@ -151,6 +151,50 @@ def test_gradient_of_a_bias(randn, device, dtype, shape, way):
     assert device != "cpu" or way == "function" or set(activation.calls) <= {"minimal_attn"}
 
 
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("batch", [(), (3,), (3, 2)], ids=str)  # beside B
+def test_masks_of_other_dimensions(randn, device, B, batch, activated):
+    """AlphaFold's pair bias, shared along a batch dimension, and its gradient; masks of fewer dimensions."""
+    N = (B, *batch) if batch else ()
+    q, k, v = randn(*N, 4, 9, 32), randn(*N, 4, 7, 32), randn(*N, 2 if batch else 4, 7, 24)
+    k = k[..., :2, :, :] if batch else k
+    weight = randn(*N, 4, 9, 24)
+    ones = [1] * len(batch)
+    shapes = [(9, 7), (4, 1, 7), (*ones, 4, 9, 7), (*batch, 1, 1, 7)]
+    if batch:
+        shapes += [(B, *ones, 4, 9, 7), (B, *ones, 1, 1, 7), (B, *batch, 1, 9, 1), (1, *batch, 4, 9, 7)]
+    function = F.scaled_dot_product_attention if activated else minimal_attn.scaled_dot_product_attention
+    for shape in shapes:
+        for mask in randn(*shape), randn(*shape) < 1:
+            terms = [mask] if mask.dtype != torch.bool else []
+
+            def run(function, dtype, mask=mask, terms=terms):
+                leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, *terms)]
+                o = function(*leaves[:3], leaves[3] if terms else mask, enable_gqa=bool(batch))
+                return o, *torch.autograd.grad(o, leaves, weight.to(dtype))
+
+            with sdpa_kernel(SDPBackend.MATH):
+                expected = run(F.scaled_dot_product_attention, torch.float64)
+            with minimal_attn.activate() if activated else contextlib.nullcontext() as activation:
+                found = run(function, torch.float32)
+            for x, y in zip(found, expected, strict=True):
+                assert x.shape == y.shape
+                torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+            if activated and device == "cpu":
+                assert set(activation.calls) == {"minimal_attn"}
+            explain = minimal_attn.explain_scaled_dot_product_attention
+            assert isinstance(explain(q, k, v, mask, enable_gqa=bool(batch)), str) == (device == "cuda")
+
+
+def test_masks_that_make_the_result_larger(randn, device):
+    """PyTorch refuses them, and so do we, with its words."""
+    q, mask = randn(4, 9, 32), randn(3, 1, 9, 9)
+    for function in F.scaled_dot_product_attention, minimal_attn.scaled_dot_product_attention:
+        with minimal_attn.activate(), pytest.raises(RuntimeError):
+            function(q, q, q, mask)
+
+
 def test_a_mask_is_looked_at_in_each_call(randn, device):
     """It changes in place, by .data, too, and another one takes its memory."""
     q, k, v = heads(randn, torch.float32)
