@@ -5,8 +5,8 @@
 //     warp       some of the heads, one row at a time
 //     lane       of a row, each 32nd column; in compute_alone also one of 32 keys
 //
-// Uses ranges.h: ranges_of, keys_of_row; scores.h: unscaled, sees_by_terms; flash.h: KeyRows, end_of_row; device.h: row_max, row_sum,
-// launch_all, launch_overlapping, wait_for_kernel_before, why_not.
+// Uses ranges.h: ranges_of, keys_of_row; scores.h: unscaled, sees_by_terms; flash.h: KeyRows, end_of_row; device.h:
+// row_max, row_sum, launch_all, launch_overlapping, wait_for_kernel_before, why_not.
 #include "device.h"
 #include "ranges.h"
 #include "scores.h"

@@ -4,8 +4,8 @@
 //     sort_tiles          sort_tiles_cuda's; a warp finds the place of a tile, by counting those before it
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
 //
-// Uses ranges.h: range_of_row, position_of_query, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h: band_of; device.h:
-// launch_all, launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
+// Uses ranges.h: range_of_row, position_of_query, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h:
+// band_of; device.h: launch_all, launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
 #include "ranges.h"
 
 #include "device.h"
