@@ -217,8 +217,8 @@ def forward(
             of keys that the other arguments leave are computed: what is a range of keys for each query is
             faster by the arguments for it. Kernels are those of alibi_slopes.
         bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
-            an attn_mask of its dtype. Both have gradients, but on GPUs before compute capability 8.0 not where
-            q is bfloat16.
+            an attn_mask of its dtype. Both have gradients, but not for bfloat16 on GPUs before compute
+            capability 8.0.
 
     Returns:
         o (B, Hq, Nq, d_v) in q's dtype and order of strides, or `out`. With `return_lse` the tuple (o,
