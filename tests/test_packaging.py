@@ -440,6 +440,7 @@ def test_no_kernel_spills():
         ("75", "GradientTileILNS0_4PassE0ELi128ELi128E"): 72,
         ("75", "GradientTileILNS0_4PassE1ELi128ELi128E"): 72,
         ("75", "GradientTileILNS0_4PassE1ELi256ELi128E"): 72,
+        ("75", "GradientTile.*7General"): 48,
     }
     built = minimal_attn._C.cuda_architectures().split()
     if not built:
