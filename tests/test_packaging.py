@@ -428,6 +428,7 @@ def test_no_kernel_spills():
         ("75", "decode_kernelI6__halfNS0_10DecodeTileILi256E"): 64,
         ("", "HalfTileILi128ELi128ELi64E.*7General"): 112,
         ("", "large_rows_kernel.*7General"): 48,
+        ("120", "large_rows_kernelIf.*7General"): 96,
         ("75", "bias_gradient_kernelI13__nv_bfloat16"): 104,
         ("90a", "PagedBand"): 72,
         ("90a", "TileILi192E.*ELi128EEENS0_9PagedBand"): 96,
