@@ -210,9 +210,9 @@ inline Results record(const Arguments &a, Returns returns) {
     return results;
 }
 
-// The Autograd kernel of minimal_attn::backward and bias_gradient, whose results can't be differentiated.
-// create_graph=True and torch.func.grad always record this node, so it raises the error only when a second derivative
-// is computed.
+// The Autograd kernel of the operators minimal_attn::backward and minimal_attn::bias_gradient. Neither has a derivative.
+// create_graph=True and torch.func.grad always record this node. So the node raises the error, and only when a second
+// derivative is computed.
 template <class Result, class... Args>
 Result record_backward(c10::DispatchKeySet keys, Args... args) {
     constexpr bool is_bias = std::is_same_v<Result, Tensor>;

@@ -258,25 +258,22 @@ inline std::optional<Views> views_of(const Call &c) {
     return views;
 }
 
-// attn_mask for views, whose batch is all dimensions before the heads. It is copied only where it broadcasts along some
-// of them: AlphaFold's pair bias (B, 1, H, Q, K) with B > 1. Nothing: the mask would make the result larger.
+// Returns attn_mask with at most 4 dimensions. In views_of all dimensions before the heads became one batch dimension;
+// those of the mask become one here. The mask is copied only if it broadcasts along some of them, as AlphaFold's pair
+// bias (B, 1, H, Q, K) does with B > 1. Returns nothing if the mask would make the result larger.
 inline MaybeTensor mask_of(const Call &c, const Views &views) {
     const Tensor &mask = *c.attn_mask;
     if (views.shape.empty()) return mask;
-    const int64_t batches = (int64_t)views.shape.size() - 3, own = mask.dim() - 3;
+    const int64_t own = mask.dim() - 3;
     if (mask.dim() > (int64_t)views.shape.size()) return {};
-    if (own <= 0 || batches == 1) return mask;
-    bool is_shared = true;
-    for (int64_t i = 0; i < own; ++i) is_shared = is_shared && is(mask.sym_size(i), 1);
-    if (is_shared) return mask.flatten(0, own - 1);
-    auto shape = mask.sym_sizes().vec();
-    for (int64_t i = 0; i < own; ++i) {
-        const SymInt &of = views.shape[batches - own + i];
-        if (!is(shape[i], 1) && differ(shape[i], of)) return {};
-        shape[i] = of;
-    }
-    shape.insert(shape.begin(), views.shape.begin(), views.shape.begin() + (batches - own));
-    return mask.expand_symint(shape).flatten(0, batches - 1);
+    if (own <= 0) return mask;
+    const auto batches = mask.sym_sizes().slice(0, own);
+    if (std::all_of(batches.begin(), batches.end(), [](const SymInt &n) { return is(n, 1); }))
+        return mask.flatten(0, own - 1);
+    std::vector<SymInt> shape(views.shape.begin(), views.shape.end() - 3);
+    if (!broadcast(shape, batches)) return {};
+    shape.insert(shape.end(), {mask.sym_size(-3), mask.sym_size(-2), mask.sym_size(-1)});
+    return mask.expand_symint(shape).flatten(0, -4);
 }
 
 // Whether nothing traces the call, transforms it or watches it, or differentiates the mask: then its contents may decide

@@ -6,7 +6,7 @@
     const TermsOfRow row(a, b, h, (int)i);
     for (int c = 0; c < round_up(n, W); ++c) to[c] = row.of_position(j + c);
     n = std::min(n, a.Nk - j);
-    // A loop for rows whose keys are neighbours: vectors.
+    // The compiler makes vector instructions of the first loop alone, whose keys are neighbours in memory.
     const auto for_keys = [&](int64_t stride, const auto &use) {
         if (stride == 1)
             for (int c = 0; c < n; ++c) use(c, c);

@@ -8,7 +8,7 @@ from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
 from test_key_ranges import RANGES
 from test_prefix_k import MASKS
-from test_softcap import SHAPES, kernel_reached
+from test_softcap import SHAPES, check_decode, check_states_and_sinks, kernel_reached
 
 import minimal_attn
 from minimal_attn import _stand_in, flash_attn, second_order
@@ -72,18 +72,8 @@ def test_used_keys_of_documents(backend, dtype):
 def test_decode(backend, dtype):
     """Pages in any order, lengths that only the device knows, few queries a key head."""
     q, k, v = backend.qkv(B=3, Hq=8, Hkv=2, Nq=2, Nk=16 * 20, d=128, dtype=dtype)
-    table = torch.randperm(60, generator=backend.generator).view(3, 20).to(backend.device, torch.int32)
-    pages = []
-    for x in k, v:
-        page = x.new_full((60, 2, 16, 128), torch.nan)
-        page[table.long()] = x.unflatten(2, (20, 16)).transpose(1, 2)
-        pages.append(page)
-    options = dict(alibi_slopes=slopes_for(backend, 3, 8), seqlens_k=backend.ints(320, 130, 200), causal=True)
-    backend.check(q, k, v, **options)
-    kernel = backend.explain(q, *pages, block_table=table, **options).kernel
-    assert backend.name in ("cpu", "paper") or kernel.startswith("decode")
-    expected = backend.forward(q, k, v, **options)
-    torch.testing.assert_close(backend.forward(q, *pages, block_table=table, **options), expected)
+    lengths = backend.ints(320, 130, 200)
+    check_decode(backend, q, k, v, alibi_slopes=slopes_for(backend, 3, 8), seqlens_k=lengths, causal=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0])
@@ -101,15 +91,7 @@ def test_large_and_small_scores(backend, dtype, scale):
 
 def test_forms_of_results(backend, dtype):
     q, k, v = backend.qkv(dtype=dtype)
-    options = dict(causal=True, alibi_slopes=slopes_for(backend, 4))
-    state = backend.forward(q, k, v, return_state=True, **options)
-    first = backend.forward(q, k[:, :, :50], v[:, :, :50], offset=20, return_state=True, **options)
-    joined = backend.forward(q, k[:, :, 50:], v[:, :, 50:], offset=-30, state=first, **options)
-    for x, y in zip(joined, state, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
-    backend.check(q, k, v, sinks=backend.randn(4), **options)
-    check(backend, torch.randn_like(q), q, k, v, sinks=backend.randn(4), **options)
-    check(backend, torch.randn_like(q), q, k, v, dlse=backend.randn(2, 4, 70), **options)
+    check_states_and_sinks(backend, q, k, v, causal=True, alibi_slopes=slopes_for(backend, 4))
 
 
 def test_slopes_of_0_are_none(backend, dtype):

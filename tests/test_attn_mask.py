@@ -8,7 +8,7 @@ from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
 from test_key_ranges import RANGES
 from test_prefix_k import MASKS
-from test_softcap import SHAPES, kernel_reached
+from test_softcap import SHAPES, check_decode, kernel_reached
 
 import minimal_attn
 from minimal_attn import second_order
@@ -103,20 +103,10 @@ def test_strides(backend, dtype, Nq):
 def test_decode(backend, dtype):
     """Pages in any order, lengths that only the device knows, few queries a key head."""
     q, k, v = backend.qkv(B=3, Hq=8, Hkv=2, Nq=2, Nk=16 * 20, d=128, dtype=dtype)
-    table = torch.randperm(60, generator=backend.generator).view(3, 20).to(backend.device, torch.int32)
-    pages = []
-    for x in k, v:
-        page = x.new_full((60, 2, 16, 128), torch.nan)
-        page[table.long()] = x.unflatten(2, (20, 16)).transpose(1, 2)
-        pages.append(page)
     options = dict(attn_mask=backend.randn(3, 8, 2, 320) < 0.5, bias=term(backend, (8, 1, 320), dtype))
     options |= dict(seqlens_k=backend.ints(320, 130, 0), causal=True, softcap=3.0)
     options["attn_mask"][1, 3] = False
-    backend.check(q, k, v, **options)
-    kernel = backend.explain(q, *pages, block_table=table, **options).kernel
-    assert backend.name in ("cpu", "paper") or kernel.startswith("decode")
-    expected = backend.forward(q, k, v, **options)
-    torch.testing.assert_close(backend.forward(q, *pages, block_table=table, **options), expected)
+    check_decode(backend, q, k, v, **options)
 
 
 @pytest.mark.parametrize("Nq", [130, 2])

@@ -85,6 +85,33 @@ def test_large_scores(backend, dtype, d, scale, softcap):
     assert relative_error(actual, exact) < bound
 
 
+def check_states_and_sinks(backend, q, k, v, **options):
+    """Keys in two chunks, of 90 causal ones; sinks; a gradient of the log-sum-exp."""
+    state = backend.forward(q, k, v, return_state=True, **options)
+    first = backend.forward(q, k[:, :, :50], v[:, :, :50], offset=20, return_state=True, **options)
+    joined = backend.forward(q, k[:, :, 50:], v[:, :, 50:], offset=-30, state=first, **options)
+    for x, y in zip(joined, state, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 if q.dtype == torch.float32 else 2e-2)
+    backend.check(q, k, v, sinks=backend.randn(4), **options)
+    check(backend, torch.randn_like(q), q, k, v, sinks=backend.randn(4), **options)
+    check(backend, torch.randn_like(q), q, k, v, dlse=backend.randn(2, 4, 70), **options)
+
+
+def check_decode(backend, q, k, v, **options):
+    """Of 3 x 320 keys, by a kernel for few queries: as they are, and in pages of any order."""
+    table = torch.randperm(60, generator=backend.generator).view(3, 20).to(backend.device, torch.int32)
+    pages = []
+    for x in k, v:
+        page = x.new_full((60, 2, 16, 128), torch.nan)
+        page[table.long()] = x.unflatten(2, (20, 16)).transpose(1, 2)
+        pages.append(page)
+    kernel = backend.explain(q, *pages, block_table=table, **options).kernel
+    assert backend.name in ("cpu", "paper") or kernel.startswith("decode")
+    expected = backend.forward(q, k, v, **options)
+    torch.testing.assert_close(backend.forward(q, *pages, block_table=table, **options), expected)
+    backend.check(q, k, v, **options)
+
+
 def test_forms_of_results(backend, dtype):
     q, k, v = backend.qkv(dtype=dtype)
     options = dict(causal=True, softcap=2.0)
@@ -92,30 +119,13 @@ def test_forms_of_results(backend, dtype):
     state = backend.forward(q, k, v, return_state=True, **options)
     torch.testing.assert_close(state[2] + state[1].log(), lse)
     assert (state[2] <= 2.0).all()
-    first = backend.forward(q, k[:, :, :50], v[:, :, :50], offset=20, return_state=True, **options)
-    joined = backend.forward(q, k[:, :, 50:], v[:, :, 50:], offset=-30, state=first, **options)
-    for x, y in zip(joined, state, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
-    backend.check(q, k, v, sinks=backend.randn(4), **options)
-    check(backend, torch.randn_like(q), q, k, v, sinks=backend.randn(4), **options)
-    check(backend, torch.randn_like(q), q, k, v, dlse=backend.randn(2, 4, 70), **options)
+    check_states_and_sinks(backend, q, k, v, **options)
 
 
 def test_paged_decode(backend, dtype):
     """Pages in any order, lengths that only the device knows."""
     q, k, v = backend.qkv(B=3, Hq=8, Hkv=2, Nq=1, Nk=16 * 20, d=128, dtype=dtype)
-    table = torch.randperm(60, generator=backend.generator).view(3, 20).to(backend.device, torch.int32)
-    pages = []
-    for x in k, v:
-        page = x.new_full((60, 2, 16, 128), torch.nan)
-        page[table.long()] = x.unflatten(2, (20, 16)).transpose(1, 2)
-        pages.append(page)
-    options = dict(softcap=1.0, seqlens_k=backend.ints(320, 130, 200), causal=True)
-    expected = backend.forward(q, k, v, **options)
-    kernel = backend.explain(q, *pages, block_table=table, **options).kernel
-    assert backend.name in ("cpu", "paper") or kernel.startswith("decode")
-    torch.testing.assert_close(backend.forward(q, *pages, block_table=table, **options), expected)
-    backend.check(q, k, v, **options)
+    check_decode(backend, q, k, v, softcap=1.0, seqlens_k=backend.ints(320, 130, 200), causal=True)
 
 
 def test_hidden_nan(backend, dtype):
