@@ -102,6 +102,13 @@ struct Terms {
     PairStrides mask_stride, bias_stride;
 };
 
+// Which weights are dropped: dropout.h computes it.
+struct Dropout {
+    unsigned dropped;     // of 65536 weights, on average; 0: there is no dropout
+    float kept;           // what the others are multiplied by
+    const int64_t *seed;  // one, in memory of q's device
+};
+
 struct Attention {
     // q (B, Hq, Nq, d); k (B, Hkv, Nk, d); v (B, Hkv, Nk, d_v), where d_v stands last, below. Query head h reads key head
     // h / (Hq / Hkv).
@@ -168,7 +175,8 @@ struct Attention {
     bool is_general;
     Terms terms;
 
-    int d_v;  // the columns of v and o: d in most models. Last, so that other members keep their places in parameters
+    int d_v;  // the columns of v and o: d in most models. Here, so that other members keep their places in parameters
+    Dropout dropout;
 };
 
 // The columns of a tile that has either's rows.

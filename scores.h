@@ -10,13 +10,14 @@
 // it has a term of the pair (i, j), what follows sees the whole s, and softmax_scale is 1. The backward pass multiplies
 // dS by slope_of(t), and by scores.scale, the caller's softmax_scale, in the end.
 //
-// On a GPU a kernel is plain or general. A plain one has no code for this. General is the mask type of the others
+// On a GPU a kernel is plain or general. A plain one has no code for this, nor for dropout (dropout.h). General is the mask type of the others
 // (ranges.h): their mask is always in tables, so each kernel has one general form. docs/scores.md has more.
 #pragma once
 
 #include <cmath>
 #include <type_traits>
 
+#include "dropout.h"
 #include "ranges.h"
 #ifdef __CUDACC__
 #include "device.h"
@@ -29,6 +30,7 @@ MINIMAL_ATTN_HOST_DEVICE inline bool has_terms(const Attention &a) {
     return a.terms.alibi_slopes || a.terms.mask || a.terms.bias;
 }
 MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return has_softcap(a) || has_terms(a); }
+MINIMAL_ATTN_HOST_DEVICE inline bool needs_general(const Attention &a) { return changes_scores(a) || has_dropout(a); }
 
 // t, from a product. Real is float or double. cpu/vector.h has both functions for vectors: each instruction set compiles
 // its own.

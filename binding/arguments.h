@@ -37,7 +37,9 @@ using MaybeTensor = std::optional<Tensor>;
     of(std::optional<double>, softcap, "float? softcap=None", "softcap")                   \
     of(const MaybeTensor &, alibi_slopes, "Tensor? alibi_slopes=None", "alibi_slopes")     \
     of(const MaybeTensor &, attn_mask, "Tensor? attn_mask=None", "attn_mask")              \
-    of(const MaybeTensor &, bias, "Tensor? bias=None", "bias")
+    of(const MaybeTensor &, bias, "Tensor? bias=None", "bias")                             \
+    of(std::optional<double>, dropout_p, "float? dropout_p=None", "dropout_p")             \
+    of(const MaybeTensor &, dropout_seed, "Tensor? dropout_seed=None", "dropout_seed")
 // Of forward alone. o, l and m are the earlier state: all three or none.
 #define MINIMAL_ATTN_OF_FORWARD(of)                               \
     of(const MaybeTensor &, o, "Tensor? o=None", "state's o")     \

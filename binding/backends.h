@@ -39,10 +39,10 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
-// What portable's kernels compute: d or d_v above 256, terms of the pair (scores.h); in float32 d_v other than d, calls by
+// What portable's kernels compute: d or d_v above 256, terms of the pair (scores.h), dropout; in float32 d_v other than d, calls by
 // sequence and general ones; in bfloat16 softcaps that aren't approximated.
 bool hopper_passes_on(const Attention &a) {
-    if (portable::is_wide(a) || has_terms(a)) return true;
+    if (portable::is_wide(a) || has_terms(a) || has_dropout(a)) return true;
     if (a.dtype == Dtype::float32) return a.d_v != a.d || a.by_sequence || a.is_general;
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
 }

@@ -21,6 +21,7 @@
 #include "binding/backends.h"
 #include "binding/checks.h"
 #include "binding/tensors.h"
+#include "dropout.h"
 #include "portable/portable.h"
 #include "ranges.h"
 #include "scores.h"
@@ -122,6 +123,15 @@ void set_terms(Attention &attention, const Arguments &a) {
         terms.bias_is_float32 = bias->scalar_type() == at::kFloat;
     }
     if (has_terms(attention)) terms.unit = std::exchange(attention.softmax_scale, 1.f);
+}
+
+void set_dropout(Attention &attention, const Arguments &a) {
+    const int steps = (int)std::lround(a.dropout_p.value_or(0.) * kDropoutSteps);
+    if (steps == 0) return;
+    // All, or at most so many that float16 holds what the others are multiplied by.
+    const int dropped = steps == kDropoutSteps ? steps : std::min(steps, kDropoutSteps - 2);
+    const float kept = dropped == kDropoutSteps ? 0.f : (float)kDropoutSteps / (kDropoutSteps - dropped);
+    attention.dropout = {(unsigned)dropped, kept, a.dropout_seed->const_data_ptr<int64_t>()};
 }
 
 // With prefix_k and a window a call has two parts, which see different keys: those of the window, and of the first
@@ -262,6 +272,7 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
     set_scores(attention, a);
     set_mask(attention, a);
     set_terms(attention, a);
+    set_dropout(attention, a);
     if (a.cu_seqlens_q) attention.documents = (int)(a.cu_seqlens_q->size(0) - 1);
     // Of any integer dtype: plans ask only whether they are there. set_int32s() sets them anew.
     for_each_int_option(a, attention, [](const MaybeTensor &t, const int *&to) {
@@ -277,8 +288,9 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 // Which tables the backend's kernels read: those of sequences.h, of ranges.h, or none.
 void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
     if (!backend.takes_decode) return;
-    TORCH_CHECK_VALUE(kHasGeneral || !changes_scores(attention),
-                      has_softcap(attention) ? "softcap must be None or 0"
+    TORCH_CHECK_VALUE(kHasGeneral || !needs_general(attention),
+                      has_dropout(attention) ? "dropout_p must be None or 0"
+                      : has_softcap(attention) ? "softcap must be None or 0"
                       : a.alibi_slopes       ? "alibi_slopes must be None"
                       : a.attn_mask          ? "attn_mask must be None"
                                              : "bias must be None",
@@ -288,8 +300,8 @@ void choose_tables(Attention &attention, const Arguments &a, const Backend &back
     // such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
     attention.by_sequence = a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward &&
-                            !changes_scores(attention) && !portable::is_wide(attention);
-    attention.is_general = changes_scores(attention) && (backward || !backend.takes_decode(attention, gpu_of(a.q)));
+                            !needs_general(attention) && !portable::is_wide(attention);
+    attention.is_general = needs_general(attention) && (backward || !backend.takes_decode(attention, gpu_of(a.q)));
 }
 
 #ifdef WITH_CUDA

@@ -167,6 +167,17 @@ inline void check_alibi_slopes(const Arguments &a) {
     check_per_head(a.q, *a.alibi_slopes, "alibi_slopes");
 }
 
+inline void check_dropout(const Arguments &a) {
+    const double p = a.dropout_p.value_or(0.);
+    TORCH_CHECK_VALUE(p >= 0. && p <= 1., "dropout_p must be from 0 (or None: none) to 1, but was ", p);
+    TORCH_CHECK_VALUE(p == 0. || a.dropout_seed, "dropout_seed must be given to the operator with dropout_p ", p,
+                      ", but was None");
+    if (!a.dropout_seed) return;
+    check_like_q(a.q, *a.dropout_seed, "dropout_seed", at::kLong);
+    TORCH_CHECK_VALUE(holds(a.dropout_seed->sym_numel().sym_eq(1)),
+                      "dropout_seed must have one number, but has shape ", a.dropout_seed->sym_sizes());
+}
+
 // attn_mask and bias: of each query head, query and key, or broadcast.
 inline void check_pairs(const Arguments &a, const MaybeTensor &t, const char *name, bool may_be_bool) {
     if (!t) return;
@@ -210,6 +221,7 @@ inline void check_options(const Arguments &a) {
     TORCH_CHECK_VALUE(a.cu_seqlens_q || !a.seqused_k, "seqused_k must be None without cu_seqlens_q, but was given");
     check_per_document(a, a.seqused_k, "seqused_k");
     check_alibi_slopes(a);
+    check_dropout(a);
     check_pairs(a, a.attn_mask, "attn_mask", /*may_be_bool=*/true);
     check_pairs(a, a.bias, "bias", /*may_be_bool=*/false);
     TORCH_CHECK_VALUE(!a.bias || !a.attn_mask || a.attn_mask->scalar_type() == at::kBool,

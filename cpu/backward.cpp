@@ -14,6 +14,9 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__x86_64__) && !defined(__clang__)
+#include <immintrin.h>
+#endif
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
@@ -46,7 +49,7 @@ QueryTile query_tile(const Attention &a, int64_t n) {
 struct GradientBuffers {
     float *Kj, *dKj, *dVj, *Kj_T, *Vj_T, *Qi, *dOi, *Pij, *dSij;
     float *Qi_double, *Sij_double;  // in float64, of tiles that have a row with a large lse
-    float *slopes;                  // with softcap; else null
+    float *slopes, *Zij;            // with softcap, with dropout; else null
     float *dQi;                     // only if all keys are one tile; else it is in GradientWorkspace::dQ
     int64_t size = 0;
 
@@ -62,8 +65,9 @@ struct GradientBuffers {
         take(Qi, Br * D), take(dOi, Br * D_v), take(Pij, Br * Bc), take(dSij, Br * Bc);
         take(Qi_double, 2 * Br * D), take(Sij_double, 2 * Br * Bc);
         take(dQi, a.Nk > Bc ? 0 : Br * D);
-        take(slopes, Br * Bc);
+        take(slopes, Br * Bc), take(Zij, Br * Bc);
         if (!has_softcap(a)) slopes = nullptr;
+        if (!has_dropout(a)) Zij = nullptr;
     }
 
     // The buffers of a tile that begins so many keys later. In the transposed ones it ends behind Bc columns, which are

@@ -14,7 +14,7 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     return alpha;
 }
 
-// Steps 9 to 11 for one row of a tile: Pij and alpha. The first row prefetches the rows of the next tile, up to key
+// Steps 9 to 11 for one row of a tile: Pij, or with dropout Pij Zij, and alpha. The first row prefetches the rows of the next tile, up to key
 // `prefetch_end`.
 [[gnu::noinline]] inline void compute_P(const Attention &a, const AnyMask &mask, const QueryTile &t, int row,
                                         const KeyTile &tile, int prefetch_end, const Buffers &buffers, Vec *alpha) {
@@ -32,6 +32,7 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     std::fill(Si, Si + clamp(keys.begin - j, 0, n), -INFINITY);
     std::fill(Si + clamp(keys.end - j, 0, n), Si + round_up(n, W), -INFINITY);
     *alpha = update_softmax_of_row(n, Si, buffers.mi + row * W, buffers.li + row * W);
+    if (has_dropout(a)) drop(a, t.b, t.head(row), t.query(row), j, n, Si);
 }
 
 // Step 12: Oi = alpha Oi + Pij Vj, R vectors of channels at a time.

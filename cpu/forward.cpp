@@ -12,6 +12,9 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#if defined(__x86_64__) && !defined(__clang__)
+#include <immintrin.h>
+#endif
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/BFloat16.h>

@@ -14,6 +14,7 @@ namespace {
 
 #include "cpu/vector.h"
 #include "cpu/terms.h"
+#include "cpu/drop.h"
 
 // C(x, column) = sum over y < n of A(x, y) B(y, column), plus C's old value if it `adds`, for x < rows. `columns` is a
 // multiple of W. A_x, A_y, B_y and C_x are strides. All products are calls of this one function, which is long to compile.
@@ -167,6 +168,11 @@ void compute_P(const Attention &a, const QueryTile &t, const GradientRow *rows, 
     }
 }
 
+// Step 14: a tile's Zij (dropout.h), for keys from j0 on.
+inline void fill_Z_of_tile(const Attention &a, const QueryTile &t, int j0, int keys, const GradientBuffers &buffers) {
+    if (buffers.Zij) fill_Z_of_lanes(a, t, 0, t.rows, j0, keys, buffers.Zij);
+}
+
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. If `of_bias`, only the gradient of what is added to
 // the scores: dSij without slope and scale.
 void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys, Keys seen_by_all,
@@ -180,23 +186,26 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
-    if (!of_bias) multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
     const float scale = of_bias ? 1.f : a.scores.scale;
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, a.d_v, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
+    fill_Z_of_tile(a, t, j0, vectors, buffers);
     for (int lane = 0; lane < t.rows; ++lane) {
         const float D_of_row = rows[lane].D, D_low = rows[lane].D_low;
         for (int c = 0; c < vectors; c += W) {
-            const Vec p = vec(P + lane * Bc + c);
-            Vec &ds = vec(dS + lane * Bc + c);
+            Vec &p = vec(P + lane * Bc + c), &ds = vec(dS + lane * Bc + c);
+            if (buffers.Zij) ds *= vec(buffers.Zij + lane * Bc + c);
             if (buffers.slopes && !of_bias)
                 ds = vec(buffers.slopes + lane * Bc + c) * (ds - D_of_row - D_low);
             else
                 ds = ds - D_of_row - D_low;
             ds = p == 0.f ? Vec{} : scale * p * ds;
+            if (buffers.Zij) p *= vec(buffers.Zij + lane * Bc + c);
         }
     }
-    if (!of_bias) multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
+    if (of_bias) return;
+    multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
+    multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
 
 // The rows of a tile from the first to the last one that sees one of the keys. The others have P = 0.
@@ -327,12 +336,14 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         load_keys<T>(a.d_v, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
         compute_S_double(a, t.rows, buffers);
         multiply_channels(a, a.d_v, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
+        fill_Z_of_tile(a, t, j0, Bc, buffers);
         for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;
             for (int c = begin; c < end; ++c) S[c] = capped(a, S[c]);
             if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j0, Bc, S);
             for (int c = begin; c < end; ++c) S[c] *= sign;
+            for (int c = begin; c < end && buffers.Zij; ++c) dP[c] *= buffers.Zij[lane * Bc + c];
             std::fill(S, S + begin, -INFINITY), std::fill(S + end, S + Bc, -INFINITY);
             std::fill(dP, dP + begin, 0.f), std::fill(dP + end, dP + Bc, 0.f);
             add_scores(sign * a.softmax_scale, S, dP, sums[lane]);

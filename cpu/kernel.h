@@ -29,6 +29,7 @@ static_assert(few_rows <= most_few_rows && W <= most_lanes);  // the size of Buf
 
 #include "cpu/vector.h"
 #include "cpu/terms.h"
+#include "cpu/drop.h"
 #include "cpu/rows.h"
 #include "cpu/softmax.h"
 #include "cpu/split.h"
@@ -134,6 +135,7 @@ template <int R>
         hide_keys(mask, t, strip, keys, buffers.Sij);
     Vec alpha[R];
     update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
+    if (has_dropout(a)) drop<R>(a, t, strip.lane, keys.begin, n, buffers.Sij);
     add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
     if (buffers.Oi_held && tile.ends_sum()) hold_strip(strip, D_v_of(a), buffers);
 }

@@ -95,7 +95,8 @@ inline bool is_finite(const float *row, int d) {
             for (int c = 0; c < a.d; ++c) Sij += q[c] * k[c];
             Sij = capped(a, Sij);
             if (has_terms(a)) add_terms(a, t.b, t.head(lane), t.query(lane), j, 1, &Sij);
-            const float Pij = std::exp(a.softmax_scale * Sij - (mi == -INFINITY ? 0.f : mi));
+            float Pij = std::exp(a.softmax_scale * Sij - (mi == -INFINITY ? 0.f : mi));
+            if (has_dropout(a)) drop(a, t.b, t.head(lane), t.query(lane), j, 1, &Pij);
             for (int c = 0; c < a.d_v; ++c) sum[c] += Pij * v[c];
             all_finite = is_finite(k.data(), a.d) && is_finite(v.data(), a.d_v);
         }

@@ -31,19 +31,29 @@ template <class Real>
     for (int c = 0; c < n; ++c) Si[c] = whole(a, Si[c], terms[c]);
 }
 
-// The same for R vectors of queries, where Sij is (key, query): the terms are transposed, W x W at a time.
-template <int R>
-[[gnu::noinline]] void add_terms(const Attention &a, const QueryTile &t, int first, int j, int n, float *Sij) {
-    alignas(64) float terms[W * Bc], transposed[W * W];
+// use(vector of (key, query), its numbers) for R vectors of queries and n keys. fill(lane, rows) gives the numbers of W
+// queries, Bc each, key by key: they are transposed, W x W at a time.
+template <int R, class Fill, class Use>
+[[gnu::always_inline]] inline void for_rows_of_lanes(int first, int n, float *vectors, const Fill &fill,
+                                                     const Use &use) {
+    alignas(64) float rows[W * Bc] = {}, transposed[W * W];
     for (int r = 0; r < R; ++r) {
-        for (int x = 0; x < W; ++x) {
-            const int lane = std::min(first + r * W + x, t.rows - 1);
-            fill_terms(a, t.b, t.head(lane), t.query(lane), j, n, terms + x * Bc);
-        }
+        fill(first + r * W, rows);
         for (int c = 0; c < n; ++c) {
-            if (c % W == 0) transpose(terms + c, Bc, transposed, W);
-            Vec &s = vec(Sij + (c * R + r) * W);
-            s = whole(a, s, vec(transposed + c % W * W));
+            if (c % W == 0) transpose(rows + c, Bc, transposed, W);
+            use(vec(vectors + (c * R + r) * W), vec(transposed + c % W * W));
         }
     }
+}
+
+// Scores of R vectors of queries become whole ones, where Sij is (key, query).
+template <int R>
+[[gnu::noinline]] void add_terms(const Attention &a, const QueryTile &t, int first, int j, int n, float *Sij) {
+    for_rows_of_lanes<R>(
+        first, n, Sij,
+        [&](int first, float *to) {
+            for (int lane = first; lane < std::min(first + W, t.rows); ++lane, to += Bc)
+                fill_terms(a, t.b, t.head(lane), t.query(lane), j, n, to);
+        },
+        [&](Vec &s, const Vec &term) { s = whole(a, s, term); });
 }

@@ -1,6 +1,7 @@
 // cpu/tiles.h: what a thread works on and where: its tile of queries, its buffers. The same for every instruction set.
 #pragma once
 
+#include "dropout.h"
 #include "ranges.h"
 #include "scores.h"
 

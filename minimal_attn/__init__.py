@@ -2,6 +2,7 @@
 
 from minimal_attn import _operator_rules
 from minimal_attn._backward import backward
+from minimal_attn._dropout import dropout_mask
 from minimal_attn._fallback import FallbackWarning
 from minimal_attn._forward import Explanation, explain, forward
 from minimal_attn._merge import merge
@@ -18,6 +19,7 @@ __all__ = [
     "FallbackWarning",
     "activate",
     "backward",
+    "dropout_mask",
     "explain",
     "explain_scaled_dot_product_attention",
     "forward",

@@ -60,6 +60,8 @@ def backward(
     alibi_slopes: Tensor | None = None,
     attn_mask: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: Tensor | None = None,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a loss in q, k and v, from its gradient in o: Algorithm 4 of arXiv:2205.14135.
@@ -77,8 +79,8 @@ def backward(
         l, m: its state over all keys, float32 (B, Hq, Nq). With m None, l is the log-sum-exp m + log(l).
         dlse: the gradient in the log-sum-exp, float32 (B, Hq, Nq). None: 0.
         causal, window_size, softmax_scale, seqlens_k, leftpad_k, offset, key_ranges, cu_seqlens_q,
-            cu_seqlens_k, prefix_k, softcap, alibi_slopes, attn_mask, bias: those of the forward call with
-            these keys. Sinks are in l and m.
+            cu_seqlens_k, prefix_k, softcap, alibi_slopes, attn_mask, bias, dropout_p, dropout_seed: those of
+            the forward call with these keys. Sinks are in l and m. With dropout_p the seed must be given.
         backend: "auto", or a name as in forward. Where that backend has no kernel for gradients of q's dtype
             and shape, the next slower one of its device computes them.
         out_dtype: of the results: q's dtype (None) or torch.float32, for sums over chunks.
@@ -131,6 +133,8 @@ def backward(
         alibi_slopes,
         attn_mask,
         bias,
+        dropout_p,
+        dropout_seed,
         out_dtype,
         deterministic,
         complete,

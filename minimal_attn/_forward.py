@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from minimal_attn._dropout import draw_seed
 from minimal_attn._errors import check_results, clearer, wrong_call, wrong_type
 from minimal_attn._load import _C
 
@@ -42,6 +43,8 @@ class _Options(TypedDict, total=False):
     alibi_slopes: Tensor | None
     attn_mask: Tensor | None
     bias: Tensor | None
+    dropout_p: float | None
+    dropout_seed: Tensor | None
 
 
 class _AllOptions(_Options, total=False):
@@ -127,6 +130,8 @@ def forward(
     alibi_slopes: Tensor | None = None,
     attn_mask: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor] | State:
     """softmax(softmax_scale * q k^T + mask) v without ever storing the scores (arXiv:2205.14135).
@@ -219,6 +224,14 @@ def forward(
         bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
             an attn_mask of its dtype. Both have gradients, but not for bfloat16 on GPUs before compute
             capability 8.0.
+        dropout_p: from 0 to 1: each weight softmax(..)ij becomes 0 with this probability, in steps of 2^-16,
+            and the others are divided by 1 - dropout_p, so that o's mean stays. l, m and the log-sum-exp are
+            those without. Dropout isn't a state of a module here: pass 0 outside of training. On Hopper
+            GPUs "portable"'s kernels compute.
+        dropout_seed: int64, one element, on q's device. None: drawn from PyTorch's generator of the device
+            (torch.manual_seed, CUDA graphs, torch.utils.checkpoint and torch.compile hold for it). The seed,
+            the batch, the query head, i and j decide whether a weight is dropped, in each backend and in the
+            gradients: minimal_attn.dropout_mask says which. i and j count as in attn_mask.
 
     Returns:
         o (B, Hq, Nq, d_v) in q's dtype and order of strides, or `out`. With `return_lse` the tuple (o,
@@ -246,6 +259,8 @@ def forward(
         raise wrong_call("forward", "q, k, v", surplus, unknown)
     if return_lse is True or out is not None:
         check_results(state, return_state, return_lse, out)
+    if dropout_seed is None and dropout_p and isinstance(q, Tensor):
+        dropout_seed = draw_seed(q)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     o = l = m = None
     if state is not None:
@@ -254,6 +269,7 @@ def forward(
     arguments = (
         *(causal, window_size, softmax_scale, seqlens_k, leftpad_k, position, offsets, backend, key_ranges),
         *(cu_seqlens_q, cu_seqlens_k, prefix_k, softcap, alibi_slopes, attn_mask, bias),
+        *(dropout_p, dropout_seed),
         *(o, l, m, sinks, block_table, seqused_k),
     )
     if torch.compiler.is_compiling():  # Dynamo can't look into pybind11, so it gets the operator itself
@@ -352,6 +368,8 @@ def explain(
     given = dict(q=q, k=k, v=v, backward=backward) | defaults | options
     if error := wrong_type(forward, given) or wrong_type(explain, given):
         raise error
+    if given["dropout_p"] and given["dropout_seed"] is None:
+        given["dropout_seed"] = q.new_empty((1,), dtype=torch.int64)  # which nothing reads
     returns = [given[name] for name in ("return_state", "return_lse", "out")]
     check_results(given["state"], *returns)
     is_tensor = isinstance(given["offset"], Tensor)

@@ -18,7 +18,7 @@ _OF_PAIRS = ("attn_mask", "bias")  # broadcast to (B, Hq, Nq, Nk)
 
 
 def _by_batch(operator):
-    others = _OF_HEADS + _OF_PAIRS
+    others = _OF_HEADS + _OF_PAIRS + ("dropout_seed",)
     return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type) and a.name not in others]
 
 
@@ -31,7 +31,8 @@ def _vmap_rule(operator):
         dims = dict(zip(names, in_dims, strict=False))
         shapes = {name: _shape_of_element(arguments[name], dims[name], name) for name in "qkv"}
         B = shapes["q"][0]
-        if arguments.get("cu_seqlens_q") is not None or operator is _bias_gradient():
+        is_packed, drops = (arguments.get(name) is not None for name in ("cu_seqlens_q", "dropout_seed"))
+        if is_packed or drops or operator is _bias_gradient():
             return _one_by_one(operator, info.batch_size, arguments, dims)
 
         def in_front(name):  # (mapped, ...), expanded where it isn't mapped
@@ -80,7 +81,7 @@ def _vmap_rule(operator):
 
 
 def _one_by_one(operator, n, arguments, dims):
-    """A call for each element: packed documents are one batch."""
+    """A call for each element: packed documents are one batch, and dropout depends on the batch's number."""
 
     tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
     mapped = {name: t.movedim(dims[name], 0) for name, t in tensors.items() if dims[name] is not None}
@@ -176,6 +177,8 @@ def _sharding_rule(operator):
             return results, inputs
 
         choices = [placements({}, [whole] * returns)]
+        if given.get("dropout_seed") is not None:  # dropout depends on the numbers of batches and heads
+            return choices
         if operator is _bias_gradient():  # whatever the bias is broadcast to
             return choices
         if given.get("cu_seqlens_q") is None:  # else there is one batch

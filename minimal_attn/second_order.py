@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import minimal_attn
+from minimal_attn._dropout import draw_seed, dropout_mask, dropped_of
 from minimal_attn._errors import refuse_grad, wrong_call
 from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
 _OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
-_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes attn_mask bias".split()
+_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes attn_mask bias dropout_p dropout_seed".split()
 
 
 def forward(
@@ -42,6 +43,8 @@ def forward(
     unknown = {name: None for name in options if name not in _OPTIONS}
     if unknown or surplus:
         raise wrong_call("second_order.forward", "q, k, v", surplus, unknown)
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        options["dropout_seed"] = draw_seed(q)
     if q.dtype == torch.float64:
         options.pop("backend", None)
         _check_terms(q, k, options.get("attn_mask"), options.get("bias"))
@@ -122,7 +125,19 @@ def _function(q, k, v, sinks, options):
 
 
 def manual(
-    q, k, v, sinks, *, softmax_scale=None, softcap=None, alibi_slopes=None, attn_mask=None, bias=None, **band
+    q,
+    k,
+    v,
+    sinks,
+    *,
+    softmax_scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    attn_mask=None,
+    bias=None,
+    dropout_p=None,
+    dropout_seed=None,
+    **band,
 ):
     """(o, lse) by operators of PyTorch, in float32 or float64."""
     (B, Hq, Nq, d), (_, Hkv, Nk, _) = q.shape, k.shape
@@ -153,6 +168,9 @@ def manual(
         l = l + torch.exp(sinks - m)
     is_blind = l == 0
     l = l.masked_fill(is_blind, 1)
+    if dropout_p:
+        kept = 65536 / max(65536 - dropped_of(dropout_p), 1)
+        P = P * dropout_mask(dropout_seed, dropout_p, (B, Hq, Nq, Nk)) * kept
     lse = (m + l.log()).masked_fill(is_blind, -torch.inf)
     return (P @ v / l).to(dtype), lse[..., 0]
 

@@ -309,7 +309,7 @@ int64_t resident_blocks(const Device &device, int stages, int rows, Share share)
 // may depend on B and on the GPU, since the bits don't depend on it.
 template <class Tile, class T>
 Share share_for(const Attention &a, const Device &device, const Decode &p, int stages) {
-    if (!Tile::HasWholeRows || changes_scores(a) || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
+    if (!Tile::HasWholeRows || needs_general(a) || !p.same_chunks || p.chunks.count > kMostOfRow) return kOneChunk;
     const int64_t resident = resident_blocks<Tile, T>(device, stages, p.rows, kWholeRow), rows = a.B * a.Hkv * p.tiles;
     if (resident == 0) return kOneChunk;
     const int64_t waves = (rows + resident - 1) / resident;
@@ -385,7 +385,7 @@ const char *launch_decode(const Attention &a, const Plan &plan, void *workspace,
         if constexpr (Tile::HasWholeRows)
             if (share == kWholeRow) kernel = decode_kernel<T, Tile, kWholeRow>;
         if constexpr (kHasGeneral)
-            if (changes_scores(a)) kernel = decode_kernel<T, typename Tile::General, kOneChunk>;
+            if (needs_general(a)) kernel = decode_kernel<T, typename Tile::General, kOneChunk>;
         const cudaError_t error = launch_overlapping(kernel, plan.grid, kThreads, plan.shared_memory, stream, a, p);
         if (error != cudaSuccess || share == kWholeRow) return error;
         auto join = join_kernel<T, Tile, false>;

@@ -285,7 +285,7 @@ bool takes_latent(const Attention &a, const Device &device, bool on_tensor_cores
     const bool fits = is_wide(a) && a.d <= LatentTile::D && a.d_v <= std::min(a.d, LatentTile::D_v);
     const int64_t rows = a.Hq / a.Hkv * a.Nq, items = a.B * a.Hkv * ((rows + LatentTile::Rows - 1) / LatentTile::Rows);
     return is_view && fits && on_tensor_cores && rows <= 1024 && a.Nk >= 128 && has_aligned_inputs(a) &&
-           !changes_scores(a) && !a.key_ranges && !a.cu_seqlens_q && (!a.block_table || a.page_size % 16 == 0) &&
+           !needs_general(a) && !a.key_ranges && !a.cu_seqlens_q && (!a.block_table || a.page_size % 16 == 0) &&
            items <= 1 << 20 && device.shared_memory >= shared_bytes(LatentTile::kFewerStages);
 }
 

@@ -1,0 +1,72 @@
+// cpu/drop.h: Zij (dropout.h) on vectors. kernel.h and gradient.h include it once for each instruction set, behind
+// terms.h.
+
+typedef uint64_t VecLong __attribute__((vector_size(4 * W)));
+typedef uint32_t HalfInt __attribute__((vector_size(2 * W)));
+constexpr int groups_at_once = W / 2;  // of dropout.h, a 64-bit number each
+
+// The products of the lower 32 bits. GCC makes three multiplications of x & 0xffffffff times a number.
+template <class X>
+[[gnu::always_inline]] inline X multiply_words(X x) {
+    constexpr uint64_t factor = kPhiloxFactor;
+#if defined(__x86_64__) && !defined(__clang__)
+    if constexpr (sizeof(X) == 64) return (X)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
+    if constexpr (sizeof(X) == 32) return (X)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(factor));
+#endif
+    return (x & 0xffffffff) * factor;
+}
+
+// Zij of queries i and i ^ 8 (if `other` is wanted) for n keys from j on, at most Bc.
+[[gnu::noinline]] inline void fill_Z(const DropoutOfHead &head, int i, int j, int n, float *to, float *other) {
+    const int first = j & ~15;
+    alignas(64) float Z[2][Bc + 16];
+    uint32_t kept;
+    std::memcpy(&kept, &head.kept, sizeof(kept));
+    const auto store = [&](VecLong words, float *row) {
+        for (int half = 0; half < 2; ++half) {
+            const VecLong numbers = (half ? words >> 16 : words) & 0xffff;
+            const VecLong bits = numbers >= head.dropped ? VecLong{} + kept : VecLong{};
+            *(HalfInt *)(row + 8 * half) = __builtin_convertvector(bits, HalfInt);
+        }
+    };
+    for (int j0 = first; j0 < j + n; j0 += 16)
+        for (int g0 = 0; g0 < 8; g0 += groups_at_once) {
+            VecLong x = VecLong{} + ((uint32_t)(i & ~8) ^ head.origin.x), y;
+            for (int g = 0; g < groups_at_once; ++g) y[g] = (uint32_t)(j0 + g0 + g) ^ head.origin.y;
+            for (int round = 0; round < kDropoutRounds; ++round) {
+                const VecLong product = multiply_words(x);
+                x = (product >> 32) ^ (uint64_t)(head.key + round * kPhiloxStep) ^ y, y = product;
+            }
+            store(i & 8 ? y : x, Z[0] + j0 - first + g0);
+            if (other) store(i & 8 ? x : y, Z[1] + j0 - first + g0);
+        }
+    std::copy(Z[0] + j - first, Z[0] + j - first + n, to);
+    if (other) std::copy(Z[1] + j - first, Z[1] + j - first + n, other);
+}
+
+// Those of `count` lanes from `first` on, Bc numbers each. Lanes behind the tile's rows may be anything.
+inline void fill_Z_of_lanes(const Attention &a, const QueryTile &t, int first, int count, int j, int n, float *to) {
+    for (int lane = first; lane < std::min(first + count, t.rows); ++lane, to += Bc) {
+        const auto is_pair = [&](int x, int y) {
+            return first <= x && y < std::min(first + count, t.rows) && t.head(x) == t.head(y) &&
+                   t.query(y) == t.query(x) + 8 && !(t.query(x) & 8);
+        };
+        if (is_pair(lane - 8, lane)) continue;
+        fill_Z({a, t.b, t.head(lane)}, t.query(lane), j, n, to, is_pair(lane, lane + 8) ? to + 8 * Bc : nullptr);
+    }
+}
+
+// Pij *= Zij for R vectors of queries, where Pij is (key, query).
+template <int R>
+[[gnu::noinline]] void drop(const Attention &a, const QueryTile &t, int first, int j, int n, float *Pij) {
+    for_rows_of_lanes<R>(
+        first, n, Pij, [&](int lane, float *to) { fill_Z_of_lanes(a, t, lane, W, j, n, to); },
+        [](Vec &p, const Vec &z) { p *= z; });
+}
+
+// The same for n weights of one query.
+inline void drop(const Attention &a, int64_t b, int64_t h, int64_t i, int j, int n, float *Pi) {
+    float Z[Bc];
+    fill_Z({a, b, h}, (int)i, j, n, Z, nullptr);
+    for (int c = 0; c < n; ++c) Pi[c] *= Z[c];
+}

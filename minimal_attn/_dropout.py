@@ -1,0 +1,60 @@
+"""Dropout: the seed of a call, and which weights it drops. dropout.h has the kernels' form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def draw_seed(q: Tensor) -> Tensor:
+    """One number of PyTorch's generator of q's device: manual_seed, graphs and checkpoints hold for it."""
+    return torch.randint_like(q.new_empty((1,), dtype=torch.int64), 1 << 62)
+
+
+def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int]) -> Tensor:
+    """Which weights minimal_attn.forward keeps with this seed, on every device and backend.
+
+    Args:
+        dropout_seed: int64, of one element, as forward takes it.
+        dropout_p: from 0 to 1.
+        shape: (B, Hq, Nq, Nk) of the call.
+
+    Returns:
+        bool, of this shape, on the seed's device: True where a weight is kept.
+
+    Raises:
+        ValueError: dropout_seed or dropout_p is another.
+
+    Source: Philox2x32 (Salmon, Moraes, Dror, Shaw 2011) of 7 rounds, four weights a call (docs/dropout.md).
+    """
+    if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1:
+        was = f"{dropout_seed.dtype}, of shape {tuple(dropout_seed.shape)}"
+        raise ValueError(f"dropout_seed must be one int64, but is {was}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be from 0 to 1, but was {dropout_p}")
+    B, Hq, Nq, Nk = shape
+    seed = dropout_seed.reshape(())
+    low, high = seed & _WORD, seed >> 32 & _WORD
+    heads, i, j = (torch.arange(n, device=seed.device) for n in (B * Hq, Nq, Nk))
+    x, y = _philox(heads, high, low, 10)
+    x, y = ((i & ~8) ^ x[:, None])[..., None], ((j & ~8) ^ y[:, None])[:, None]
+    x, y = _philox(x, y, low, 7)
+    words = torch.where((i & 8 != 0)[:, None], y, x)
+    numbers = torch.where(j & 8 != 0, words >> 16, words & 0xFFFF)
+    return (numbers >= dropped_of(dropout_p)).unflatten(0, (B, Hq))
+
+
+def dropped_of(p: float) -> int:
+    """Of 65536 weights, how many are dropped on average (binding/call.cpp: set_dropout)."""
+    steps = int(p * 65536 + 0.5)
+    return steps if steps == 65536 else min(steps, 65534)
+
+
+def _philox(x, y, key, rounds):
+    for _ in range(rounds):
+        product = 0xD256D193 * x
+        x, y = (product >> 32 & _WORD) ^ key ^ y, product & _WORD
+        key = (key + 0x9E3779B9) & _WORD
+    return x, y
