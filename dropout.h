@@ -42,7 +42,7 @@ struct DropoutOfHead {
 
     MINIMAL_ATTN_HOST_DEVICE DropoutOfHead(const Attention &a, int64_t b, int64_t h)
         : dropped(a.dropout.dropped), kept(a.dropout.kept) {
-        const uint64_t seed = (uint64_t)*a.dropout.seed;
+        const uint64_t seed = has_dropout(a) ? (uint64_t)*a.dropout.seed : 0;
         key = (uint32_t)seed;
         origin = philox<10>({(uint32_t)(b * a.Hq + h), (uint32_t)(seed >> 32)}, key);
     }
@@ -57,5 +57,37 @@ struct DropoutOfHead {
         return Z_of(j & 8 ? word >> 16 : word & 0xffff);
     }
 };
+
+#ifdef __CUDACC__
+// use(m, n, e, Zij) for a thread's numbers in the accumulators of mma.sync (mma.cuh). It has rows row0 + 8 r and columns
+// column0 + 8 n + 0, 1; the rows are queries, or the columns are. Tiles that begin at multiples of 16 are fast.
+template <bool columns_are_queries, int M, int N, class Use>
+__device__ void for_each_Z(const DropoutOfHead &head, int row0, int column0, const Use &use) {
+    if ((row0 | column0 | (column0 + 1)) & 8) {
+#pragma unroll
+        for (int x = 0; x < M * N * 4; ++x) {
+            const int m = x / 4 / N, n = x / 4 % N, e = x % 4, row = row0 + 16 * m + e / 2 * 8;
+            const int column = column0 + 8 * n + e % 2;
+            use(m, n, e, columns_are_queries ? head.Zij(column, row) : head.Zij(row, column));
+        }
+        return;
+    }
+    static_assert(N % 2 == 0);
+#pragma unroll
+    for (int x = 0; x < M * N; ++x) {
+        const int m = x / N, n = x % N / 2 * 2, c = x % 2, row = row0 + 16 * m, column = column0 + 8 * n + c;
+        const Words words = columns_are_queries ? head.group(column, row) : head.group(row, column);
+#pragma unroll
+        for (int below = 0; below < 2; ++below)
+#pragma unroll
+            for (int right = 0; right < 2; ++right) {
+                const bool is_later_query = columns_are_queries ? right : below;
+                const bool is_later_key = columns_are_queries ? below : right;
+                const uint32_t word = is_later_query ? words.y : words.x;
+                use(m, n + right, 2 * below + c, head.Z_of(is_later_key ? word >> 16 : word & 0xffff));
+            }
+    }
+}
+#endif
 
 }  // namespace minimal_attn

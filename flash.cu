@@ -27,6 +27,7 @@
 //     softmax_scale, in step 9
 //     a mask: steps 5 and 7 skip tiles, 10 hides scores, 11 and 12 change no row that sees no key of the tile
 //     an earlier state (O, l, m), with which step 2 begins
+//     dropout, in step 10
 //     rows that see keys, but with scores of -inf alone: steps 10 and 11, and O is NaN in step 16
 //     any Nq, Nk and d; several query heads for one key head
 //     tiles of a multiple of 4 rows: step 1 rounds M / 4d down, not up, since they must fit with their padding
@@ -242,6 +243,11 @@ __global__ void __launch_bounds__(kThreads, 2)
                     lij += S[j];
                 }
                 lij = row_sum<kRowLanes>(lij);
+                // Dropout (dropout.h): Pij = Pij o Zij, which lij doesn't count
+                if (has_dropout(a)) {
+                    const DropoutOfHead head(a, b, h);
+                    for (int j = lane; j < keys; j += kRowLanes) S[j] *= head.Zij(i0 + row, j0 + j);
+                }
                 if (lane > 0) continue;
                 // 11. mi_new = max(mi, mij), li_new = exp(mi - mi_new) li + exp(mij - mi_new) lij
                 const float mi_new = fmaxf(mi[row], mij), origin = mi_new == -INFINITY ? 0.f : mi_new;

@@ -23,9 +23,9 @@
 //     before step 7     step 5 is done, dKj and dVj are written to HBM   -> they are initialised again
 //     before step 10    all reads of the last Qi, dOi, m_i, Pij, dSij    -> these are overwritten
 //     after step 10     Kj, Vj, Qi, dOi, m_i are loaded                  -> step 11 reads them
-//     after step 13     Pij is complete                                  -> steps 16 and 20 read it
+//     after step 13     Pij is complete                                  -> step 20 reads it
 //     after step 19     Di is complete                                   -> step 20 reads it
-//     after step 20     dSij is complete                                 -> steps 21 and 22 read it
+//     after step 15     Pij o Zij and dSij are complete                  -> steps 16, 21 and 22 read them
 //     before step 24    dKj and dVj are complete                         -> they are read
 //     before step 26    dQ is complete                                   -> it is read
 // In steps 16, 21 and 22 the same thread always reads and writes the same numbers of dVj, dQ and dKj.
@@ -34,7 +34,7 @@
 //     a mask (steps 6, 9, 12), scores that change (11, 20: scores.h), the gradient of lse (step 19), any Nq, Nk and d,
 //     several query heads for one key head
 // One number lse = m + log l for each row replaces l and m. Where it is large, normalize_rows computes m and l again.
-// Steps 1, 14, 15, 18 are dropout, which is missing.
+// Step 1, the state of a random generator, is the seed of dropout.h.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -223,6 +223,7 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
             });
             __syncthreads();
         }
+        const DropoutOfHead dropout(a, b, h);
         for_rows([&](int row, int n) {
             const float mij = max_of_row(row);
             if (mij == -INFINITY) return;  // all lanes of the row
@@ -230,7 +231,9 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
             for (int key = lane; key < keys && row < rows; key += kRowLanes) {
                 const float S = shared.Pij.at(row, key), p = expf(sign * a.softmax_scale * (S - mij));
                 sum += p;
-                if (S > -INFINITY) sum_dP += (double)p * shared.dSij.at(row, key);  // a hidden dP may be NaN
+                if (S > -INFINITY)  // a hidden dP may be NaN
+                    sum_dP += (double)(has_dropout(a) ? p * dropout.Zij(i0 + row, j0 + key) : p) *
+                              shared.dSij.at(row, key);
             }
             const double of_tile = shared.m_i[row] + mij, m_new = fmax(m[n], of_tile);
             const double alpha = exp(sign * scale * (m[n] - m_new)), beta = exp(sign * scale * (of_tile - m_new));
@@ -370,9 +373,6 @@ __global__ void __launch_bounds__(kThreads, 1)
                 if (any_large) multiply<double>(rows, keys, a.d, Qi, Kj.transposed(), set_P);
                 __syncthreads();
 
-                // 16. dVj = dVj + Pij^T dOi
-                multiply(keys, a.d_v, rows, Pij.transposed(), dOi,
-                         [&](int key, int x, float PdO) { dVj.at(key, x) += PdO; });
                 // 19. Di = rowsum(dOi o Oi), less the gradient of lse, unless normalize_rows has it
                 const int lane = threadIdx.x % kRowLanes;
                 for (int row = threadIdx.x / kRowLanes; row < up_to_4s(rows); row += kThreads / kRowLanes) {
@@ -385,14 +385,22 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
                 __syncthreads();
 
-                // 17. dPij = dOi Vj^T, here since dSij holds the slopes
+                // 14. Zij: dropout.h
+                // 17., 18. dPij = dOi Vj^T o Zij, here since dSij holds the slopes
                 // 20. dSij = Pij o (dPij - Di). Where Pij = 0 it is 0, even if a hidden number is NaN
+                // 15. Pij = Pij o Zij, after its last use without
+                const DropoutOfHead dropout(a, b, h);
                 multiply(rows, keys, a.d_v, dOi, Vj.transposed(), [&](int row, int key, float dP) {
-                    const float p = Pij.at(row, key);
-                    dSij.at(row, key) = p == 0.f ? 0.f : p * (dP - Di[row] - Di_low[row]) * dSij.at(row, key);
+                    float &p = Pij.at(row, key);
+                    const float Z = has_dropout(a) ? dropout.Zij(i0 + row, j0 + key) : 1.f;
+                    dSij.at(row, key) = p == 0.f ? 0.f : p * (Z * dP - Di[row] - Di_low[row]) * dSij.at(row, key);
+                    p *= Z;
                 });
                 __syncthreads();
 
+                // 16. dVj = dVj + Pij^T dOi
+                multiply(keys, a.d_v, rows, Pij.transposed(), dOi,
+                         [&](int key, int x, float PdO) { dVj.at(key, x) += PdO; });
                 // 21. dQi = dQi + softmax_scale * dSij Kj, to HBM. scores.scale is the caller's softmax_scale
                 multiply(rows, a.d, keys, dSij, Kj,
                          [&](int row, int x, float dSK) { dQ.at(i0 + row, x) += a.scores.scale * dSK; });

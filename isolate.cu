@@ -52,8 +52,10 @@ __device__ void compute_alone(const Attention &a, const Ranges &ranges, int64_t 
             for (int c = 0; c < a.d; ++c) Sij = fmaf((float)q[c], (float)K[j0 + lane][c], Sij);
         Sij = lane < count ? a.softmax_scale * unscaled<T>(a, Sij, b, h, i, j0 + lane) : -INFINITY;
         const float mi_new = fmaxf(mi, row_max<32>(Sij)), origin = mi_new == -INFINITY ? 0.f : mi_new;
-        const float Pij = lane < count ? expf(Sij - origin) : 0.f, alpha = expf(mi - origin);
+        float Pij = lane < count ? expf(Sij - origin) : 0.f;
+        const float alpha = expf(mi - origin);
         mi = mi_new, li = alpha * li + row_sum<32>(Pij);
+        if (has_dropout(a)) Pij *= DropoutOfHead(a, b, h).Zij(i, j0 + lane);
 #pragma unroll
         for (int x = 0; x < kMostColumns; ++x) Oi[x] *= alpha;
         for (int n = 0; n < count; ++n) {

@@ -276,16 +276,17 @@ inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
 
 // The whole call by minimal_attn::forward, or why not.
 inline Outcome attend(const Call &c, Tensor &o) {
-    return serve(c, [&](const Arguments &a, const std::vector<SymInt> &shape) {
+    const auto compute = [&](const Arguments &a, const std::vector<SymInt> &shape) {
         o = std::apply([](const auto &...all) { return Overload<Forward<Tensor>>::call(all...); },
                        forward_arguments_of(a));
         if (!shape.empty()) o = o.reshape_symint(shape);
-    });
+    };
+    return serve(c, compute, /*draws_seed=*/true);
 }
 
 // F.scaled_dot_product_attention while our kernels are active. PyTorch would make a bias of a bool mask for its
 // operators, which look at it, too; here looking takes less time and memory. On a CPU no operator takes two head
-// dimensions.
+// dimensions, or dropout.
 inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
 #ifdef WITH_CUDA
@@ -294,7 +295,8 @@ inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const
 #endif
     Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
     const bool has_two_d = differ(q.sym_size(-1), v.sym_size(-1));
-    if (Tensor o; (has_mask(call) || (has_two_d && q.is_cpu())) && attend(call, o) == served) {
+    const bool has_no_operator = has_mask(call) || (has_two_d && q.is_cpu()) || serves_dropout(call);
+    if (Tensor o; has_no_operator && attend(call, o) == served) {
         count(served);
         return o;
     }

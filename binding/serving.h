@@ -5,6 +5,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/randint_like.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -100,6 +101,7 @@ struct Call {
     bool may_look = true;      // at attn_mask's numbers
     MaybeTensor key_ranges{};  // of attn_mask: outcome_of looks
     MaybeTensor pairs{};       // attn_mask, if it gives no key_ranges
+    MaybeTensor seed{};        // of dropout; without it a call with dropout isn't served
 };
 
 // Autograd passes an undefined mask.
@@ -157,7 +159,7 @@ inline bool is_mask_of_pairs(const Call &c) {
 // Of (B, H, N, d). A mask's contents decide only on a CPU, where looking needs no synchronisation.
 inline Outcome outcome_of(Call &c) {
     if (has_mask(c) && (c.is_causal || !c.q.is_cpu() || !c.attn_mask->is_cpu())) return mask;
-    if (c.dropout_p != 0) return dropout;
+    if (c.dropout_p != 0 && !(c.seed && c.dropout_p > 0 && c.dropout_p <= 1)) return dropout;
     const auto type = c.q.scalar_type();
     if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
     if (c.k.scalar_type() != type || c.v.scalar_type() != type) return dtype;
@@ -196,7 +198,9 @@ auto with_arguments(const Call &c, Aligned aligned, const Function &function) {
                               .softmax_scale = c.scale,
                               .offset = offset,
                               .key_ranges = c.key_ranges,
-                              .attn_mask = c.pairs});
+                              .attn_mask = c.pairs,
+                              .dropout_p = c.dropout_p,
+                              .dropout_seed = c.seed});
 }
 
 // Whether torch.nn.attention.sdpa_kernel leaves PyTorch one of the fused kernels that q's device has.
@@ -288,9 +292,12 @@ inline bool may_look_at_mask(const Call &c) {
            !((keys - tls.excluded_ - ordinary).raw_repr() & ~c10::full_backend_mask);
 }
 
+// Whether a call with dropout is served: on a CPU, where PyTorch computes it in separate steps.
+inline bool serves_dropout(const Call &c) { return c.dropout_p != 0 && c.q.is_cpu(); }
+
 // use(arguments, the result's shape) where minimal_attn::forward serves a call of PyTorch's function; or why not.
 template <class Use>
-Outcome serve(const Call &c, const Use &use) {
+Outcome serve(const Call &c, const Use &use, bool draws_seed = false) {
     // First, since views_of may copy.
     const bool may_look = has_mask(c) && may_look_at_mask(c);
     if (has_mask(c) && c.attn_mask->scalar_type() == at::kBool && !may_look) return mask;
@@ -312,8 +319,10 @@ Outcome serve(const Call &c, const Use &use) {
         if (!(of_views = mask_of(c, *views))) return mask;
     }
     Call call{views->q, views->k, views->v, of_views, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
+    if (serves_dropout(c)) call.seed = at::empty({1}, c.q.options().dtype(at::kLong));
     if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(wider(call))) return slow_gradients;
+    if (call.seed && draws_seed) call.seed = at::randint_like(*call.seed, int64_t(1) << 62);  // PyTorch's generator
     with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });
     return served;
 }

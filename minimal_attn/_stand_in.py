@@ -157,6 +157,7 @@ def _flash_attn_forward(
 ):
     """(out, softmax_lse, an empty tensor, rng_state: zeros, since nothing is dropped)."""
     _check_is_half(q)
+    flash_attn._refuse(dropout_p=dropout_p)
     window = window_size_left, window_size_right
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
     with torch.no_grad():
@@ -187,7 +188,7 @@ def _flash_attn_varlen_forward(
 ):
     """(out, softmax_lse, an empty tensor, rng_state: zeros, since nothing is dropped)."""
     _check_is_half(q)
-    flash_attn._refuse(leftpad_k=leftpad_k)
+    flash_attn._refuse(leftpad_k=leftpad_k, dropout_p=dropout_p)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 
 from minimal_attn._backward import backward
+from minimal_attn._dropout import draw_seed
 from minimal_attn._errors import refuse_grad
 from minimal_attn._forward import cast_by_autocast, forward
 from minimal_attn._sizes import divide_up, known
 
 _MAX_KEYS = 1 << 28  # of a batch, and more: binding/checks.h
+_TENSORS = "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "dropout_seed"  # among the options of `attend`
 
 
 def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
@@ -21,10 +23,11 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
     if deterministic and wants_grad(q, k, v, s_aux):
         refuse_grad("flash_attn with deterministic=True", alibi_slopes=options.get("alibi_slopes"))
         q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
+        if options.get("dropout_p"):
+            options["dropout_seed"] = draw_seed(q)
         with torch.set_grad_enabled(False):
             results = attend(q, k, v, s_aux, True, **options)
-        cu_seqlens = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
-        tensors = _distinct(q, k, v, s_aux, *cu_seqlens, options.pop("alibi_slopes", None))
+        tensors = _distinct(q, k, v, s_aux, *(options.pop(name, None) for name in _TENSORS))
         return _Deterministic.apply(*tensors, *results, options)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     results = forward(q, k, v, sinks=s_aux, return_lse=wants_lse, **options)
@@ -149,7 +152,7 @@ class _Deterministic(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, alibi_slopes, out, lse, options):
+    def forward(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_seed, out, lse, options):
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
@@ -159,13 +162,13 @@ class _Deterministic(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, alibi_slopes, out, lse = ctx.saved_tensors
+        q, k, v, s_aux, *of_options, out, lse = ctx.saved_tensors
         heads_first = (x.transpose(1, 2) for x in (do, q, k, v, out))
         options = dict(deterministic=True, complete=s_aux is None, **ctx.options)
-        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
+        options |= dict(zip(_TENSORS, of_options, strict=True))
         parts = backward(*heads_first, lse, None, dlse=dlse, **options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
-        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 6
+        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 7
 
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):

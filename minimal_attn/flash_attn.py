@@ -10,7 +10,8 @@ flash_attn/flash_attn_interface.py). What differs:
     gradients               of all but flash_attn_with_kvcache, as there; in s_aux and with a block_table, too
     num_splits              accepted and not used
     rotary_cos, rotary_sin  of any rotary dimension, in any dtype
-    NotImplementedError     dropout_p > 0, alibi_slopes of each packed sequence
+    dropout_p               any from 0 to 1; which weights are dropped is minimal_attn.forward's choice
+    NotImplementedError     alibi_slopes of each packed sequence
 
 What is copied. Nothing synchronises with a GPU, and memory is O(N d):
 
@@ -46,8 +47,8 @@ def install(replace: bool = False) -> None:
     (private functions included, which take half types alone), flash_attn.bert_padding, and the metadata of
     version 2.8.3. flash_attn.layers, .ops, .losses and others are not there. transformers'
     attn_implementation="flash_attention_2", diffusers' attention backend "flash" and ring-flash-attn's
-    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (dropout, alibi_slopes of
-    each packed sequence) is a NotImplementedError: no other kernel takes the call.
+    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (alibi_slopes of each packed
+    sequence, dropout in the private functions) is a NotImplementedError: no other kernel takes the call.
 
     Without a GPU this imports transformers, if it is there, and adds CPUs to the devices that it lets use it.
 
@@ -89,7 +90,8 @@ def flash_attn_func(
         q: queries (B, Nq, Hq, d), float32, float16 or bfloat16, d from 1 to 576.
         k, v: keys (B, Nk, Hkv, d) and values (B, Nk, Hkv, d_v), of q's dtype and device. Hkv divides Hq:
             query head h reads key head h // (Hq // Hkv).
-        dropout_p: must be 0.
+        dropout_p: each weight of the softmax becomes 0 with this probability, and the others are divided by
+            1 - dropout_p. The seed comes from PyTorch's generator. Give 0 outside of training.
         softcap: scaled scores s become softcap * tanh(s / softcap). None, or 0 and less: none.
         softmax_scale: any finite float32. None: 1 / sqrt(d).
         causal: query i sees the keys j <= i + Nk - Nq: the last query sees the last key.
@@ -108,13 +110,11 @@ def flash_attn_func(
         has out = 0, softmax_lse = -inf.
 
     Raises:
-        NotImplementedError: dropout_p is given.
         TypeError, ValueError: an argument of another type, shape, dtype, device or value.
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
-    _refuse(dropout_p=dropout_p)
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
-    options |= _slopes(alibi_slopes, q)
+    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p)
     out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -179,10 +179,9 @@ def flash_attn_varlen_func(
     Raises: as flash_attn_func.
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
-    _refuse(dropout_p=dropout_p)
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
-    options |= _slopes(alibi_slopes, q)
+    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
@@ -367,6 +366,12 @@ def _slopes(alibi_slopes, q):
     is_one = not isinstance(alibi_slopes, Tensor) or alibi_slopes.dim() != 2
     _check("alibi_slopes", alibi_slopes, q, (Hq,) if is_one else (q.shape[0], Hq), (torch.float32,))
     return {"alibi_slopes": alibi_slopes}
+
+
+def _dropout(dropout_p):
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be a number from 0 to 1, but was {in_words(dropout_p)}")
+    return {"dropout_p": dropout_p} if dropout_p else {}
 
 
 def _refuse(**missing):

@@ -155,6 +155,7 @@ def attention(
         order = mask.order[:, None, :, None]  # take_along_dim would fix all sizes of a traced graph
         k, v = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
     fixed = dict(window_size=window, softmax_scale=scaling, softcap=options.get("softcap"))
+    fixed |= {"dropout_p": dropout} if dropout else {}
     if isinstance(mask, Tensor):
         fixed["attn_mask"] = mask
     if (bias := options.get("position_bias")) is not None:
@@ -247,7 +248,7 @@ def _both(mask, seen):
 
 def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     """Why the kernels can't compute this call, or None."""
-    if dropout:
+    if dropout and q.device.type != "cpu":
         return "dropout"
     if options.get("output_attentions"):
         return "output_attentions"

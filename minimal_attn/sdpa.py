@@ -60,7 +60,8 @@ def scaled_dot_product_attention(
             broadcasts along some of them. Masks on a GPU and bool masks under torch.compile are passed on to
             PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides the softmax over
             all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
-        dropout_p: passed on to PyTorch unless it is 0.
+        dropout_p: served on a CPU (minimal_attn.forward says which weights are dropped); on a GPU passed on to
+            PyTorch unless it is 0.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
         scale: of the scores. None: 1 / sqrt(E).
@@ -152,7 +153,7 @@ class Activation:
 
         "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: inputs of 2 or 5
         dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, on a GPU value heads of
-        another size, a last dimension that isn't contiguous, on a CPU dropout.
+        another size, a last dimension that isn't contiguous.
         minimal_attn.scaled_dot_product_attention serves many of them. "PyTorch: MultiheadAttention's fast
         path" are layers that never call F.scaled_dot_product_attention: see activate().
 
@@ -189,7 +190,7 @@ def activate(*, strict: bool = False) -> Activation:
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
-    (masks on a GPU, dropout, float64, head dimensions above 512, in float32 on a GPU 256) goes to PyTorch's
+    (masks and dropout on a GPU, float64, head dimensions above 512, in float32 on a GPU 256) goes to PyTorch's
     kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
     torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().

@@ -74,6 +74,7 @@ __device__ void add_dS(const Gradient &g, const GradientRows &rows, const Genera
                        const float (&dP)[RowsTile::M][RowsTile::N][4], Sum (&sums)[RowsTile::M][RowsTile::N][4]) {
     const Attention &a = g.a;
     const float c = a.softmax_scale * kLog2e;
+    const DropoutOfHead dropout(a, b, h);
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
         const int query = i0 + column / 2 * 8 + column % 2;
@@ -88,7 +89,8 @@ __device__ void add_dS(const Gradient &g, const GradientRows &rows, const Genera
                 return whole(a, has_softcap(a) ? changed_in<T>(a.scores, QK) : QK, term);
             };
             const bool is_seen = seen.begin <= key && key < seen.end && term != -INFINITY;
-            const float dS = row.dS(score(S[m][n][e]), score(exact[m][n][e]), dP[m][n][e], c);
+            const float Z = has_dropout(a) ? dropout.Zij(query, key) : 1.f;
+            const float dS = row.dS(score(S[m][n][e]), score(exact[m][n][e]), Z * dP[m][n][e], c);
             sums[m][n][e].add(is_seen ? dS : 0.f);  // a hidden one may be NaN
         }
     }

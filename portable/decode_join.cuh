@@ -87,7 +87,7 @@ __device__ Block<T> block_of(int b, const Band &band, const Row &row) {
 // 13. Columns 4 x to 4 x + 3 of a row. D / 4 threads have the row.
 template <class Tile, class T>
 __device__ void finish_row(const Attention &a, const Decode &p, const Block<T> &block, int i, int x, const Part &sum) {
-    const RowEnd end = end_row<T, Band, Tile::changes_scores>(a, block, i, sum.l, sum.m);
+    const RowEnd end = end_row<T, Band, Tile::is_general>(a, block, i, sum.l, sum.m);
     if (x == 0) store_l_m_lse(a, block.b, block.h, i, end.l, end.m);
     store_o<4>(a, block, i, 4 * x, end, sum.o, p.aligned_o);
 }

@@ -8,11 +8,11 @@
 namespace minimal_attn {
 namespace {
 
-// changes_scores: see scores.h. The mask is a band all the same.
-template <int D_, bool OnTensorCores_, bool changes_scores_ = false>
+// is_general: scores change or weights are dropped (scores.h, dropout.h). The mask is a band all the same.
+template <int D_, bool OnTensorCores_, bool is_general_ = false>
 struct DecodeTile {
     static constexpr int D = D_;
-    static constexpr bool OnTensorCores = OnTensorCores_, changes_scores = changes_scores_;
+    static constexpr bool OnTensorCores = OnTensorCores_, is_general = is_general_;
     using General = DecodeTile<D, OnTensorCores, true>;
     static constexpr int Rows = OnTensorCores ? 16 : D <= 128 ? 8 : 4;  // queries
     static constexpr int Bc = OnTensorCores ? 16 : 8;                   // keys of a step
@@ -41,7 +41,7 @@ int shared_bytes(int stages, int rows, Share share) {
            parts_in_shared(share) * std::min(rows, Tile::Rows) * Tile::D * (int)sizeof(float);
 }
 
-// Of a general kernel: which rows a tile has, for the terms of their scores (scores.h).
+// Of a general kernel: which rows a tile has, for the terms of their scores (scores.h) and for dropout.
 struct RowsOfTile {
     int b, first, group;
     int64_t first_head;
@@ -55,6 +55,12 @@ struct RowsOfTile {
         if (!has_terms(a)) return t;
         const int row = first + r;
         return whole(a, t, TermsOfRow(a, b, first_head + row % group, row / group).of_key<T>(j));
+    }
+    // Pij, or with dropout Pij Zij
+    __device__ float dropped(const Attention &a, float p, int r, int j) const {
+        if (!has_dropout(a)) return p;
+        const int row = first + r;
+        return p * DropoutOfHead(a, b, first_head + row % group).Zij(row / group, j);
     }
 };
 
@@ -108,7 +114,7 @@ struct MmaRows {
         for (int r = 0; r < 2; ++r)
             keys[r] = keys_of_row(band, item.row(p, item.tile * Tile::Rows + lane / 4 + 8 * r).i);
         Qi = lane_address<D>(Q_tile, lane % 16, lane / 16);
-        if constexpr (Tile::changes_scores) of_tile.take(p, item, Tile::Rows);
+        if constexpr (Tile::is_general) of_tile.take(p, item, Tile::Rows);
     }
 
     __device__ void clear() {
@@ -142,8 +148,8 @@ struct MmaRows {
                 float &s = Sij[n / 2][2 * r + n % 2];
                 const int key = n / 2 * 8 + n % 2;
                 const auto score = [&](float QK) {
-                    if (Tile::changes_scores && has_softcap(a)) QK = changed_in<T>(a.scores, QK);
-                    if constexpr (Tile::changes_scores)
+                    if (Tile::is_general && has_softcap(a)) QK = changed_in<T>(a.scores, QK);
+                    if constexpr (Tile::is_general)
                         QK = of_tile.template unscaled<T>(a, QK, lane / 4 + 8 * r, j + lane % 4 * 2 + key);
                     return QK * a.softmax_scale;
                 };
@@ -156,6 +162,8 @@ struct MmaRows {
                 float &s = Sij[n / 2][2 * r + n % 2];
                 s = exp_fast(s - m_safe);
                 l += s;
+                if constexpr (Tile::is_general)
+                    s = of_tile.dropped(a, s, lane / 4 + 8 * r, j + lane % 4 * 2 + n / 2 * 8 + n % 2);
             }
             li[r] = alpha[r] * li[r] + l;
         }
@@ -249,7 +257,7 @@ struct FmaRows {
     __device__ void take_queries(const Attention &a, const Decode &p, const Item &item, T *) {
         if (!item.exists) return;
         const BandOf<int> band = narrow(item.band(a));
-        if constexpr (Tile::changes_scores) of_tile.take(p, item, Rows);
+        if constexpr (Tile::is_general) of_tile.take(p, item, Rows);
         rows = min(Rows, item.rows(p) - item.tile * Rows);
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
@@ -293,7 +301,7 @@ struct FmaRows {
 #pragma unroll
             for (int r = 0; r < R; ++r) {
                 float QK = sum_and_spread<Lanes>(s[r]);
-                if constexpr (Tile::changes_scores)
+                if constexpr (Tile::is_general)
                     QK = of_tile.template unscaled<T>(a, capped(a, QK), r0 + r, j + key);
                 float score = QK * a.softmax_scale, m_safe;
                 if (j + key < keys[r0 + r].begin || j + key >= keys[r0 + r].end) score = -INFINITY;
@@ -301,6 +309,7 @@ struct FmaRows {
                 const float alpha = update_row_max(mi[r0 + r], m_new, m_safe);
                 Pij[r] = exp_fast(score - m_safe);
                 li[r0 + r] = alpha * li[r0 + r] + Pij[r];
+                if constexpr (Tile::is_general) Pij[r] = of_tile.dropped(a, Pij[r], r0 + r, j + key);
 #pragma unroll
                 for (int c = 0; c < C; ++c)
 #pragma unroll

@@ -92,6 +92,7 @@ __device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0,
                         int tx, int ty) {
     constexpr int R = Tile::R, CS = Tile::CS, CO = Tile::CO, TX = Tile::TX, TY = Tile::TY;
     const bool masked = j0 < block.seen_by_all.begin || j0 + Tile::Bc > block.seen_by_all.end;
+    const DropoutOfHead dropout(a, block.b, block.h);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const int i = block.i0 + ty + TY * r;
@@ -111,12 +112,13 @@ __device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0,
         for (int c = 0; c < CO; ++c)
 #pragma unroll
             for (int x = 0; x < 4; ++x) Oi[r][c][x] *= alpha;
-        // li is the sum of this thread's keys. The TX threads of the row add theirs up after the last tile.
+        // Dropout drops what is stored. li is the sum of this thread's keys. The TX threads of the row add theirs up after the last tile.
         float l = 0.f;
 #pragma unroll
         for (int c = 0; c < CS; ++c) {
-            const float p = exp_fast(Sij[r][c] - m_safe);
+            float p = exp_fast(Sij[r][c] - m_safe);
             l += p;
+            if (kIsGeneral<Mask> && has_dropout(a)) p *= dropout.Zij(i, j0 + tx + TX * c);
             Pij[(ty + TY * r) * Tile::PStride + tx + TX * c] = p;
         }
         li[r] = alpha * li[r] + l;

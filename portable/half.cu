@@ -91,25 +91,29 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 
 // 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
 // accumulators of Sij side by side become an operand of the product.
-template <class T, class Tile>
+// drop(m, n, p) is dropout of the numbers p[e], left and right, of keys 8 n and 8 n + 8.
+template <class T, class Tile, class Drop>
 __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
-                            const float (&subtract)[ThreadRows<Tile>::R], float c, unsigned Vj) {
+                            const float (&subtract)[ThreadRows<Tile>::R], float c, unsigned Vj, const Drop &drop) {
     constexpr int D_v = Tile::D_v, R = ThreadRows<Tile>::R;
     float l[R] = {};  // of this tile: one sum over all keys would lose small terms
 #pragma unroll
     for (int n = 0; n < Tile::N; n += 2) {
         unsigned p[Tile::M][4];
 #pragma unroll
-        for (int m = 0; m < Tile::M; ++m)
+        for (int m = 0; m < Tile::M; ++m) {
+            float2 P[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int r = 2 * m + e % 2;
                 const float *s = &Sij[m][n + e / 2][e % 2 * 2];
-                const float left = exp2_fast(fmaf(s[0], c, -subtract[r]));
-                const float right = exp2_fast(fmaf(s[1], c, -subtract[r]));
-                l[r] += left + right;
-                p[m][e] = pack<T>(left, right);
+                P[e] = {exp2_fast(fmaf(s[0], c, -subtract[r])), exp2_fast(fmaf(s[1], c, -subtract[r]))};
+                l[r] += P[e].x + P[e].y;
             }
+            drop(m, n, P);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) p[m][e] = pack<T>(P[e].x, P[e].y);
+        }
 #pragma unroll
         for (int x = 0; x < D_v / 16; ++x) {
             unsigned v[4];
@@ -123,6 +127,18 @@ __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) rows.li[r] += l[r];
+}
+
+// Pij = Pij o Zij (dropout.h) for queries i, i + 8 (e % 2) and keys j, j + 1, j + 8, j + 9 (e / 2). Tiles begin at
+// multiples of 16.
+__device__ inline void drop_16_keys(const DropoutOfHead &dropout, int i, int j, float2 (&P)[4]) {
+    const Words left = dropout.group(i, j), right = dropout.group(i, j + 1);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        const uint32_t of_left = e % 2 ? left.y : left.x, of_right = e % 2 ? right.y : right.x;
+        P[e].x *= dropout.Z_of(e / 2 ? of_left >> 16 : of_left & 0xffff);
+        P[e].y *= dropout.Z_of(e / 2 ? of_right >> 16 : of_right & 0xffff);
+    }
 }
 
 // 12. - 13. O = Oi / li, and the log-sum-exp, to HBM: the usual case, without l, m and an earlier state. Each warp
@@ -196,17 +212,21 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     const int warp_row = broadcast_lane0(threadIdx.x / 32) * Tile::WarpRows, lane = threadIdx.x % 32;
 
     const Block<T, Mask> block = block_of<T, Mask>(a, index, Br);
-    const T *K = block.K + block.seen.begin * a.k_stride.row;
-    const T *V = block.V + block.seen.begin * a.v_stride.row;
+    // Dropout wants tiles that begin at multiples of 16. What lies before the batch's first key is then read as zeros.
+    const int begin = kIsGeneral<Mask> && has_dropout(a) ? block.seen.begin & ~15 : block.seen.begin;
+    const T *K = block.K + begin * a.k_stride.row;
+    const T *V = block.V + begin * a.v_stride.row;
     // K and V point to the first row of the next tile to load.
+    const auto first_in = [&](int j0) { return kIsGeneral<Mask> ? block.mask.keys.begin - j0 : 0; };
     const auto load_K = [&](int j0, int stage) {
         const int keys = block.mask.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, keys, a.d, aligned);
+        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, keys, a.d, aligned, first_in(j0));
         K += Bc * a.k_stride.row;
     };
     const auto load_V = [&](int j0, int stage) {
         const int keys = block.mask.keys.end - j0;
-        load_swizzled<Bc, D_v, Threads>(V_tiles + stage * Bc * D_v, V, a.v_stride.row, keys, a.d_v, aligned);
+        load_swizzled<Bc, D_v, Threads>(V_tiles + stage * Bc * D_v, V, a.v_stride.row, keys, a.d_v, aligned,
+                                        first_in(j0));
         V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
@@ -222,8 +242,8 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     // 8. Qi from HBM; Oi, li, mi begin empty (an earlier state joins at the end, by step 12)
     load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
     if (!empty(block.seen)) {
-        load_K(block.seen.begin, 0);
-        if (Stages == 2) load_V(block.seen.begin, 0);
+        load_K(begin, 0);
+        if (Stages == 2) load_V(begin, 0);
     }
     ThreadRows<Tile> rows;
     unsigned q[M][4][4];
@@ -237,7 +257,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
-    for (int j0 = block.seen.begin, stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= Stages - 1) {
+    for (int j0 = begin, stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= Stages - 1) {
         const bool warp_sees = j0 < seen.end && j0 + Bc > seen.begin, is_last = j0 + Bc >= block.seen.end;
         const unsigned bytes = stage * Bc * D * 2;
         // 6. Kj, Vj from HBM
@@ -257,7 +277,15 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         float subtract[ThreadRows<Tile>::R], alpha[ThreadRows<Tile>::R];
         update_rows<Tile>(Sij, rows, subtract, alpha, c);
         scale_Oi<Tile>(rows, alpha);
-        multiply_PV<T, Tile>(rows, Sij, subtract, c, V0 + stage * Bc * D_v * 2);
+        const unsigned Vj = V0 + stage * Bc * D_v * 2;
+        if (kIsGeneral<Mask> && has_dropout(a)) {
+            const DropoutOfHead dropout(a, block.b, block.h);
+            multiply_PV<T, Tile>(rows, Sij, subtract, c, Vj, [&](int m, int n, float2 (&P)[4]) {
+                drop_16_keys(dropout, i_lane + 16 * m, j0 + lane % 4 * 2 + 8 * n, P);
+            });
+        } else {
+            multiply_PV<T, Tile>(rows, Sij, subtract, c, Vj, [](int, int, float2 (&)[4]) {});
+        }
     }
     // These numbers are computed anew: kept, they would take registers from the loop.
     const unsigned thread = opaque(threadIdx.x);

@@ -194,8 +194,9 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float *const log2_l = walks_queries ? of_columns : row_log2_l;
             const float *const D_i = walks_queries ? of_columns + Walk : row_D;
             const float c = a.softmax_scale * kLog2e;
+            Kept<Tile> kept;
             if constexpr (kIsGeneral<Mask>)
-                change_S_dP<T, Tile>(S, dP, a, owned.b, walks_queries ? owned.h * heads + n : owned.h, row + lane / 4,
+                change_S_dP<T, Tile>(S, dP, kept, a, owned.b, walks_queries ? owned.h * heads + n : owned.h, row + lane / 4,
                                      column + lane % 4 * 2, D_i);
             if (__builtin_expect(may_be_large, false)) {
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
@@ -207,6 +208,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             }
             if (!of_warp.all_see({column, column + Tile::Columns}))
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
+            if (kIsGeneral<Mask> && walks_queries && has_dropout(a)) kept.drop(S, a.dropout.kept);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
         }
         n = next_n, column0 = next;

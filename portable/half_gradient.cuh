@@ -109,13 +109,34 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
     }
 }
 
-// 11., 20. In a general kernel (scores.h): S becomes what is masked, dP becomes dP - D times the slope. D as in
+// Which of a thread's weights dropout keeps, a bit each, and what it multiplies them by.
+template <class Tile>
+struct Kept {
+    static constexpr int Count = Tile::M * Tile::N * 4;
+    unsigned bits[(Count + 31) / 32] = {};
+
+    __device__ void add(int m, int n, int e, float Z) {
+        const int x = (m * Tile::N + n) * 4 + e;
+        bits[x / 32] |= (Z != 0.f) << x % 32;
+    }
+    // 15. P = P o Z
+    __device__ void drop(float (&P)[Tile::M][Tile::N][4], float kept) const {
+#pragma unroll
+        for (int x = 0; x < Count; ++x) flat(P)[x] *= bits[x / 32] >> x % 32 & 1 ? kept : 0.f;
+    }
+};
+
+// 11., 18., 20. In a general kernel (scores.h): S becomes what is masked, dP becomes dP o Z - D times the slope. D as in
 // compute_P_dS; this thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.
 template <class T, class Tile>
-__device__ void change_S_dP(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const Attention &a,
-                            int64_t b, int64_t h, int row0, int column0, const float *D) {
+__device__ void change_S_dP(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], Kept<Tile> &kept,
+                            const Attention &a, int64_t b, int64_t h, int row0, int column0, const float *D) {
     constexpr bool by_column = Tile::walks_queries;
     if (has_softcap(a)) change<T>(a.scores, flat(S));
+    if (has_dropout(a))
+        for_each_Z<by_column, Tile::M, Tile::N>({a, b, h}, row0, column0, [&](int m, int n, int e, float Z) {
+            dP[m][n][e] *= Z, kept.add(m, n, e, Z);
+        });
 #pragma unroll
     for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
         const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4;

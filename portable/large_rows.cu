@@ -43,6 +43,7 @@ template <class T, class Sum, class Mask>
 __device__ void add_scores(const Attention &a, RowSums (&rows)[RowsTile::Columns],
                            const Sum (&S)[RowsTile::M][RowsTile::N][4], const float (&dP)[RowsTile::M][RowsTile::N][4],
                            float sign, float c, const Mask &mask, int64_t b, int64_t h, int i, int j) {
+    const DropoutOfHead dropout(a, b, h);
 #pragma unroll
     for (int column = 0; column < RowsTile::Columns; ++column) {
         const int query = i + column / 2 * 8 + column % 2;
@@ -64,7 +65,9 @@ __device__ void add_scores(const Attention &a, RowSums (&rows)[RowsTile::Columns
         for (int r = 0; r < RowsTile::Keys; ++r) {
             if (score[r] == -INFINITY) continue;  // a hidden dP may be NaN
             const float p = exp2_fast(c * (float)(score[r] - m));
-            tile.l += p, tile.D += (double)p * dP[r / 2][column / 2][r % 2 * 2 + column % 2];
+            float of_pair = dP[r / 2][column / 2][r % 2 * 2 + column % 2];
+            if (kIsGeneral<Mask> && has_dropout(a)) of_pair *= dropout.Zij(query, j + 8 * r);
+            tile.l += p, tile.D += (double)p * of_pair;
         }
         rows[column].join(tile, c);
     }

@@ -50,7 +50,14 @@ struct Tf32Tile {
     static_assert(Fallback::SharedBytes <= SharedBytes && Fallback::SumFloats <= SumFloats);
 };
 
-// 10. - 11. Pij and li += rowsum(Pij). Pij is cut to 22 bits, so that hi + lo is Pij exactly; li sums the same numbers.
+// A weight, cut to 22 bits, so that hi + lo is Pij exactly.
+__device__ inline float cut(float p, unsigned &lo) {
+    const unsigned bits = __float_as_uint(p) & ~3u;
+    lo = __float_as_uint(__uint_as_float(bits) - __uint_as_float(bits & 0xffffe000));
+    return __uint_as_float(bits);
+}
+
+// 10. - 11. Pij and li += rowsum(Pij). li sums the numbers that are multiplied.
 template <class Tile>
 __device__ void exponentials(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
                              unsigned (&lo)[Tile::M][Tile::N][4], const float (&subtract)[ThreadRows<Tile>::R],
@@ -63,10 +70,7 @@ __device__ void exponentials(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile:
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int r = 2 * m + e / 2;
-                const unsigned p = __float_as_uint(exp2_fast(fmaf(Sij[m][n][e], c, -subtract[r]))) & ~3u;
-                Sij[m][n][e] = __uint_as_float(p);
-                lo[m][n][e] = __float_as_uint(Sij[m][n][e] - __uint_as_float(p & 0xffffe000));
-                l[r] += Sij[m][n][e];
+                l[r] += Sij[m][n][e] = cut(exp2_fast(fmaf(Sij[m][n][e], c, -subtract[r])), lo[m][n][e]);
             }
 #pragma unroll
     for (int r = 0; r < ThreadRows<Tile>::R; ++r) rows.li[r] += l[r];
@@ -225,6 +229,11 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             update_rows<Tile>(Sij, rows, subtract, alpha, c);
             unsigned P_lo[M][N][4];
             exponentials<Tile>(rows, Sij, P_lo, subtract, c);
+            if (kIsGeneral<Mask> && has_dropout(a))
+                for_each_Z<false, M, N>({a, block.b, block.h}, i_warp + lane / 4, j0 + lane % 4 * 2,
+                                        [&](int m, int n, int e, float Z) {
+                                            Sij[m][n][e] = cut(Z * Sij[m][n][e], P_lo[m][n][e]);
+                                        });
             multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d_v);
         }
         if (is_long)

@@ -119,6 +119,9 @@ struct Pairs {
     __device__ float term(const Attention &a, int query, int key) const {
         return TermsOfRow(a, b, h, i + query).of_key<float>(j + key);
     }
+    __device__ float Z(const DropoutOfHead &dropout, int query, int key) const {
+        return dropout.Zij(i + query, j + key);
+    }
 };
 
 // What large_scores returns, through memory: so S and dP of the loop stay in registers.
@@ -148,6 +151,7 @@ __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Oper
             Score<float> exact_s = kFastFloat64 ? exact[m][n][e] : (Score<float>)s;
             if constexpr (is_general) exact_s = capped(a, exact_s);
             const float slope = is_general ? slope_in(a, (float)exact_s) : 1.f;
+            if (is_general && has_dropout(a)) dp *= of.Z({a, of.b, of.h}, 8 * n + e % 2, 16 * m + e / 2 * 8);
             if (is_general && has_terms(a)) exact_s = whole(a, exact_s, of.term(a, 8 * n + e % 2, 16 * m + e / 2 * 8));
             const float from_m = exact_s - (Score<float>)__ldcg(&large->m);
             s = at_most(0.f, fmaf(from_m, c, -__ldcg(&large->log2_l))) / c;
@@ -181,13 +185,14 @@ struct QueriesOfKey<General> : QueriesOfKey<Ranges> {
     using QueriesOfKey<Ranges>::QueriesOfKey;
 };
 
-// Sij^T and dPij^T become Pij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
+// Sij^T and dPij^T become Pij^T o Zij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
 // memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile, class Mask>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                              const float *Di, const float *dS_tile, float c, const Mask &mask, const Keys *of_tile,
                              int i0, int j0, int warp_key, bool masked, const Attention &a, const Pairs &of) {
     const int lane = opaque(threadIdx.x) % 32, row0 = lane % 4 * 2;  // this thread has rows row0 + 8 n + 0, 1 of Sij
+    const DropoutOfHead dropout(a, of.b, of.h);
     unsigned to[2];
 #pragma unroll
     for (int y = 0; y < 2; ++y)
@@ -204,8 +209,11 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
                     float &s = S[m][n][2 * r + y], &dp = dP[m][n][2 * r + y], slope = 1.f;
+                    const bool drops = kIsGeneral<Mask> && has_dropout(a);
+                    const float Z = drops ? of.Z(dropout, 8 * n + y, 16 * m + 8 * r) : 1.f;
                     if (kIsGeneral<Mask> && (y ? lse.y : lse.x) != kLarge) {
                         s = capped(a, s), slope = slope_in(a, s);
+                        if (drops) dp *= Z;
                         if (has_terms(a)) s = whole(a, s, of.term(a, 8 * n + y, 16 * m + 8 * r));
                     }
                     const bool is_hidden = kIsGeneral<Mask> && s == -INFINITY;  // then dP may be inf
@@ -214,6 +222,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
                     dp = s * fmaf(dp, kUndoTruncation, -(y ? D.y : D.x));
                     if constexpr (kIsGeneral<Mask>)
                         dp = is_hidden || (masked && !queries.see(8 * n + y)) ? 0.f : dp * slope;
+                    if (drops) s *= Z;
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"((to[y] ^ (4 * m + 2 * r) * 16) + 8 * n * Tile::Bc * 4),
                                  "f"(dp)
                                  : "memory");

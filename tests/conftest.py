@@ -72,6 +72,10 @@ class Backend:
     def qkv(self, B=2, Hq=4, Hkv=2, Nq=70, Nk=90, d=64, dtype=torch.float32):
         return tuple(self.randn(B, H, N, d, dtype=dtype) for H, N in ((Hq, Nq), (Hkv, Nk), (Hkv, Nk)))
 
+    def seed(self):
+        """Of dropout."""
+        return self.integers(-(2**63), 2**63 - 2, 1, dtype=torch.int64)
+
     def ints(self, *values):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 

@@ -210,6 +210,9 @@ def draw_mask(call):
         a["bias"] = term.masked_fill(term > 1, -torch.inf) if call.chance(0.3) else term
         if "attn_mask" not in a and call.chance(0.5):
             a["attn_mask"] = a.pop("bias")
+    if call.chance(0.15):
+        a["dropout_p"] = call.choice(0.0, 0.1, 0.5, 0.999, 1, 1e-9)
+        a["dropout_seed"] = torch.tensor([call.random.randint(-(2**63), 2**63 - 1)]).to(call.device)
     if call.chance(0.2):
         a["key_ranges"] = ranges(call, call.choice(1, a["q"].shape[0]), Nq, Nk)
     if call.chance(0.3) and a["q"].shape[0] == 1 and not {"seqlens_k", "leftpad_k", "offset"} & a.keys():
@@ -280,7 +283,7 @@ def expected(call):
         for name in (
             *("causal", "window_size", "softmax_scale", "seqlens_k", "leftpad_k", "offset", "sinks"),
             *("key_ranges", "cu_seqlens_q", "cu_seqlens_k", "prefix_k", "seqused_k", "softcap"),
-            *("alibi_slopes", "attn_mask", "bias"),
+            *("alibi_slopes", "attn_mask", "bias", "dropout_p", "dropout_seed"),
         )
         if a.get(name) is not None
     }

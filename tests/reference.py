@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy
 import torch
 
 
@@ -83,6 +84,34 @@ def positions(
     return p
 
 
+def philox2x32(x, y, key, rounds):
+    """Random123's function (Salmon et al. 2011), of NumPy's uint64 arrays that hold 32 bits."""
+    word = numpy.uint64(0xFFFFFFFF)
+    for n in range(rounds):
+        product = x * numpy.uint64(0xD256D193)
+        step = numpy.uint64((int(key) + n * 0x9E3779B9) % 2**32)
+        x, y = (product >> numpy.uint64(32)) ^ step ^ y, product & word
+    return x, y
+
+
+def weights_of_dropout(p, seed, B, Hq, Nq, Nk):
+    """Z (B, Hq, Nq, Nk), float64: 0 or 1 / (1 - p), with p in steps of 2^-16."""
+    of_65536 = round(p * 65536)
+    if of_65536 == 65536:
+        return torch.zeros(B, Hq, Nq, Nk, dtype=torch.float64)
+    seed = int(seed) % 2**64
+    key, high = numpy.uint64(seed % 2**32), numpy.uint64(seed >> 32)
+    head = numpy.arange(B * Hq, dtype=numpy.uint64).reshape(B, Hq, 1, 1)
+    x, y = philox2x32(head, numpy.full_like(head, high), key, 10)
+    i, j = numpy.arange(Nq, dtype=numpy.uint64)[:, None], numpy.arange(Nk, dtype=numpy.uint64)
+    eight, lower = numpy.uint64(8), numpy.uint64(0xFFFF)
+    words = philox2x32((i // eight // 2 * 16 + i % eight) ^ x, (j // eight // 2 * 16 + j % eight) ^ y, key, 7)
+    word = numpy.where(i // eight % 2 == 1, words[1], words[0])
+    number = numpy.where(j // eight % 2 == 1, word >> numpy.uint64(16), word) & lower
+    kept = torch.from_numpy((number >= of_65536).astype(numpy.float64))
+    return kept * (65536 / (65536 - of_65536))
+
+
 def attention(
     q,
     k,
@@ -94,6 +123,8 @@ def attention(
     attn_mask=None,
     bias=None,
     sinks=None,
+    dropout_p=None,
+    dropout_seed=None,
     dtype=torch.float64,
     **band,
 ):
@@ -132,6 +163,8 @@ def attention(
     p = torch.exp(s - finite[..., None])
     l = p.sum(-1) + torch.exp(sink - finite)
     blind = ~seen.any(-1)[..., None]
+    if dropout_p:
+        p = p * weights_of_dropout(dropout_p, dropout_seed, B, Hq, Nq, Nk).to(p.device, dtype)
     divisor = l[..., None].masked_fill(blind, 1)  # or autograd makes NaN of 0 / 0
     o = (p @ v / divisor).masked_fill(blind, 0)
     size = (p @ v.abs() / divisor).masked_fill(blind, 0)

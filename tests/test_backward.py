@@ -55,6 +55,7 @@ def check(backend, do, q, k, v, **options):
     """Errors are relative to the gradient's norm or, where it cancels, to gradient_sizes."""
     expected = gradients(do, q, k, v, **options)
     others = "softmax_scale", "softcap", "alibi_slopes", "attn_mask", "bias", "sinks", "dlse"
+    others += "dropout_p", "dropout_seed"
     band = {x: y for x, y in options.items() if x not in others}
     seen = visible_keys(q.shape[0], q.shape[2], k.shape[2], **band).to(q.device)
     for x in options.get("attn_mask"), options.get("bias"):
@@ -90,6 +91,7 @@ OPTIONS = {
     "lengths": lambda b: dict(seqlens_k=b.ints(33, 0), causal=True),
     "left padding": lambda b: dict(leftpad_k=b.ints(70, 12), seqlens_k=b.ints(80, 90)),
     "offsets": lambda b: dict(offset=b.ints(-60, 50), causal=True),
+    "dropout": lambda b: dict(dropout_p=0.2, dropout_seed=b.seed(), causal=True),
     "sinks": lambda b: dict(sinks=b.randn(4), causal=True),
     "dlse": lambda b: dict(dlse=b.randn(2, 4, 70)),
 }

@@ -357,7 +357,7 @@ def test_misspelt_keyword(backend):
         "is_causal": "causal=True",
         "scale": "softmax_scale",
         "mask": "use attn_mask",
-        "dropout_p": "no dropout",
+        "dropout": "use dropout_p",
         "enable_gqa": "fewer heads",
         "cu_seqlens": "cu_seqlens_q",
         "cache_seqlens": "seqlens_k",

@@ -46,16 +46,15 @@ FUNCTIONS = [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache]
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("dropout_p", 0.17),
+        ("dropout_p", 1.7),
         ("dropout_p", math.nan),
+        ("dropout_p", "x"),
     ],
 )
-def test_what_is_missing(backend, function, name, value):
+def test_dropout_p(backend, function, name, value):
     options = good(backend, function)
     if name in inspect.signature(function).parameters:
-        refuses(
-            NotImplementedError, function, options | {name: value}, f"^{name} must be 0 or None, but was "
-        )
+        refuses(ValueError, function, options | {name: value}, f"^{name} must be a number from 0 to 1, but was ")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -356,11 +356,25 @@ def test_training(seed):
     assert set(huggingface.calls) == {"served"}
 
 
-def test_dropout_and_weights_are_passed_on(seed):
-    model = decoder("llama", seed, attention_dropout=0.5).train()
+def test_dropout(seed):
+    """BERT and a decoder in training: seeded, the same again; another seed gives another loss."""
+    bert = build(transformers.BertModel, small(transformers.BertConfig, attention_probs_dropout_prob=0.5), seed)
+    for model in bert, decoder("llama", seed, attention_dropout=0.5):
+        register()
+        model.train().set_attn_implementation("minimal_attn")
+        ids = torch.randint(3, 99, (2, 9))
+        results = []
+        for n in 1, 1, 2:
+            torch.manual_seed(n)
+            results.append(model(ids)[0])
+        assert set(huggingface.calls) == {"served"}
+        assert torch.equal(*results[:2]) and not torch.equal(*results[1:])
+        results[0].sum().backward()
+
+
+def test_weights_are_passed_on(seed):
+    model = decoder("llama", seed)
     ids = torch.randint(3, 99, (2, 9))
-    by_each(model, lambda: model(ids))
-    assert set(huggingface.calls) == {"dropout"}
     expected, o = by_each(model.eval(), lambda: model(ids, output_attentions=True).attentions)
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
 

@@ -127,7 +127,6 @@ def separate_steps(randn):
         "5 dimensions": lambda: attend(q[None], q[None], q[None]),
         "batches broadcast": lambda: attend(q, q[:1], q[:1]),
         "not contiguous": lambda: attend(q.mT.contiguous().mT, q, q),
-        "dropout": lambda: attend(q, q, q, dropout_p=0.3),
         "bias with gradients": lambda: attend(q, q, q, bias),
         "MATH": by_math,
         "inference": in_inference_mode,

@@ -152,6 +152,8 @@ def test_samples_of_pytorch(device, dtype, activated):
                 assert x is pytorch
                 continue
             assert x.shape == pytorch.shape and x.dtype == pytorch.dtype == dtype
+            if has_dropout and device == "cpu" and dtype != torch.float64:
+                continue  # other weights are dropped
             if is_same:
                 assert torch.equal(x, pytorch)
                 continue

@@ -1,0 +1,249 @@
+"""dropout_p: which weights are dropped, values and gradients against float64, and the seed."""
+
+import math
+
+import pytest
+import torch
+from conftest import SHAPES_OF_MASKS
+from reference import gradients, relative_error, weights_of_dropout
+from test_backward import check, forms
+from test_cu_seqlens import DOCUMENTS, drawn
+from test_key_ranges import RANGES
+from test_prefix_k import MASKS
+from test_softcap import SHAPES, check_decode, kernel_reached
+from torch.utils.checkpoint import checkpoint
+
+import minimal_attn
+from minimal_attn import second_order
+
+
+def dropped(backend, p=0.3):
+    return dict(dropout_p=p, dropout_seed=backend.seed())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(backend, dtype, shape, p):
+    B, Hq, Hkv, Nq, Nk, d = shape
+    q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
+    for options in dict(causal=True), dict(softmax_scale=-1.5 / d**0.5), dict(window_size=(40, 7)):
+        options |= dropped(backend, p)
+        kernel_reached(backend, q, k, v, **options)
+        backend.check(q, k, v, **options)
+        for _ in forms(backend, dtype):
+            check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(backend, dtype, mask):
+    """Left padding, too: tiles of keys begin anywhere. And a second pass, of the first keys."""
+    q, k, v = backend.qkv(dtype=dtype)
+    options = MASKS[mask](backend, 2, 90) | dict(prefix_k=backend.ints(4, 30)) | dropped(backend)
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("make", DOCUMENTS)
+def test_documents(backend, dtype, make):
+    qkv, options = drawn(backend, make, dtype, front=3, behind=4)
+    options |= dict(causal=True) | dropped(backend)
+    kernel_reached(backend, *qkv, **options)
+    backend.check(*qkv, **options)
+    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+
+
+@pytest.mark.parametrize("make", RANGES)
+def test_key_ranges(backend, dtype, make):
+    q, k, v = backend.qkv(dtype=dtype, Nq=200, Nk=180)
+    options = dict(key_ranges=make(backend, 2, 200, 180).to(backend.device)) | dropped(backend)
+    backend.check(q, k, v, **options)
+    for _ in forms(backend, dtype):
+        check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_MASKS)
+def test_with_other_terms(backend, dtype, shape):
+    B, Hq, _, Nq, Nk, _ = shape
+    q, k, v = backend.qkv(*shape, dtype=dtype)
+    options = dict(softcap=2.0, alibi_slopes=backend.randn(Hq).abs() / 8, causal=True) | dropped(backend)
+    options |= dict(attn_mask=backend.randn(Nq, Nk) < 1, bias=backend.randn(B, 1, Nq, Nk))
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+def test_gradient_of_a_bias(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    bias = backend.randn(1, 4, 70, 90).requires_grad_()
+    options, do = dict(causal=True) | dropped(backend), torch.randn_like(q)
+    backend.forward(q, k, v, bias=bias, **options).backward(do)
+    *_, exact = gradients(do, q, k, v, bias=bias.detach(), wanted=("bias",), **options)
+    bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert relative_error(bias.grad, exact) < bound
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_large_scores(backend, dtype, d):
+    """Rows that are normalised again: there D is a sum over weights that aren't dropped."""
+    q, k, v = backend.qkv(Nq=130, Nk=150, d=d, dtype=dtype)
+    options = dict(softmax_scale=200 * d**-0.5, causal=True) | dropped(backend)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    do = torch.randn_like(q)
+    actual = torch.autograd.grad(backend.forward(q, k, v, **options), (q, k, v), do)
+    exact = gradients(do, q, k, v, **options)
+    bound = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}[dtype]
+    for x, y in zip(actual, exact, strict=True):
+        assert relative_error(x.double(), y) < bound
+
+
+def test_results_but_o_are_those_without(backend, dtype):
+    q, k, v = backend.qkv(dtype=dtype)
+    options = dropped(backend)
+    o, lse = backend.forward(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(lse, backend.forward(q, k, v, return_lse=True)[1])
+    backend.check(q, k, v, sinks=backend.randn(4), **options)
+    check(backend, torch.randn_like(q), q, k, v, sinks=backend.randn(4), **options)
+    check(backend, torch.randn_like(q), q, k, v, dlse=backend.randn(2, 4, 70), **options)
+
+
+def test_paged_decode(backend, dtype):
+    q, k, v = backend.qkv(B=3, Hq=8, Hkv=2, Nq=1, Nk=16 * 20, d=128, dtype=dtype)
+    check_decode(backend, q, k, v, seqlens_k=backend.ints(320, 130, 200), causal=True, **dropped(backend))
+
+
+def test_all_or_none(backend, dtype):
+    q, k, v = (x.requires_grad_() for x in backend.qkv(dtype=dtype))
+    seed = backend.seed()
+    o = backend.forward(q, k, v, dropout_p=1, dropout_seed=seed)
+    assert not o.any()
+    assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k, v)))
+    for p in 0, None, 0.0, 1e-6:
+        assert torch.equal(backend.forward(q, k, v, dropout_p=p, dropout_seed=seed), backend.forward(q, k, v))
+    o = backend.forward(q, k, v, dropout_p=65535 / 65536, dropout_seed=seed)
+    assert o.isfinite().all()
+
+
+def test_share(seed):
+    """Of 2^22 weights, within 4 standard deviations; neighbours and heads are independent."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in 0.1, 0.37, 1 / 65536, 0.9:
+        kept = weights_of_dropout(p, torch.randint(2**62, (1,), generator=generator), 2, 2, 1024, 1024) > 0
+        n = kept.numel()
+        assert abs(int(kept.sum()) - n * (1 - p)) < 4 * math.sqrt(n * p * (1 - p)) + 1
+        x = kept.double() - (1 - p)
+        pairs = (x[..., 1:] * x[..., :-1], x[..., 8:] * x[..., :-8], x[:, :, 8:] * x[:, :, :-8], x[:, 0] * x[:, 1])
+        for pair in (*pairs, x[0] * x[1]):
+            assert abs(pair.sum()) < 5 * p * (1 - p) * math.sqrt(pair.numel()) + 2
+
+
+def test_mask_of_a_seed(backend):
+    seed = backend.seed()
+    kept = minimal_attn.dropout_mask(seed, 0.2, (2, 3, 37, 50))
+    assert kept.device.type == backend.device.type
+    assert torch.equal(kept.cpu(), weights_of_dropout(0.2, seed, 2, 3, 37, 50) > 0)
+    identity = torch.eye(50, device=backend.device).expand(2, 3, 50, 50)
+    P = backend.forward(*backend.qkv(2, 3, 3, 37, 50, 50)[:2], identity, dropout_p=0.2, dropout_seed=seed)
+    assert torch.equal(P != 0, kept)
+    for wrong in seed.float(), torch.zeros(2, dtype=torch.int64):
+        with pytest.raises(ValueError, match="^dropout_seed must be one int64, but is torch"):
+            minimal_attn.dropout_mask(wrong, 0.2, (1, 1, 2, 2))
+    with pytest.raises(ValueError, match="^dropout_p must be from 0 to 1, but was 2"):
+        minimal_attn.dropout_mask(seed, 2, (1, 1, 2, 2))
+
+
+def test_the_generator_gives_the_seed(backend):
+    q, k, v = backend.qkv()
+    torch.manual_seed(3)
+    first, second = (backend.forward(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(backend.forward(q, k, v, dropout_p=0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_checkpoint(backend):
+    """The forward pass that is computed again drops the same weights."""
+    tensors = [x.requires_grad_() for x in backend.qkv()]
+
+    def attend(q, k, v):
+        return backend.forward(q, k, v, dropout_p=0.5, causal=True)
+
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(attend(*tensors).square().sum(), tensors)
+    torch.manual_seed(3)
+    actual = torch.autograd.grad(checkpoint(attend, *tensors, use_reentrant=False).square().sum(), tensors)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_compiled(backend):
+    """Another seed each time, the same in both passes."""
+    tensors = [x.requires_grad_() for x in backend.qkv()]
+
+    @torch.compile(fullgraph=True)
+    def attend(q, k, v):
+        return backend.forward(q, k, v, dropout_p=0.5)
+
+    o = attend(*tensors)
+    assert not torch.equal(o, attend(*tensors))
+    # o is linear in v: so the gradient in v tells which weights were dropped.
+    [dv] = torch.autograd.grad((o * o.detach()).sum(), tensors[2])
+    torch.testing.assert_close((dv * tensors[2]).sum(), o.square().sum())
+
+
+def test_graph(cuda_backend):
+    """Each replay draws a seed."""
+    q, k, v = cuda_backend.qkv()
+    cuda_backend.forward(q, k, v, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = cuda_backend.forward(q, k, v, dropout_p=0.5)
+    results = []
+    for _ in range(2):
+        graph.replay()
+        results.append(o.clone())
+    assert not torch.equal(*results)
+
+
+def test_second_order(backend):
+    q, k, v = (x.requires_grad_() for x in backend.qkv(Nq=9, Nk=20, d=8))
+    options = dict(causal=True) | dropped(backend)
+    o = second_order.forward(q, k, v, backend=backend.name, **options)
+    torch.testing.assert_close(o, backend.forward(q, k, v, **options))
+    exact = second_order.forward(q.double(), k.double(), v.double(), **options)
+    torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
+    [dq] = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    [second] = torch.autograd.grad(dq.sum(), k)
+    q, k = q.detach().double().requires_grad_(), k.detach().double().requires_grad_()
+    o = second_order.forward(q, k, v.detach().double(), **options)
+    [dq] = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    [expected] = torch.autograd.grad(dq.sum(), k)
+    torch.testing.assert_close(second.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(dropout_p=-0.1), "dropout_p must be from 0 .* to 1, but was -0.1"),
+        (dict(dropout_p=1.5), "dropout_p must be from 0 .* to 1, but was 1.5"),
+        (dict(dropout_p=math.nan), "dropout_p must be from 0 .* to 1, but was nan"),
+        (dict(dropout_p=0.5, dropout_seed=torch.zeros(1)), "dropout_seed must be int64, but is float32"),
+        (dict(dropout_p=0.5, dropout_seed=torch.zeros(2).long()), r"dropout_seed must have one .* shape \[2\]"),
+        (dict(dropout_p=0.5, dropout_seed=torch.zeros(1).long().to("meta")), "dropout_seed must be on q's"),
+    ],
+)
+def test_errors(backend, options, message):
+    q, k, v = backend.qkv()
+    if "meta" not in str(options) and "dropout_seed" in options:
+        options["dropout_seed"] = options["dropout_seed"].to(backend.device)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        backend.forward(q, k, v, **options)
+    with pytest.raises(TypeError, match="^dropout_p must be a number or None, but was 'x'"):
+        backend.forward(q, k, v, dropout_p="x")
+    with pytest.raises(ValueError, match="^dropout_seed must be given"):
+        minimal_attn.backward(q, q, k, v, q, q[..., 0], None, dropout_p=0.5)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("d", [32, 72, 136])
+def test_for_sanitizers(backend, dtype, d):
+    q, k, v = (x.requires_grad_() for x in backend.qkv(1, 2, 1, 40, 70, d, dtype))
+    options = dict(leftpad_k=backend.ints(5), causal=True) | dropped(backend)
+    backend.forward(q, k, v, **options).sum().backward()
