@@ -36,7 +36,8 @@ __device__ void change_scores(float (&Sij)[Tile::M][Tile::N][4], const Attention
     if constexpr (kIsGeneral<Mask>) {
         if (has_softcap(a)) change<T>(a.scores, flat(Sij));
         add_terms<T, false>(a, b, h, i0, j0, Sij);
-    } else if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
+    }
+    if (a.softmax_scale < 0.f) {  // what follows scales by the absolute value
 #pragma unroll
         for (float &s : flat(Sij)) s = -s;
     }

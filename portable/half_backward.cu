@@ -208,7 +208,7 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             }
             if (!of_warp.all_see({column, column + Tile::Columns}))
                 hide<Tile>(S, dP, view, row + lane / 4, column + lane % 4 * 2);
-            if (kIsGeneral<Mask> && walks_queries && has_dropout(a)) kept.drop(S, a.dropout.kept);
+            if (kIsGeneral<Mask> && walks_queries && has_dropout(a)) kept.drop(S);
             add_products<T, Tile>(sums, S, dP, transposed0 + bytes + 2 * D * group0, operands, group, part);
         }
         n = next_n, column0 = next;
@@ -219,7 +219,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
                             aligned);
     };
     if constexpr (walks_queries) {
-        store(sums.of_P, 1.f / kPScale<T>, {g.dv, g.dv_stride, a.d_v}, own + Own * D);
+        const float kept_weights = kIsGeneral<Mask> && has_dropout(a) ? a.dropout.kept : 1.f;
+        store(sums.of_P, kept_weights / kPScale<T>, {g.dv, g.dv_stride, a.d_v}, own + Own * D);
         store(sums.of_dS, a.scores.scale, {g.dk, g.dk_stride, a.d}, own);
     } else {
         store(sums.of_dS, a.scores.scale, {g.dq, g.dq_stride, a.d}, own);

@@ -109,7 +109,7 @@ __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::
     }
 }
 
-// Which of a thread's weights dropout keeps, a bit each, and what it multiplies them by.
+// Which of a thread's weights dropout keeps, a bit each.
 template <class Tile>
 struct Kept {
     static constexpr int Count = Tile::M * Tile::N * 4;
@@ -119,10 +119,11 @@ struct Kept {
         const int x = (m * Tile::N + n) * 4 + e;
         bits[x / 32] |= (Z != 0.f) << x % 32;
     }
-    // 15. P = P o Z
-    __device__ void drop(float (&P)[Tile::M][Tile::N][4], float kept) const {
+    // 15. P = P o Z, but for the factor of kept ones: P has a scale (kPScale), and float16 an end. dV gets the factor.
+    __device__ void drop(float (&P)[Tile::M][Tile::N][4]) const {
 #pragma unroll
-        for (int x = 0; x < Count; ++x) flat(P)[x] *= bits[x / 32] >> x % 32 & 1 ? kept : 0.f;
+        for (int x = 0; x < Count; ++x)
+            if (!(bits[x / 32] >> x % 32 & 1)) flat(P)[x] = 0.f;
     }
 };
 
