@@ -99,6 +99,8 @@ struct Terms {
     const unsigned char *mask;  // not 0: visible
     const void *bias;
     bool bias_is_float32;  // else it has q's dtype
+    // Whether two numbers may be read at once: those of neighbouring keys are neighbours, and lie at even places.
+    bool in_pairs;
     PairStrides mask_stride, bias_stride;
 };
 

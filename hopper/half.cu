@@ -57,7 +57,7 @@
 #include "hopper/half.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
-#include "scores.h"
+#include "hopper/terms.h"
 
 namespace minimal_attn::hopper {
 namespace {
@@ -178,10 +178,12 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 // A general kernel changes the products Sij here (scores.h). Then the mask hides keys. Where the state is wanted, each
 // thread tracks its largest scores: m may be stale, the maximum of earlier tiles (stale_softmax). Most tiles skip both
 // the mask and the tracking by one branch.
-template <class T, class Mask, int Count>
+template <class T, bool with_terms, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
                                    const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {
-    if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
+    if constexpr (kIsGeneral<Mask>)
+        if (!with_terms || has_softcap(a)) change<T, true>(a.scores, Sij);
+    if constexpr (with_terms) add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0);
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
     if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
@@ -202,7 +204,7 @@ __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], S
 }
 
 // Whether scores change beside the exponentials, unless the mask hides some or the state is wanted. Else they change
-// before. With the polynomial of float16 three consumers have no registers for it.
+// before, as where there are terms. With the polynomial of float16 three consumers have no registers for it.
 template <class T, class Tile, class Mask>
 constexpr bool kChangesLate = kIsGeneral<Mask> && (kApproximates<T> || Tile::Consumers == 2);
 
@@ -232,7 +234,7 @@ constexpr float kMostByStaleMax = 256.f;
 template <class Tile>
 constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
 
-template <class T, class Tile, class Mask>
+template <class T, bool with_terms, class Tile, class Mask>
 __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, D_v = Tile::D_v, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -247,7 +249,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     float Oi[D_v / 2], Sij[Bc / 2];
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
-    constexpr bool changes_late = kChangesLate<T, Tile, Mask>;
+    constexpr bool changes_late = kChangesLate<T, Tile, Mask> && !with_terms;
     const float last = changes_late ? opaque(kLast) : 0.f;  // for changed_near_0
 
     // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
@@ -269,7 +271,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         int j0 = work.visible.begin;
         K.consumer_release();
         softmax = SoftmaxState();
-        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
+        mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
@@ -292,25 +294,26 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if constexpr (changes_late)
                 needs_max |= a.l || j0 + Bc < fully_visible.begin || j0 + 2 * Bc > fully_visible.end;
             else
-                mask_and_track_max<T>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+                mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
-            if (!needs_max)
+            if (!with_terms && !needs_max)
                 stale_softmax<T, 0, kEarly<Tile>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
             K.consumer_release(sum[0] + sum[1]);  // the sum keeps ptxas from moving the wait up
             wgmma_wait<0>(Oi);
             V.consumer_release();
-            if (!needs_max) {
+            if (!with_terms && !needs_max) {
                 stale_softmax<T, kEarly<Tile>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
                 pack_operand<T>(Pij, P);
             }
-            bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
+            bool fits = !with_terms && !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
             if constexpr (changes_late && !kApproximates<T>) fits &= is_near_0(a.scores, fmaxf(largest[0], largest[1]));
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
-                if constexpr (changes_late) mask_and_track_max<T>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+                if constexpr (changes_late)
+                    mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
                 needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
                 rescale(Oi, softmax);
             }
@@ -368,7 +371,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     }
 }
 
-template <class T, class Tile, class Mask>
+template <class T, class Tile, class Mask, bool with_terms>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
@@ -387,7 +390,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if constexpr (kIsRanges<Mask>)
             if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, with_terms>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -466,8 +469,10 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             constexpr bool exists = !kIsGeneral<Wanted> || Tile::has_general;
             if (!exists) return "this tile has no general kernel";
             using Mask = std::conditional_t<exists, Wanted, Ranges>;
-            const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
-                                                          : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
+                return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask, with_terms>
+                                                 : half_hopper_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+            });
             if (a.by_sequence) p.tile_counter = &a.sequences.counts->tiles_taken;
             const Zeros counter(workspace, std::min<int64_t>(plan.workspace, sizeof(int)), stream);
             return launch_kernels<Tile>({kernel}, p, plan, counter, stream);
