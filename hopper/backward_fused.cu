@@ -314,8 +314,9 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            if (with_terms && may_hide(a))
-                return zero_hidden_rows<Br, Tile::Boxes>(tile, shared.m_l[Q.stage()][1], Tile::kZeroed + consumer);
+            if constexpr (with_terms)
+                if (may_hide(a))
+                    return zero_hidden_rows<Br, Tile::Boxes>(tile, shared.m_l[Q.stage()][1], Tile::kZeroed + consumer);
             if constexpr (keys.is_ranges)
                 if (!keys.any_blind) return;
             zero_blind_rows<Tile>(tile, keys.mask(), i0, a.Nq, Tile::kZeroed + consumer);

@@ -49,6 +49,7 @@
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
 // | scores.h    | change: all scores of a thread. changed_approximately, changed_near_0, is_near_0: beside exponentials |
+// | terms.h     | add_terms: ALiBi, a bias and a mask. with_or_without_terms: which general kernel                      |
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
@@ -230,9 +231,9 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], float (&larges
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread computes so many exponentials before the wait for Pij Vj. Three consumers have no registers for more than 2.
-// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time.
-template <class Tile>
-constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
+// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time. Beside terms 22 spill.
+template <class Tile, bool with_terms>
+constexpr int kEarly = Tile::Consumers > 2 || with_terms ? 2 : 22;
 
 template <class T, bool with_terms, class Tile, class Mask>
 __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
@@ -298,16 +299,18 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
-            if (!with_terms && !needs_max)
-                stale_softmax<T, 0, kEarly<Tile>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
+            if (!needs_max)
+                stale_softmax<T, 0, kEarly<Tile, with_terms>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores,
+                                                                            last);
             K.consumer_release(sum[0] + sum[1]);  // the sum keeps ptxas from moving the wait up
             wgmma_wait<0>(Oi);
             V.consumer_release();
-            if (!with_terms && !needs_max) {
-                stale_softmax<T, kEarly<Tile>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
+            if (!needs_max) {
+                stale_softmax<T, kEarly<Tile, with_terms>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c,
+                                                                                 a.scores, last);
                 pack_operand<T>(Pij, P);
             }
-            bool fits = !with_terms && !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
+            bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
             if constexpr (changes_late && !kApproximates<T>) fits &= is_near_0(a.scores, fmaxf(largest[0], largest[1]));
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];

@@ -30,10 +30,10 @@ auto with_or_without_terms(const Attention &a, const Use &use) {
 __device__ inline bool may_hide(const Attention &a) { return a.terms.mask || a.terms.bias; }
 
 // Two neighbours in one load.
-__device__ inline float2 two_numbers(const float *at) { return __ldg((const float2 *)at); }
-__device__ inline __half2 two_numbers(const __half *at) { return __ldg((const __half2 *)at); }
-__device__ inline __nv_bfloat162 two_numbers(const __nv_bfloat16 *at) { return __ldg((const __nv_bfloat162 *)at); }
-__device__ inline uchar2 two_numbers(const unsigned char *at) { return __ldg((const uchar2 *)at); }
+__device__ inline float2 two_numbers(const float *at) { return *(const float2 *)at; }
+__device__ inline __half2 two_numbers(const __half *at) { return *(const __half2 *)at; }
+__device__ inline __nv_bfloat162 two_numbers(const __nv_bfloat16 *at) { return *(const __nv_bfloat162 *)at; }
+__device__ inline uchar2 two_numbers(const unsigned char *at) { return *(const uchar2 *)at; }
 
 // s with a number of a bias or of a mask.
 template <class Number>
@@ -77,8 +77,7 @@ __device__ void add_numbers(float (&S)[Count], float unit, const Numbers<Number>
         for (int x0 = 0; x0 < Count; x0 += 8) {
             Number number[8];
 #pragma unroll
-            for (int x = x0; x < x0 + 8; ++x)
-                number[x % 8] = __ldg(numbers.at(first + x / 4 * 8 + x % 2, x / 2 % 2));
+            for (int x = x0; x < x0 + 8; ++x) number[x % 8] = *numbers.at(first + x / 4 * 8 + x % 2, x / 2 % 2);
 #pragma unroll
             for (int x = x0; x < x0 + 8; ++x) S[x] = with_number(unit, S[x], number[x % 8]);
             __syncwarp();
@@ -115,14 +114,15 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
             S[x] = fmaf(terms.unit, S[x], -slope * fabsf(distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms, [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
-        x += b * stride.batch + h * stride.head + j0 * stride.key;
-        const bool in_pairs = terms.in_pairs && j0 % 2 == 0 && j0 + 2 * Count <= a.Nk;
-        return {{x + min(i, a.Nq - 1) * stride.row, x + min(i + 8, a.Nq - 1) * stride.row},
-                (int)stride.key * (int)sizeof(*x),
-                a.Nk - 1 - j0,
-                in_pairs};
-    });
+    add_bias_and_mask<T>(S, terms,
+                         [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
+                             x += b * stride.batch + h * stride.head + j0 * stride.key;
+                             const bool in_pairs = terms.in_pairs && j0 % 2 == 0 && j0 + 2 * Count <= a.Nk;
+                             return {{x + min(i, a.Nq - 1) * stride.row, x + min(i + 8, a.Nq - 1) * stride.row},
+                                     (int)stride.key * (int)sizeof(*x),
+                                     a.Nk - 1 - j0,
+                                     in_pairs};
+                         });
 }
 
 // Rows are keys j and j + 8; the tile's queries begin at i0.
@@ -143,13 +143,14 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
         }
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms, [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
-        x += b * stride.batch + h * stride.head + i0 * stride.row;
-        return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},
-                (int)stride.row * (int)sizeof(*x),
-                a.Nq - 1 - i0,
-                false};
-    });
+    add_bias_and_mask<T>(S, terms,
+                         [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
+                             x += b * stride.batch + h * stride.head + i0 * stride.row;
+                             return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},
+                                     (int)stride.row * (int)sizeof(*x),
+                                     a.Nq - 1 - i0,
+                                     false};
+                         });
 }
 
 // dP = 0 where a term hides the key.
