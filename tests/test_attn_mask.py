@@ -110,6 +110,28 @@ def test_neighbours_and_others(backend, dtype, d, Nq, Nk):
         check(backend, torch.randn_like(q), q, k, v, **options)
 
 
+def masks_that_hide_tiles(b, N):
+    """Causal, documents, a window, padding, rows without a key at both ends and between, ranges in any order."""
+    i, j = torch.arange(N, device=b.device).unsqueeze(1), torch.arange(N, device=b.device)
+    begin = i * 7919 % N
+    yield j <= i
+    yield i // 150 == j // 150
+    yield (i - j).abs() < 40
+    yield (j < N - 300).expand(N, N)
+    yield (j <= i) & (i < N - 130) & (j % 3 > 0)
+    yield (i // 100 % 2 == 1) & (j > 400)
+    yield (begin <= j) & (j < begin + 60)
+
+
+def test_masks_that_hide_tiles(backend, dtype):
+    """On a GPU the tables of ranges leave out what no query of a tile sees."""
+    q, k, v = backend.qkv(Nq=700, Nk=700, dtype=dtype)
+    for mask in masks_that_hide_tiles(backend, 700):
+        backend.check(q, k, v, attn_mask=mask)
+        backend.check(q, k, v, attn_mask=mask, window_size=(300, 300))
+        check(backend, torch.randn_like(q), q, k, v, attn_mask=mask)
+
+
 def strided_masks(b, shape):
     """The same numbers in other memory: transposed, expanded, with gaps, backwards in the batch."""
     B, Hq, Nq, Nk = shape
