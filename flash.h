@@ -99,6 +99,7 @@ struct Terms {
     const unsigned char *mask;  // not 0: visible
     const void *bias;
     bool bias_is_float32;  // else it has q's dtype
+    bool in_pairs;         // whether those of two neighbouring keys may be read at once, from an even key on
     PairStrides mask_stride, bias_stride;
 };
 

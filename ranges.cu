@@ -1,5 +1,7 @@
 // ranges.cu: the tables of ranges.h on a GPU. cpu/ranges.cpp fills them on a CPU.
 //
+//     narrow_rows         `rows`, where all heads share an attn_mask: from the first to the last key that it shows; a warp
+//                         has a query
 //     fill_query_tables   `rows`, `tiles`; a warp has a tile of queries, a lane two of its rows
 //     sort_tiles          sort_tiles_cuda's; a warp finds the place of a tile, by counting those before it
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
@@ -31,6 +33,48 @@ __device__ Interval lane_before(Interval x, Interval last) {
     return {__shfl_sync(~0u, from.begin, lane), __shfl_sync(~0u, from.end, lane)};
 }
 
+// Then tiles of keys that the mask hides from all of a tile's queries are not computed. It still hides those between.
+__host__ __device__ bool narrows_rows(const Attention &a) {
+    return a.terms.mask && (a.terms.mask_stride.head == 0 || a.Hq == 1);
+}
+
+__global__ void __launch_bounds__(kThreads) narrow_rows(const __grid_constant__ Attention a, int64_t first_block) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32;
+    if (n >= a.B * a.Nq) return;
+    const int64_t b = n / a.Nq;
+    const int i = (int)(n % a.Nq), lane = threadIdx.x % 32;
+    constexpr int kStep = 8 * 32;  // keys: so many loads at a time
+    const unsigned char *const mask =
+        a.terms.mask + b * a.terms.mask_stride.batch + i * a.terms.mask_stride.row + lane * a.terms.mask_stride.key;
+    const Keys keys = range_of_row(a, band_of(a, b), b, i);
+    const auto shown_from = [&](int j0) {
+        unsigned char x[kStep / 32];
+        Keys shown = {0, 0};
+#pragma unroll
+        for (int n = 0; n < kStep / 32; ++n) {
+            const int j = j0 + 32 * n;
+            x[n] = 0;
+            if (keys.begin <= j + lane && j + lane < keys.end) x[n] = mask[j * a.terms.mask_stride.key];
+        }
+#pragma unroll
+        for (int n = 0; n < kStep / 32; ++n)
+            if (x[n]) shown = hull(shown, {j0 + 32 * n + lane, j0 + 32 * n + lane + 1});
+        return over_warp(shown, hull);
+    };
+    Keys first = {0, 0}, last = {0, 0};
+    for (int j = keys.begin; j < keys.end && empty(first); j += kStep) first = shown_from(j);
+    for (int j = keys.end - kStep; !empty(first) && empty(last); j -= kStep) last = shown_from(j);
+    // Behind the keys, if it shows none: ranges may still grow.
+    if (lane == 0) a.ranges.rows[b * range_rows(a) + i] = empty(first) ? Keys{keys.end, keys.end} : hull(first, last);
+}
+
+__device__ Keys seen_by_row(const Attention &a, const Band &band, int64_t b, int i) {
+    if (i < a.Nq && narrows_rows(a)) return a.ranges.rows[b * range_rows(a) + i];
+    return range_of_row(a, band, b, i);
+}
+
 __global__ void __launch_bounds__(kThreads)
     fill_query_tables(const __grid_constant__ Attention a, int64_t first_block) {
     let_next_kernel_start();
@@ -41,10 +85,10 @@ __global__ void __launch_bounds__(kThreads)
     const Band band = band_of(a, b);
     const int i0 = (int)(n % tiles) * kRangeTile, lane = threadIdx.x % 32;
     TileKeys tile = {{0, 0}, kAllKeys, true};
-    Keys last = lane == 31 && i0 > 0 ? range_of_row(a, band, b, i0 - 1) : Keys{0, 0};  // before this half
+    Keys last = lane == 31 && i0 > 0 ? seen_by_row(a, band, b, i0 - 1) : Keys{0, 0};  // before this half
 #pragma unroll
     for (int i = i0 + lane; i < i0 + kRangeTile; i += 32) {
-        const Keys row = range_of_row(a, band, b, i), before = lane_before(row, last);
+        const Keys row = seen_by_row(a, band, b, i), before = lane_before(row, last);
         last = row;
         a.ranges.rows[b * range_rows(a) + i] = row;
         if (a.terms.positions) a.terms.positions[b * range_rows(a) + i] = position_of_query(a, b, i);
@@ -136,7 +180,8 @@ cudaError_t launch(void (*kernel)(Attention, Parameters...), const Attention &a,
 }  // namespace
 
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream) {
-    cudaError_t error = launch(fill_query_tables, a, a.B * range_tiles(a), stream);
+    cudaError_t error = narrows_rows(a) ? launch(narrow_rows, a, a.B * a.Nq, stream) : cudaSuccess;
+    if (error == cudaSuccess) error = launch(fill_query_tables, a, a.B * range_tiles(a), stream);
     if (error == cudaSuccess && backward) error = launch(fill_key_tables, a, a.B * range_key_tiles(a), stream);
     return why_not(error);
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -39,10 +40,13 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
-// What portable's kernels compute: d or d_v above 256, terms of the pair (scores.h), dropout; in float32 d_v other than d, calls by
-// sequence and general ones; in bfloat16 softcaps that aren't approximated.
+// What portable's kernels compute: d or d_v above 256; in float32 d_v other than d, calls by sequence and general ones; in
+// bfloat16 softcaps that aren't approximated; masks and biases whose numbers are too far apart for hopper/terms.h; dropout
+// where tiles of keys begin anywhere.
 bool hopper_passes_on(const Attention &a) {
-    if (portable::is_wide(a) || has_terms(a) || has_dropout(a)) return true;
+    const auto are_far = [](const PairStrides &stride) { return std::max(stride.row, stride.key) >= 1 << 28; };
+    if (portable::is_wide(a) || are_far(a.terms.mask_stride) || are_far(a.terms.bias_stride)) return true;
+    if (has_dropout(a) && a.leftpad_k) return true;
     if (a.dtype == Dtype::float32) return a.d_v != a.d || a.by_sequence || a.is_general;
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
 }

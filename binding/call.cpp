@@ -101,6 +101,13 @@ void set_scores(Attention &attention, const Arguments &a) {
     attention.softmax_scale = softcap, attention.scores = {scale, softcap, ratio};
 }
 
+// Whether two neighbouring numbers may be read at once: those of neighbouring keys are neighbours, and lie at even places.
+bool lies_in_pairs(const Tensor &t) {
+    const auto is_even = [&](int64_t dim) { return t.size(dim) == 1 || t.stride(dim) % 2 == 0; };
+    return t.stride(3) == 1 && t.size(3) % 2 == 0 && is_even(0) && is_even(1) && is_even(2) &&
+           (uintptr_t)t.const_data_ptr() % (2 * t.element_size()) == 0;
+}
+
 // What is added to scores. The caller's tensors have the memory.
 void set_terms(Attention &attention, const Arguments &a) {
     Terms &terms = attention.terms;
@@ -112,9 +119,11 @@ void set_terms(Attention &attention, const Arguments &a) {
         terms.slopes_stride = slopes.stride(0), terms.slope_stride = slopes.stride(1);
     }
     const bool is_bool = a.attn_mask && a.attn_mask->scalar_type() == at::kBool;
+    terms.in_pairs = true;
     const auto expanded = [&](const Tensor &t, PairStrides &stride) {
         const Tensor all = t.expand({attention.B, attention.Hq, attention.Nq, attention.Nk});
         stride = {all.stride(0), all.stride(1), all.stride(2), all.stride(3)};
+        terms.in_pairs &= lies_in_pairs(all);
         return all.const_data_ptr();
     };
     if (is_bool) terms.mask = (const unsigned char *)expanded(*a.attn_mask, terms.mask_stride);

@@ -127,8 +127,20 @@ struct WholeTiles<Tile, Mask, true> {
     }
 };
 
+// A thread's numbers, in SharedStorage::P.
+template <int Fours, int Count>
+__device__ void store_of_thread(float4 (&to)[Fours][128], const float (&x)[Count], int thread) {
+#pragma unroll
+    for (int n = 0; n < Fours; ++n) to[n][thread] = *(const float4 *)&x[4 * n];
+}
+template <int Fours, int Count>
+__device__ void load_of_thread(float (&x)[Count], const float4 (&from)[Fours][128], int thread) {
+#pragma unroll
+    for (int n = 0; n < Fours; ++n) *(float4 *)&x[4 * n] = from[n][thread];
+}
+
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
-template <class T, class Tile, class Mask, Sum which>
+template <class T, class Tile, class Mask, Sum which, bool with_terms>
 __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile, Mask> &keys,
                              int j, float (&sum)[(which == Sum::dV ? Tile::D_v : Tile::D) / 2]) {
     constexpr bool is_dV = which == Sum::dV;
@@ -155,7 +167,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
     issue_S();
 #pragma unroll
     for (float &x : sum) x = 0.f;
-    for (int n = 1, i0 = keys.i;; ++n) {
+    for (int n = 1, i0 = keys.i, h = keys.h;; ++n) {  // h: of a general kernel, which has no slices
         const bool masked = !whole.has(keys, i0);
         const auto mask = [&] {
             if (!masked) return;
@@ -167,30 +179,47 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         if constexpr (is_dV) {
             float slopes[Br / 2];  // of a general kernel. There dS^T is P^T times these times dP^T - D
             if constexpr (kIsGeneral<Mask>) {
-                change<T, true>(p.a.scores, S);
+                if (!with_terms || has_softcap(p.a)) change<T, true>(p.a.scores, S);
 #pragma unroll
-                for (int x = 0; x < Br / 2; ++x) slopes[x] = slope_of(S[x]);
+                for (int x = 0; x < Br / 2; ++x) slopes[x] = slope<with_terms>(p.a, S[x]);
+            }
+            if constexpr (with_terms) {  // there are no registers for slopes, too
+                P_ready.producer_acquire();
+                store_of_thread(shared.P, slopes, thread);
+                add_terms_transposed<T>(S, p.a, keys.b, h, i0, j);
+                load_of_thread(slopes, shared.P, thread);
             }
             if (__builtin_expect(may_be_large, false)) subtract_m<T>(S, shared.m_l[of_S.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[of_S.stage()][1] + thread % 4 * 2, p.c);
             mask();
             if constexpr (kIsGeneral<Mask>) multiply_elements(slopes, S);
+            if (with_terms && has_dropout(p.a))  // the sign of P tells the other warpgroup
+                for_each_weight<true, Br / 2>({p.a, keys.b, h}, j, i0, [&](int x, bool is_kept) {
+                    S[x] = is_kept ? S[x] : 0.f, slopes[x] = is_kept ? slopes[x] : -slopes[x];
+                });
             const float (&P)[Br / 2] = kIsGeneral<Mask> ? slopes : S;
             P_ready.producer_acquire();
-#pragma unroll
-            for (int x = 0; x < Br / 2; x += 4) shared.P[x / 4][thread] = *(const float4 *)&P[x];
+            store_of_thread(shared.P, P, thread);
             producer_commit(P_ready);
         } else {
             P_ready.consumer_wait();
             float P[Br / 2];
+            load_of_thread(P, shared.P, thread);
+            if (with_terms && has_dropout(p.a))
 #pragma unroll
-            for (int x = 0; x < Br / 2; x += 4) *(float4 *)&P[x] = shared.P[x / 4][thread];
+                for (int x = 0; x < Br / 2; ++x)
+                    S[x] = signbit(P[x]) ? 0.f : p.a.dropout.kept * S[x], P[x] = fabsf(P[x]);
             compute_dS<T>(S, P, shared.Di[of_S.stage()][0] + thread % 4 * 2);
+            if (with_terms && may_hide(p.a)) clear_hidden(S, P, 0.f);
             mask();
         }
         pack_operand<T>(A, S);
         of_sum.consumer_wait();
-        if (masked)
+        if (with_terms && may_hide(p.a))
+            zero_hidden_rows<Br, BytesOfSum / (Br * 128)>(
+                is_dV ? shared.dOi[of_sum.stage()] : shared.Qi[of_sum.stage()],
+                shared.m_l[is_dV ? of_S.stage() : of_sum.stage()][1], Tile::kZeroed + !is_dV);
+        else if (masked)
             zero_blind_rows<Tile, BytesOfSum / (Br * 128)>(
                 is_dV ? shared.dOi[of_sum.stage()] : shared.Qi[of_sum.stage()], keys.mask(), i0, p.a.Nq,
                 Tile::kZeroed + !is_dV);
@@ -201,7 +230,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         if (n == keys.steps) break;
         const auto next = [&] {
             i0 += Br;
-            if (i0 >= keys.i1) i0 = keys.i0;
+            if (i0 >= keys.i1) i0 = keys.i0, ++h;
         };
         next();
         if (keys.is_ranges && !keys.grows())  // as for_each_step does; the last step meets the keys
@@ -213,7 +242,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
     wgmma_wait<0>(sum);
 }
 
-template <class T, class Tile, class Mask>
+template <class T, bool with_terms, class Tile, class Mask>
 __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     const KeySlice<Tile, Mask> keys = keys_of_block<Tile, Mask>(p).of_warp();
     if (keys.steps < 1) return;
@@ -224,27 +253,27 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
         if (!keys.is_ranges && keys.steps < keys.all_steps && !sum_slices(p, keys, blockIdx.x - p.whole_tiles, sum))
             return;
         store_gradient<T>(is_dV ? p.dv : p.dk, keys.b, keys.key_head, j, p.a.Nk, is_dV ? p.a.d_v : p.a.d,
-                          is_dV ? 1.f / kPScale<T> : p.a.scores.scale, sum,
+                          is_dV ? (kIsGeneral<Mask> ? factor_of_kept(p.a) : 1.f) / kPScale<T> : p.a.scores.scale, sum,
                           [&](int key) { return keys.is_seen(key, p.a.Nq); });
     };
     float sum[Tile::D / 2];  // dVj or dKj
     if constexpr (Tile::D_v == Tile::D) {
         if (is_dV)
-            walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum);
+            walk_queries<T, Tile, Mask, Sum::dV, with_terms>(p, shared, keys, j, sum);
         else
-            walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
+            walk_queries<T, Tile, Mask, Sum::dK, with_terms>(p, shared, keys, j, sum);
         store(sum);
     } else if (is_dV) {
         float sum_of_dV[Tile::D_v / 2];
-        walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum_of_dV);
+        walk_queries<T, Tile, Mask, Sum::dV, with_terms>(p, shared, keys, j, sum_of_dV);
         store(sum_of_dV);
     } else {
-        walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
+        walk_queries<T, Tile, Mask, Sum::dK, with_terms>(p, shared, keys, j, sum);
         store(sum);
     }
 }
 
-template <class T, class Tile, class Mask>
+template <class T, class Tile, class Mask, bool with_terms>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dK_dV_kernel(const __grid_constant__ KeyParameters p) {
     auto &shared = shared_storage<SharedStorage<Tile>>();
@@ -261,7 +290,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             load_keys_and_queries<Tile, Mask>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO, shared.dOi,
                                               shared.Di);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, with_terms, Tile, Mask>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -310,8 +339,10 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
             return "cuTensorMapEncodeTiled refused do";
         return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
-            const auto kernel =
-                a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask> : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
+                return a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask, with_terms>
+                                                 : dK_dV_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+            });
             // It sets tile_counter, which isn't read.
             return launch_kernels<Tile>({kernel}, p, plan, counters, stream);
         });

@@ -39,7 +39,9 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
 // memory, counts the work tiles that the scheduler has taken.
+#include "hopper/dropped.h"
 #include "hopper/gradient.h"
+#include "hopper/terms.h"
 
 namespace minimal_attn::hopper {
 namespace {
@@ -93,7 +95,7 @@ __device__ void load_V(const GradientParameters &p, SharedStorage<Tile, Mask> &s
 // ------------------------------------------------------------------------------ consumer warpgroups
 
 // dPij of the next tile is issued when the product dSij Kj has ended: then the registers of dSij are free.
-template <class T, class Tile, class Mask>
+template <class T, bool with_terms, class Tile, class Mask>
 __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
     const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -153,10 +155,19 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
             if constexpr (kIsGeneral<Mask>) {  // dP waits for no P, which takes the place of S
-                change<T, true>(p.a.scores, S);
+                if (!with_terms || has_softcap(p.a)) change<T, true>(p.a.scores, S);
                 wgmma_wait<0>(dP);
+                if (with_terms && has_dropout(p.a))
+                    for_each_weight<false, Bc / 2>({p.a, work.b, work.h}, i, j0, [&](int x, bool is_kept) {
+                        dP[x] = is_kept ? p.a.dropout.kept * dP[x] : 0.f;
+                    });
 #pragma unroll
-                for (int x = 0; x < Bc / 2; ++x) dP[x] = slope_of(S[x]) * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);
+                for (int x = 0; x < Bc / 2; ++x)
+                    dP[x] = slope<with_terms>(p.a, S[x]) * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);
+            }
+            if constexpr (with_terms) {
+                add_terms<T>(S, p.a, work.b, work.h, i, j0);
+                if (may_hide(p.a)) clear_hidden(dP, S, -INFINITY);
             }
             if (__builtin_expect(may_be_large, false)) {
                 const float *const m = p.rows.m + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
@@ -209,7 +220,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
     }
 }
 
-template <class T, class Tile, class Mask>
+template <class T, class Tile, class Mask, bool with_terms>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dQ_kernel(const __grid_constant__ GradientParameters p) {
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
@@ -230,7 +241,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 96) cudaGridDependencySynchronize();
     };
     // It is launched behind dK and dV. What it reads was written before these began.
-    run_roles<Tile, WaitsAt::end>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
+    run_roles<Tile, WaitsAt::end>(init_barriers, produce, [&] { consume<T, with_terms, Tile>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -260,8 +271,10 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
             using Mask = Narrow<decltype(mask)>;
             const Plan plan =
                 make_plan<Tile, SharedStorage<Tile, Mask>>(a, {multiprocessors, 0}, "half backward, dQ", tile_of(a));
-            const auto kernel =
-                a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile, Mask> : dQ_kernel<__nv_bfloat16, Tile, Mask>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
+                return a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile, Mask, with_terms>
+                                                 : dQ_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+            });
             return launch_kernels<Tile>({kernel}, p, plan, Zeros(nullptr, 0, stream), stream);
         });
     });

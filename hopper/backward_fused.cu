@@ -238,7 +238,8 @@ __device__ void store_dK_dV(const FusedParameters &p, const KeyWork &work, const
     if (keys.steps < keys.all_steps && !sum_slices(p, keys, work.slice, dK, dV)) return;
     const int thread = opaque(threadIdx.x) - 128, j = keys.j0 + thread / 32 * 16 + thread % 32 / 4;  // keys j and j + 8
     const auto is_seen = [&](int key) { return keys.is_seen(key, p.a.Nq); };
-    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d_v, 1.f / kPScale<T>, dV, is_seen);
+    const float of_kept = kIsGeneral<Mask> ? factor_of_kept(p.a) : 1.f;
+    store_gradient<T>(p.dv, keys.b, keys.key_head, j, p.a.Nk, p.a.d_v, of_kept / kPScale<T>, dV, is_seen);
     store_gradient<T>(p.dk, keys.b, keys.key_head, j, p.a.Nk, p.a.d, p.a.scores.scale, dK, is_seen);
 }
 
@@ -288,7 +289,7 @@ struct Hide<Tile, General> : Hide<Tile, Ranges> {
     using Hide<Tile, Ranges>::Hide;
 };
 
-template <class T, class Tile, class Mask, bool has_large_rows>
+template <class T, class Tile, class Mask, bool has_large_rows, bool with_terms>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -314,6 +315,9 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
+            if constexpr (with_terms)
+                if (may_hide(a))
+                    return zero_hidden_rows<Br, Tile::Boxes>(tile, shared.m_l[Q.stage()][1], Tile::kZeroed + consumer);
             if constexpr (keys.is_ranges)
                 if (!keys.any_blind) return;
             zero_blind_rows<Tile>(tile, keys.mask(), i0, a.Nq, Tile::kZeroed + consumer);
@@ -337,9 +341,10 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
         zero_hidden(shared.Kj), zero_hidden(shared.Vj);
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) dK[x] = dV[x] = 0.f;
-        keys.for_each_step([&](int, int i0, bool is_first) {
+        keys.for_each_step([&](int h, int i0, bool is_first) {
             float S[Br / 2], dP[Br / 2], dQ[32];  // inside the loop: ptxas keeps none for the next tile
             uint32_t P[Br / 4], dS[Br / 4];
+            KeptWeights<Br / 2> kept;
             Q.consumer_wait();
             zero_blind(shared.Qi[Q.stage()], i0);
             ping_pong.wait_turn();
@@ -350,21 +355,36 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
             if constexpr (kIsGeneral<Mask>) {  // dP^T waits for no P^T, which takes the place of S^T
-                change<T, true>(a.scores, S);
+                if (!with_terms || has_softcap(a)) change<T, true>(a.scores, S);
                 wgmma_wait<0>(dP);
-                multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
+                if (with_terms && has_dropout(a))
+                    for_each_weight<true, Br / 2>({a, keys.b, h}, j, i0, [&](int x, bool is_kept) {
+                        dP[x] = is_kept ? a.dropout.kept * dP[x] : 0.f, kept.set(x, is_kept);
+                    });
+                if (!with_terms || has_softcap(a))
+                    multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
+                else
+                    subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2);
+            }
+            if constexpr (with_terms) {
+                add_terms_transposed<T>(S, a, keys.b, h, i0, j);
+                if (may_hide(a)) clear_hidden(dP, S, -INFINITY);
             }
             if (has_large_rows && (!kIsGeneral<Mask> || may_be_large))
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
             hide(S, keys, i0, j);
+            if constexpr (with_terms) {  // dS before P is dropped
+                multiply_elements(dP, S), hide(dP, keys, i0, j);
+                if (has_dropout(a)) kept.drop(S);
+            }
             pack_operand<T>(P, S);
             if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();  // keeps what follows behind the products
-            if constexpr (kIsGeneral<Mask>)
+            if constexpr (kIsGeneral<Mask> && !with_terms)
                 multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
-            else
+            else if constexpr (!with_terms)
                 compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
@@ -406,7 +426,7 @@ __device__ bool takes_large_rows(const FusedParameters &p) {
 
 // Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m
 // for all rows, made d 128 6 to 9 % slower (docs/backward.md).
-template <class T, class Tile, class Mask, bool has_large_rows>
+template <class T, class Tile, class Mask, bool has_large_rows, bool with_terms>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     wait_for_kernel_before();
@@ -427,7 +447,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask, has_large_rows>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask, has_large_rows, with_terms>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -457,8 +477,11 @@ auto kernel_for(const Attention &a) {
     return with_mask_and_scores(a, [&](auto mask) {
         using Any = Narrow<decltype(mask)>;
         using Mask = std::conditional_t<kIsRanges<Any> && !has_large_rows, GrowingRanges, Any>;
-        return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
-                                         : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows>;
+        return with_or_without_terms<Mask>(a, [&](auto with_terms) {
+            return a.dtype == Dtype::float16
+                       ? fused_backward_kernel<__half, Tile, Mask, has_large_rows, with_terms>
+                       : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows, with_terms>;
+        });
     });
 }
 

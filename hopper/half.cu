@@ -49,15 +49,18 @@
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
 // | scores.h    | change: all scores of a thread. changed_approximately, changed_near_0, is_near_0: beside exponentials |
+// | dropped.h   | for_each_weight: dropout                                                                             |
+// | terms.h     | add_terms: ALiBi, a bias and a mask. with_or_without_terms: which general kernel                      |
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
 // | launch.h    | make_plan, launch_kernels; params.h: Parameters, what the host hands to the kernel                   |
 #include "hopper/epilogue.h"
+#include "hopper/dropped.h"
 #include "hopper/half.h"
 #include "hopper/launch.h"
 #include "hopper/softmax.h"
-#include "scores.h"
+#include "hopper/terms.h"
 
 namespace minimal_attn::hopper {
 namespace {
@@ -178,10 +181,12 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 // A general kernel changes the products Sij here (scores.h). Then the mask hides keys. Where the state is wanted, each
 // thread tracks its largest scores: m may be stale, the maximum of earlier tiles (stale_softmax). Most tiles skip both
 // the mask and the tracking by one branch.
-template <class T, class Mask, int Count>
+template <class T, bool with_terms, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
                                    const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {
-    if constexpr (kIsGeneral<Mask>) change<T, true>(a.scores, Sij);
+    if constexpr (kIsGeneral<Mask>)
+        if (!with_terms || has_softcap(a)) change<T, true>(a.scores, Sij);
+    if constexpr (with_terms) add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0);
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
     if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
@@ -193,16 +198,19 @@ __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, c
 
 // Steps 10 and 11: Pij by the exact maximum. Returns whether the next tile must use it, too: scores are so large that m
 // is subtracted before the scaling (softmax.h), which stale_softmax can't do.
-template <class T, int Count>
-__device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c) {
+// drop(Pij) is dropout.
+template <class T, int Count, class Drop>
+__device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], SoftmaxState &softmax, float c,
+                              const Drop &drop) {
     const bool needs_max = update_row_max(Sij, softmax, c);
     exponentiate(Sij, softmax, c);
+    drop(Sij);
     pack_operand<T>(Pij, Sij);
     return needs_max;
 }
 
 // Whether scores change beside the exponentials, unless the mask hides some or the state is wanted. Else they change
-// before. With the polynomial of float16 three consumers have no registers for it.
+// before, as where there are terms. With the polynomial of float16 three consumers have no registers for it.
 template <class T, class Tile, class Mask>
 constexpr bool kChangesLate = kIsGeneral<Mask> && (kApproximates<T> || Tile::Consumers == 2);
 
@@ -228,11 +236,11 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], float (&larges
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread computes so many exponentials before the wait for Pij Vj. Three consumers have no registers for more than 2.
-// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time.
-template <class Tile>
-constexpr int kEarly = Tile::Consumers > 2 ? 2 : 22;
+// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time. Beside terms 22 spill.
+template <class Tile, bool with_terms>
+constexpr int kEarly = Tile::Consumers > 2 || with_terms ? 2 : 22;
 
-template <class T, class Tile, class Mask>
+template <class T, bool with_terms, class Tile, class Mask>
 __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, D_v = Tile::D_v, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -247,7 +255,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     float Oi[D_v / 2], Sij[Bc / 2];
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
-    constexpr bool changes_late = kChangesLate<T, Tile, Mask>;
+    constexpr bool changes_late = kChangesLate<T, Tile, Mask> && !with_terms;
     const float last = changes_late ? opaque(kLast) : 0.f;  // for changed_near_0
 
     // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
@@ -269,8 +277,16 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         int j0 = work.visible.begin;
         K.consumer_release();
         softmax = SoftmaxState();
-        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
-        bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
+        const auto drop_from = [&](int j) {
+            return [&, j](float (&P)[Bc / 2]) {
+                if constexpr (with_terms)
+                    if (has_dropout(a))
+                        for_each_weight<false, Bc / 2>({a, work.b, work.h}, work.i0 + row, j,
+                                                       [&](int x, bool is_kept) { P[x] = is_kept ? P[x] : 0.f; });
+            };
+        };
+        mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0, fully_visible);
+        bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0));
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
 
@@ -292,17 +308,20 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if constexpr (changes_late)
                 needs_max |= a.l || j0 + Bc < fully_visible.begin || j0 + 2 * Bc > fully_visible.end;
             else
-                mask_and_track_max<T>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+                mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
             if (!needs_max)
-                stale_softmax<T, 0, kEarly<Tile>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
+                stale_softmax<T, 0, kEarly<Tile, with_terms>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores,
+                                                                            last);
             K.consumer_release(sum[0] + sum[1]);  // the sum keeps ptxas from moving the wait up
             wgmma_wait<0>(Oi);
             V.consumer_release();
             if (!needs_max) {
-                stale_softmax<T, kEarly<Tile>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
+                stale_softmax<T, kEarly<Tile, with_terms>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c,
+                                                                                 a.scores, last);
+                drop_from(j0 + Bc)(P);
                 pack_operand<T>(Pij, P);
             }
             bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
@@ -310,8 +329,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
-                if constexpr (changes_late) mask_and_track_max<T>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
-                needs_max = exact_softmax<T>(Pij, Sij, softmax, c);
+                if constexpr (changes_late)
+                    mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+                needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0 + Bc));
                 rescale(Oi, softmax);
             }
         }
@@ -342,6 +362,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         if constexpr (begins_early) begin_work_tile();
         wgmma_wait<begins_early ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
+        if constexpr (with_terms)
+#pragma unroll
+            for (float &o : Oi) o *= factor_of_kept(a);
 
         if (a.lse) store_lse(a, work, work.i0 + row, softmax);  // store_state does it again, with the earlier state
         if (a.o_dtype == Dtype::float32 || a.o_in) {
@@ -368,7 +391,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     }
 }
 
-template <class T, class Tile, class Mask>
+template <class T, class Tile, class Mask, bool with_terms>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
@@ -387,7 +410,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if constexpr (kIsRanges<Mask>)
             if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, with_terms>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -466,8 +489,10 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             constexpr bool exists = !kIsGeneral<Wanted> || Tile::has_general;
             if (!exists) return "this tile has no general kernel";
             using Mask = std::conditional_t<exists, Wanted, Ranges>;
-            const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
-                                                          : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
+                return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask, with_terms>
+                                                 : half_hopper_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+            });
             if (a.by_sequence) p.tile_counter = &a.sequences.counts->tiles_taken;
             const Zeros counter(workspace, std::min<int64_t>(plan.workspace, sizeof(int)), stream);
             return launch_kernels<Tile>({kernel}, p, plan, counter, stream);

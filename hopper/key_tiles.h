@@ -2,6 +2,8 @@
 // of queries.
 #pragma once
 #include "hopper/gradient.h"
+#include "hopper/dropped.h"
+#include "hopper/terms.h"
 
 namespace minimal_attn::hopper {
 
@@ -224,6 +226,17 @@ __device__ void multiply_by_slopes(float (&dP)[Count], const float (&S)[Count], 
         const float2 two = *(const float2 *)(D + 2 * x);
 #pragma unroll
         for (int y = x; y < x + 4; ++y) dP[y] = slope_of(S[y]) * subtract_D<T>(dP[y], y % 2 ? two.y : two.x);
+    }
+}
+
+// Without softcap.
+template <class T, int Count>
+__device__ void subtract_D_of_columns(float (&dP)[Count], const float *D) {
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const float2 two = *(const float2 *)(D + 2 * x);
+#pragma unroll
+        for (int y = x; y < x + 4; ++y) dP[y] = subtract_D<T>(dP[y], y % 2 ? two.y : two.x);
     }
 }
 

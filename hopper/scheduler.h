@@ -17,6 +17,7 @@
 #include "hopper/params.h"
 #include "hopper/pipeline.h"
 #include "ranges.h"
+#include "scores.h"
 #include "sequences.h"
 
 namespace minimal_attn::hopper {
@@ -129,6 +130,8 @@ struct TileScheduler {
         Keys visible = keys_of_any(of_batch, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
+        // So that hopper/terms.h may read two neighbours at once, and for dropout. Keys before keys.begin may be anything.
+        if (kIsGeneral<Mask> && (has_terms(p.a) || has_dropout(p.a))) visible.begin = max(visible.begin / 16 * 16, mask.keys.begin);
         if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};

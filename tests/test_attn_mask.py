@@ -76,6 +76,62 @@ def test_key_ranges(backend, dtype, make):
     check(backend, torch.randn_like(q), q, k, v, **options)
 
 
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_hopper_computes_terms_itself(cuda_backend, dtype, d):
+    """Else by portable's kernels: in float32."""
+    q, k, v = cuda_backend.qkv(Nq=200, Nk=300, d=d, dtype=dtype)
+    options = list(term_options(cuda_backend, 200, 300))
+    for backward in False, True:
+        for option in options:
+            own = cuda_backend.explain(q, k, v, backward=backward, **option)
+            other = minimal_attn.explain(q, k, v, backward=backward, backend="portable", **option)
+            assert "general" in own.kernel
+            if cuda_backend.name == "hopper":
+                assert (own.threads == other.threads) == (dtype == torch.float32)
+
+
+def term_options(b, Nq, Nk):
+    yield dict(alibi_slopes=b.randn(4))
+    yield dict(attn_mask=b.randn(Nq, Nk) < 1)
+    yield dict(bias=b.randn(Nq, Nk))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("Nq, Nk", [(256, 384), (250, 380), (197, 197)])
+def test_neighbours_and_others(backend, dtype, d, Nq, Nk):
+    """Tiles within all keys and beyond, rows that begin at even places and odd ones, many query heads a key head."""
+    q, k, v = backend.qkv(B=2, Hq=6, Hkv=2, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
+    wide = backend.randn(2, 6, Nq, Nk + 2, dtype=dtype)
+    for x in wide[..., 1:-1], wide[..., :Nk], wide[:, :1, :, :Nk], wide[:1, :, :1, :Nk], wide[..., :1]:
+        for options in dict(bias=x), dict(bias=x.float()), dict(attn_mask=x < 1), dict(bias=x, attn_mask=x < 1):
+            backend.check(q, k, v, **options)
+        options |= dict(alibi_slopes=backend.randn(6) / 100, softcap=3.0, causal=True)
+        backend.check(q, k, v, **options)
+        check(backend, torch.randn_like(q), q, k, v, **options)
+
+
+def masks_that_hide_tiles(b, N):
+    """Causal, documents, a window, padding, rows without a key at both ends and between, ranges in any order."""
+    i, j = torch.arange(N, device=b.device).unsqueeze(1), torch.arange(N, device=b.device)
+    begin = i * 7919 % N
+    yield j <= i
+    yield i // 150 == j // 150
+    yield (i - j).abs() < 40
+    yield (j < N - 300).expand(N, N)
+    yield (j <= i) & (i < N - 130) & (j % 3 > 0)
+    yield (i // 100 % 2 == 1) & (j > 400)
+    yield (begin <= j) & (j < begin + 60)
+
+
+def test_masks_that_hide_tiles(backend, dtype):
+    """On a GPU the tables of ranges leave out what no query of a tile sees."""
+    q, k, v = backend.qkv(Nq=700, Nk=700, dtype=dtype)
+    for mask in masks_that_hide_tiles(backend, 700):
+        backend.check(q, k, v, attn_mask=mask)
+        backend.check(q, k, v, attn_mask=mask, window_size=(300, 300))
+        check(backend, torch.randn_like(q), q, k, v, attn_mask=mask)
+
+
 def strided_masks(b, shape):
     """The same numbers in other memory: transposed, expanded, with gaps, backwards in the batch."""
     B, Hq, Nq, Nk = shape

@@ -422,7 +422,8 @@ def test_no_kernel_spills():
         ("120", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E.*6Ranges"): 40,
         ("90a", "FusedTileILi64E.*13GrowingRangesELb0E"): 48,
         ("90a", "FusedTileILi64E.*6RangesELb1E"): 56,
-        ("90a", "FusedTileILi64E.*7General"): 120,
+        ("90a", "FusedTileILi64E.*7General"): 128,
+        ("90a", "half_hopper_kernel.*7GeneralELb1E"): 232,
         ("100", "tf32_backward_kernelINS0_12BackwardTileILi64E.*7General"): 352,
         ("120", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E.*7General"): 48,
         ("75", "decode_kernelI6__halfNS0_10DecodeTileILi256E"): 64,
@@ -475,7 +476,8 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
     """And keep each loop over tiles in registers; where ptxas serialises wgmma, only a warning would say so.
 
     Outside these loops test_no_kernel_spills limits local memory. The fused backward kernel may read a word
-    in its loop, and so may the one that reads pages, and the one of dQ where scores change.
+    in its loop, and so may the one that reads pages, the one of dQ where scores change, and the forward one
+    with terms: most of its words are spilled where a mask or bias has any strides.
     """
     if "9.0a" not in minimal_attn._C.cuda_architectures().split():
         pytest.skip("this build has no code for compute capability 9.0")
@@ -502,7 +504,7 @@ def test_hopper_kernels_multiply_by_wgmma(monkeypatch):
             exponential = [loop for loop in innermost if "MUFU.EX2" in loop]
             assert exponential or "split" in name, f"{name} has no loop with HGMMA and MUFU.EX2"
             local = any(re.search(r"\b(LDL|STL)\b", loop) for loop in innermost)
-            may_spill = re.search("fused_backward|PagedBand|dQ_kernel.*7General", name)
+            may_spill = re.search("fused_backward|PagedBand|dQ_kernel.*7General|7GeneralELb1E", name)
             assert not local or may_spill, f"{name} uses local memory in its loop"
 
 
