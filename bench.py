@@ -12,6 +12,8 @@
   bench.py --packed    causal documents in one batch, by cu_seqlens, beside PyTorch's varlen_attn and, if they
                        are installed, FlashAttention-3 and -4, or beside SDPA for each document; also with
                        --backward and --step. TFLOP/s count what is seen; errors are those of o or dq
+  bench.py --masks     ALiBi, bool masks, biases and dropout beside SDPA's kernels and FlexAttention; also with
+                       --backward and --step. Errors are those of one head, of dropout's 0
   bench.py --serving   packed queries over caches of keys, contiguous and in pages, beside FlashAttention-3 if
                        it is installed. GB/s count the keys that are seen
   bench.py --overhead  host time of one call, on an input so small that little else counts
@@ -50,7 +52,7 @@ HERE = Path(__file__).resolve().parent
 # ------------------------------------------------------------------------------------------ options
 DTYPES = ["float32", "bfloat16", "float16"]
 USED_BY = {
-    "dtype": ["sweep", "ladder", "decode", "packed", "serving", "overhead"]
+    "dtype": ["sweep", "ladder", "decode", "packed", "serving", "masks", "overhead"]
 }  # the modes that an option needs
 USED_BY |= dict.fromkeys(["shape", "causal", "full"], ["sweep", "ladder"])
 USED_BY |= {"graph": ["sweep", "ladder", "decode", "serving"]}
@@ -66,7 +68,7 @@ class Parser(ArgumentParser):
 def parse() -> Namespace:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group()
-    for name in "sweep", "ladder", "decode", "packed", "serving", "overhead":
+    for name in "sweep", "ladder", "decode", "packed", "serving", "masks", "overhead":
         mode.add_argument(f"--{name}", action="store_const", dest="mode", const=name, help="see above")
     part = parser.add_mutually_exclusive_group()
     for name in "backward", "step":
@@ -95,7 +97,7 @@ def parse() -> Namespace:
     for name, modes in USED_BY.items():
         if getattr(args, name) and args.mode not in modes:
             parser.error(f"--{name} needs {' or '.join(f'--{mode}' for mode in modes)}")
-    if args.part != "forward" and (args.mode not in ("sweep", "packed") or args.graph):
+    if args.part != "forward" and (args.mode not in ("sweep", "packed", "masks") or args.graph):
         parser.error(f"--{args.part} takes none of --ladder, --decode, --overhead and --graph")
     for number in [args.threads, *(args.shape or [])]:
         if number is not None and number < 1:

@@ -70,19 +70,21 @@ def judge(q, k, v, do, causal, softcap=None):
     return error_of
 
 
-def call_of(part: str, function, q, k, v, do):
-    """What is timed: the forward pass, the backward pass of autograd, or both."""
+def call_of(part: str, function, *tensors):
+    """What is timed: the forward pass, the backward pass of autograd, or both. The last tensor is do."""
+    *inputs, do = tensors
+    differentiated = [x for x in inputs if x.requires_grad]
     if part == "forward":
-        return lambda: (function(q, k, v),)
+        return lambda: (function(*inputs),)
     if part == "step":
-        return lambda: torch.autograd.grad(function(q, k, v), (q, k, v), do)
-    o = function(q, k, v)
-    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+        return lambda: torch.autograd.grad(function(*inputs), differentiated, do)
+    o = function(*inputs)
+    return lambda: torch.autograd.grad(o, differentiated, do, retain_graph=True)
 
 
 def take_turns(peers: dict, tensors, error_of, args, bar: str) -> tuple[dict, dict]:
     """Of each peer a record with its error, or why it failed, and its times in seconds. A peer is a function
-    of q, k and v, and a context; `tensors` are q, k, v and do. Round 0 warms up: it judges the first result
+    of q, k, v and what stands between v and do in `tensors`, and a context. Round 0 warms up: it judges the first result
     and sets the peer's clock."""
     pool = torch.cuda.graph_pool_handle() if args.graph else None  # shared: no two graphs run at once
     names, found, watches, times, spent = list(peers), {}, {}, defaultdict(list), Counter()

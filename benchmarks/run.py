@@ -12,6 +12,7 @@ except ImportError as problem:
 
 from .clock import progress
 from .ladder import run_ladder
+from .masks import run_masks
 from .packed import run_packed
 from .peers import backends_for
 from .serving import run_serving
@@ -20,7 +21,7 @@ from .sweep import run_sweep
 from .workloads import cells_for
 
 RUNS = {"profile": run_profile, "ladder": run_ladder, "overhead": run_overhead, "packed": run_packed}
-RUNS |= {"serving": run_serving}
+RUNS |= {"serving": run_serving, "masks": run_masks}
 RUNS |= {"sweep": run_sweep, "decode": run_sweep}
 
 
@@ -39,7 +40,7 @@ def complete(args) -> str:
         args.full |= not args.causal
     args.backend = backends_for(args)
     args.cells = (
-        [] if args.mode in ("profile", "packed", "serving", "overhead") or args.load else cells_for(args)
+        [] if args.mode in ("profile", "packed", "serving", "masks", "overhead") or args.load else cells_for(args)
     )
     if args.threads:
         torch.set_num_threads(args.threads)
