@@ -99,11 +99,16 @@ def term_options(b, Nq, Nk):
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("Nq, Nk", [(256, 384), (250, 380), (197, 197)])
 def test_neighbours_and_others(backend, dtype, d, Nq, Nk):
-    """Tiles within all keys and beyond, rows that begin at even places and odd ones, many query heads a key head."""
+    """Tiles within all keys and beyond, rows that begin at even places and odd ones, grouped heads."""
     q, k, v = backend.qkv(B=2, Hq=6, Hkv=2, Nq=Nq, Nk=Nk, d=d, dtype=dtype)
     wide = backend.randn(2, 6, Nq, Nk + 2, dtype=dtype)
     for x in wide[..., 1:-1], wide[..., :Nk], wide[:, :1, :, :Nk], wide[:1, :, :1, :Nk], wide[..., :1]:
-        for options in dict(bias=x), dict(bias=x.float()), dict(attn_mask=x < 1), dict(bias=x, attn_mask=x < 1):
+        for options in (
+            dict(bias=x),
+            dict(bias=x.float()),
+            dict(attn_mask=x < 1),
+            dict(bias=x, attn_mask=x < 1),
+        ):
             backend.check(q, k, v, **options)
         options |= dict(alibi_slopes=backend.randn(6) / 100, softcap=3.0, causal=True)
         backend.check(q, k, v, **options)
@@ -111,7 +116,7 @@ def test_neighbours_and_others(backend, dtype, d, Nq, Nk):
 
 
 def masks_that_hide_tiles(b, N):
-    """Causal, documents, a window, padding, rows without a key at both ends and between, ranges in any order."""
+    """Causal, documents, a window, padding, rows without a key at both ends and between, any ranges."""
     i, j = torch.arange(N, device=b.device).unsqueeze(1), torch.arange(N, device=b.device)
     begin = i * 7919 % N
     yield j <= i
