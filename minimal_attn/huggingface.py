@@ -198,8 +198,8 @@ def _in_documents(module, mask, q, k, causal, options):
     if mask is None and "sliding_window" in options and not is_paged:
         raise ValueError(f"packed sequences need a mask in {type(module).__name__}: {_OTHERS}")
     function = causal_mask_function if causal and mask is None else bidirectional_mask_function
-    if is_paged and options.get("sliding_window"):
-        function = masking_utils.sliding_window_causal_mask_function(options["sliding_window"])
+    if is_paged and (window := options.get("sliding_window") or _window_of_cache(module)):
+        function = masking_utils.sliding_window_causal_mask_function(window)
     sizes = dict(batch_size=q.shape[0], q_length=q.shape[2], kv_length=k.shape[2])
     sizes |= dict(q_offset=k.shape[2] - q.shape[2], kv_offset=0, attention_mask=None, device=q.device)
     whole = Mask(dict(sizes, mask_function=function), keys_of(function, None)[0])
@@ -209,6 +209,15 @@ def _in_documents(module, mask, q, k, causal, options):
         return whole.paged(**given)
     documents = whole.packed(**given)
     return documents if mask is None else _both(mask, documents.full_tensor())
+
+
+def _window_of_cache(module):
+    """A layer's window in generate_batch's cache, or None. PhiMoE and Qwen2-MoE don't pass it."""
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is not None and (layer is None or kinds[layer] != "sliding_attention"):
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _check_running(module, q):

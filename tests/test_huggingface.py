@@ -44,12 +44,18 @@ DECODERS = {
     "mistral": (dict(sliding_window=5), SERVED),
     "mixtral": (dict(sliding_window=5, num_local_experts=4), SERVED),
     "qwen2": (dict(sliding_window=5, use_sliding_window=True, max_window_layers=1), SERVED),
+    "qwen2_moe": (
+        dict(sliding_window=5, use_sliding_window=True, max_window_layers=2, num_experts=4)
+        | dict(num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
+        SERVED,
+    ),
     "qwen3": (dict(head_dim=32), SERVED),
     "gemma": (dict(head_dim=256), SERVED),
     "gemma2": (SLIDING, SERVED),
     "gemma3_text": (dict(SLIDING, head_dim=32), SERVED),
     "phi": ({}, SERVED),
     "phi3": (dict(sliding_window=7), SERVED),
+    "phimoe": (dict(sliding_window=5, num_local_experts=4, num_experts_per_tok=2), SERVED),
     "gpt2": ({}, SERVED),
     "gpt_neox": ({}, SERVED),
     "gpt_bigcode": ({}, SERVED),  # one key head
@@ -563,9 +569,9 @@ def test_image_blocks(name, padded, seed):
     assert not torch.allclose(with_causal, with_blocks, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "phimoe", "qwen2_moe"])
 def test_generate_batch(name, seed):
-    """Continuous batching: each prompt gets the tokens that it gets alone."""
+    """Continuous batching: each prompt gets the tokens that it gets alone. The last two pass no window."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
     if config is None or "page_size" not in inspect.signature(config).parameters:
         pytest.skip("not on a CPU in this transformers")
