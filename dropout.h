@@ -23,13 +23,16 @@ struct Words {
 };
 constexpr uint32_t kPhiloxFactor = 0xd256d193, kPhiloxStep = 0x9e3779b9;  // the step is between keys of two rounds
 MINIMAL_ATTN_HOST_DEVICE inline Words philox_round(Words counter, uint32_t key) {
+#ifdef __CUDA_ARCH__
+    uint32_t low, high;  // in C++ nvcc adds 0 to `high`
+    asm("{.reg .u64 product; mul.wide.u32 product, %2, %3; mov.b64 {%0, %1}, product;}"
+        : "=r"(low), "=r"(high)
+        : "r"(counter.x), "n"(kPhiloxFactor));
+#else
     const uint64_t product = (uint64_t)kPhiloxFactor * counter.x;
-    return {(uint32_t)(product >> 32) ^ key ^ counter.y, (uint32_t)product};
-}
-template <int rounds>
-MINIMAL_ATTN_HOST_DEVICE inline Words philox(Words counter, uint32_t key) {
-    for (int round = 0; round < rounds; ++round) counter = philox_round(counter, key + round * kPhiloxStep);
-    return counter;
+    const uint32_t low = (uint32_t)product, high = (uint32_t)(product >> 32);
+#endif
+    return {high ^ key ^ counter.y, low};
 }
 constexpr int kDropoutRounds = 7;
 
@@ -43,12 +46,19 @@ struct DropoutOfHead {
     MINIMAL_ATTN_HOST_DEVICE DropoutOfHead(const Attention &a, int64_t b, int64_t h)
         : dropped(a.dropout.dropped), kept(a.dropout.kept) {
         const uint64_t seed = has_dropout(a) ? (uint64_t)*a.dropout.seed : 0;
-        key = (uint32_t)seed;
-        origin = philox<10>({(uint32_t)(b * a.Hq + h), (uint32_t)(seed >> 32)}, key);
+        // Of 2^24 heads no two have words that are both within 2^18 of each other: no group is drawn twice.
+        const uint64_t of_head = seed + (uint64_t)(b * a.Hq + h) * 0x9e3779b97f4a7c15u;
+        key = (uint32_t)seed ^ (uint32_t)(seed >> 32) * 0x85ebca6bu;
+        origin = {(uint32_t)(of_head >> 32), (uint32_t)of_head};
     }
     // 16 bits for each: those of query i in x, of i + 8 in y; of key j the lower ones.
     MINIMAL_ATTN_HOST_DEVICE Words group(int i, int j) const {
-        return philox<kDropoutRounds>({(uint32_t)i ^ origin.x, (uint32_t)j ^ origin.y}, key);
+        Words words = {(uint32_t)i ^ origin.x, (uint32_t)j ^ origin.y};
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int round = 0; round < kDropoutRounds; ++round) words = philox_round(words, key + round * kPhiloxStep);
+        return words;
     }
     MINIMAL_ATTN_HOST_DEVICE float Z_of(uint32_t number) const { return number >= dropped ? kept : 0.f; }
     MINIMAL_ATTN_HOST_DEVICE float Zij(int i, int j) const {

@@ -158,12 +158,14 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
                 if (!with_terms || has_softcap(p.a)) change<T, true>(p.a.scores, S);
                 wgmma_wait<0>(dP);
                 if (with_terms && has_dropout(p.a))
-                    for_each_weight<false, Bc / 2>({p.a, work.b, work.h}, i, j0, [&](int x, bool is_kept) {
-                        dP[x] = is_kept ? p.a.dropout.kept * dP[x] : 0.f;
-                    });
+                    for_each_weight<false, Bc / 2>({p.a, work.b, work.h}, i, j0,
+                                                   [&](int x, bool is_kept) { dP[x] = is_kept ? dP[x] : 0.f; });
+                const float of_kept = with_terms ? factor_of_kept(p.a) : 1.f;
 #pragma unroll
                 for (int x = 0; x < Bc / 2; ++x)
-                    dP[x] = slope<with_terms>(p.a, S[x]) * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);
+                    dP[x] = slope<with_terms>(p.a, S[x]) *
+                            (with_terms ? dP_less_D<T>(dP[x], D_of_rows[x / 2 % 2], of_kept)
+                                        : subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]));
             }
             if constexpr (with_terms) {
                 add_terms<T>(S, p.a, work.b, work.h, i, j0);
@@ -184,6 +186,9 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
                 dP[x] = S[x] * (kIsGeneral<Mask> ? dP[x] : subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]));
             if (masked) mask_columns(dP, {keys_of_row(work.mask, i), keys_of_row(work.mask, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
+            if (with_terms && j0 < work.mask.keys.begin)  // rows before the first key may hold anything
+                zero_rows_outside<Bc, Tile::Boxes>(shared.Kj[K_of_dQ.stage()], work.mask.keys.begin - j0, Bc,
+                                                   Tile::kZeroed + warpgroup);
             if (n == needed && work.mask.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
                 zero_rows_outside<Bc, Tile::Boxes>(shared.Kj[K_of_dQ.stage()], 0, work.mask.keys.end - j0,
                                                    Tile::kZeroed + warpgroup);

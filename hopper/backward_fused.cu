@@ -359,12 +359,16 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 wgmma_wait<0>(dP);
                 if (with_terms && has_dropout(a))
                     for_each_weight<true, Br / 2>({a, keys.b, h}, j, i0, [&](int x, bool is_kept) {
-                        dP[x] = is_kept ? a.dropout.kept * dP[x] : 0.f, kept.set(x, is_kept);
+                        dP[x] = is_kept ? dP[x] : 0.f, kept.set(x, is_kept);
                     });
-                if (!with_terms || has_softcap(a))
-                    multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
+                const float *const D = shared.Di[dO.stage()][0] + thread % 4 * 2;
+                if constexpr (with_terms)
+                    subtract_D_of_columns<T>(dP, D, factor_of_kept(a));
                 else
-                    subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2);
+                    multiply_by_slopes<T>(dP, S, D);
+                if (with_terms && has_softcap(a))
+#pragma unroll
+                    for (int x = 0; x < Br / 2; ++x) dP[x] *= slope_of(S[x]);
             }
             if constexpr (with_terms) {
                 add_terms_transposed<T>(S, a, keys.b, h, i0, j);

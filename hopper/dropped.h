@@ -2,7 +2,8 @@
 // has rows `lane / 4` and 8 further of its warp's 16, and columns 8 n + 2 (lane % 4) and the next one. Tiles begin at
 // multiples of 16.
 //
-// P is multiplied by 0 or 1 alone, since half types end early. O and dV get the factor 1 / (1 - p) where they are stored.
+// P is multiplied by 0 or 1 alone, since half types end early. O and dV get the factor 1 / (1 - p) where they are stored,
+// dP where D is subtracted.
 #pragma once
 #include "dropout.h"
 
@@ -20,8 +21,9 @@ __device__ void for_each_weight(const DropoutOfHead &head, int row, int column0,
         for (int c = 0; c < 2; ++c) {
             const int at = column + 2 * x + c;
             const Words words = columns_are_queries ? head.group(at, row) : head.group(row, at);
+            // Of the upper bits without a shift. If all are dropped (p = 1), so is the factor of kept ones 0.
             const auto is_kept = [&](uint32_t word, bool is_later_key) {
-                return (is_later_key ? word >> 16 : word & 0xffff) >= head.dropped;
+                return is_later_key ? word >= head.dropped << 16 : (word & 0xffff) >= head.dropped;
             };
             use(x + c, is_kept(words.x, false));
             use(x + 2 + c, columns_are_queries ? is_kept(words.x, true) : is_kept(words.y, false));

@@ -8,6 +8,12 @@
 
 namespace minimal_attn::hopper {
 
+// dP less D, after dropout, which leaves `of_kept` (hopper/dropped.h).
+template <class T>
+__device__ float dP_less_D(float dP, float D, float of_kept) {
+    return fmaf(dP, of_kept * (kScalesP<T> ? 1.f / kPScale<T> : 1.f), -D);
+}
+
 // dQ, dK or dV, in T or float32.
 struct GradientTensor {
     void *data;

@@ -290,7 +290,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
 
-        if constexpr (kIsPaged<Mask>)  // the rows of a page before the first key may hold anything
+        if constexpr (kIsPaged<Mask> || with_terms)  // rows before the first key may hold anything
             if (j0 < work.mask.keys.begin) {
                 V.consumer_wait();
                 zero_rows_outside<Bc, Tile::VBoxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,

@@ -229,14 +229,14 @@ __device__ void multiply_by_slopes(float (&dP)[Count], const float (&S)[Count], 
     }
 }
 
-// Without softcap.
+// Likewise without slopes, behind dropout.
 template <class T, int Count>
-__device__ void subtract_D_of_columns(float (&dP)[Count], const float *D) {
+__device__ void subtract_D_of_columns(float (&dP)[Count], const float *D, float of_kept) {
 #pragma unroll
     for (int x = 0; x < Count; x += 4) {
         const float2 two = *(const float2 *)(D + 2 * x);
 #pragma unroll
-        for (int y = x; y < x + 4; ++y) dP[y] = subtract_D<T>(dP[y], y % 2 ? two.y : two.x);
+        for (int y = x; y < x + 4; ++y) dP[y] = dP_less_D<T>(dP[y], y % 2 ? two.y : two.x, of_kept);
     }
 }
 

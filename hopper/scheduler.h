@@ -130,8 +130,10 @@ struct TileScheduler {
         Keys visible = keys_of_any(of_batch, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
-        // So that hopper/terms.h may read two neighbours at once, and for dropout. Keys before keys.begin may be anything.
-        if (kIsGeneral<Mask> && (has_terms(p.a) || has_dropout(p.a))) visible.begin = max(visible.begin / 16 * 16, mask.keys.begin);
+        // hopper/terms.h reads two neighbours at once, and hopper/dropped.h wants multiples of 16. Keys before keys.begin may
+        // be anything: with dropout consumers set them to 0.
+        if (kIsGeneral<Mask> && (has_terms(p.a) || has_dropout(p.a)))
+            visible.begin = max(visible.begin / 16 * 16, has_dropout(p.a) ? 0 : mask.keys.begin);
         if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};

@@ -36,11 +36,11 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, 
         raise ValueError(f"dropout_p must be from 0 to 1, but was {dropout_p}")
     B, Hq, Nq, Nk = shape
     seed = dropout_seed.reshape(())
-    low, high = seed & _WORD, seed >> 32 & _WORD
     heads, i, j = (torch.arange(n, device=seed.device) for n in (B * Hq, Nq, Nk))
-    x, y = _philox(heads, high, low, 10)
+    of_head = seed + heads * (0x9E3779B97F4A7C15 - (1 << 64))  # int64 wraps
+    x, y = of_head >> 32 & _WORD, of_head & _WORD
     x, y = ((i & ~8) ^ x[:, None])[..., None], ((j & ~8) ^ y[:, None])[:, None]
-    x, y = _philox(x, y, low, 7)
+    x, y = _philox(x, y, (seed ^ (seed >> 32 & _WORD) * 0x85EBCA6B) & _WORD)
     words = torch.where((i & 8 != 0)[:, None], y, x)
     numbers = torch.where(j & 8 != 0, words >> 16, words & 0xFFFF)
     return (numbers >= dropped_of(dropout_p)).unflatten(0, (B, Hq))
@@ -52,8 +52,8 @@ def dropped_of(p: float) -> int:
     return steps if steps == 65536 else min(steps, 65534)
 
 
-def _philox(x, y, key, rounds):
-    for _ in range(rounds):
+def _philox(x, y, key):
+    for _ in range(7):
         product = 0xD256D193 * x
         x, y = (product >> 32 & _WORD) ^ key ^ y, product & _WORD
         key = (key + 0x9E3779B9) & _WORD

@@ -84,12 +84,12 @@ def positions(
     return p
 
 
-def philox2x32(x, y, key, rounds):
-    """Random123's function (Salmon et al. 2011), of NumPy's uint64 arrays that hold 32 bits."""
+def philox2x32(x, y, key):
+    """Random123's function (Salmon et al. 2011) of 7 rounds, of NumPy's uint64 arrays that hold 32 bits."""
     word = numpy.uint64(0xFFFFFFFF)
-    for n in range(rounds):
+    for n in range(7):
         product = x * numpy.uint64(0xD256D193)
-        step = numpy.uint64((int(key) + n * 0x9E3779B9) % 2**32)
+        step = numpy.uint64((key + n * 0x9E3779B9) % 2**32)
         x, y = (product >> numpy.uint64(32)) ^ step ^ y, product & word
     return x, y
 
@@ -100,12 +100,15 @@ def weights_of_dropout(p, seed, B, Hq, Nq, Nk):
     if of_65536 == 65536:
         return torch.zeros(B, Hq, Nq, Nk, dtype=torch.float64)
     seed = int(seed) % 2**64
-    key, high = numpy.uint64(seed % 2**32), numpy.uint64(seed >> 32)
-    head = numpy.arange(B * Hq, dtype=numpy.uint64).reshape(B, Hq, 1, 1)
-    x, y = philox2x32(head, numpy.full_like(head, high), key, 10)
+    of_heads = [(seed + n * 0x9E3779B97F4A7C15) % 2**64 for n in range(B * Hq)]
+    x, y = (
+        numpy.array([w // 2**32 if is_x else w % 2**32 for w in of_heads], numpy.uint64).reshape(B, Hq, 1, 1)
+        for is_x in (True, False)
+    )
+    key = (seed % 2**32) ^ (seed // 2**32 * 0x85EBCA6B % 2**32)
     i, j = numpy.arange(Nq, dtype=numpy.uint64)[:, None], numpy.arange(Nk, dtype=numpy.uint64)
     eight, lower = numpy.uint64(8), numpy.uint64(0xFFFF)
-    words = philox2x32((i // eight // 2 * 16 + i % eight) ^ x, (j // eight // 2 * 16 + j % eight) ^ y, key, 7)
+    words = philox2x32((i // eight // 2 * 16 + i % eight) ^ x, (j // eight // 2 * 16 + j % eight) ^ y, key)
     word = numpy.where(i // eight % 2 == 1, words[1], words[0])
     number = numpy.where(j // eight % 2 == 1, word >> numpy.uint64(16), word) & lower
     kept = torch.from_numpy((number >= of_65536).astype(numpy.float64))

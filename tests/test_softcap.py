@@ -136,7 +136,9 @@ def test_hidden_nan(backend, dtype):
     expected = backend.forward(q, k, v, **options)
     for x in q, k, v:
         x[:, :, 180:] = torch.nan
-    assert torch.equal(backend.forward(q, k, v, **options), expected)
+    found = backend.forward(q, k, v, **options)
+    # Beside a NaN float32 leaves AMX, where a CPU has it, and is rounded otherwise.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if backend.name == "cpu" else 0)
     v[:, :, 50] = torch.nan
     k[:, :, 60] = torch.inf
     actual = backend.forward(q, k, v, **options)[:, :, 100:]
