@@ -213,21 +213,22 @@ def forward(
             slope * |i + offset - j|, behind a softcap and before the mask (ALiBi, as flash_attn has it). In
             a document i + offset is the query's position in it. Slopes have no gradient. Packed queries
             over caches are slow with them, and pages are copied unless `explain` says "decode". On Hopper
-            GPUs "portable"'s kernels compute.
+            GPUs "portable"'s kernels compute float32.
         attn_mask: bool (True: visible), or of q's dtype or float32, which is added to the scores, behind
             softcap and slopes. It broadcasts to (B, Hq, Nq, Nk), with any strides (0, too), and is read
             where it is. What it shows and the other arguments leave is visible: the intersection. With
             cu_seqlens i and j count from the first token of all, with a block_table j from key 0. A row
-            whose scores are all -inf sees no key. Keys that it hides may hold any finite number. All tiles
-            of keys that the other arguments leave are computed: what is a range of keys for each query is
-            faster by the arguments for it. Kernels are those of alibi_slopes.
+            whose scores are all -inf sees no key. Keys that it hides may hold any finite number. Of a bool
+            mask that all heads share, GPUs compute what lies between the first and the last visible key of a
+            query; else all tiles of keys that the other arguments leave. What is a range of keys for each
+            query is faster by the arguments for it. Kernels are those of alibi_slopes.
         bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
             an attn_mask of its dtype. Both have gradients, but not for bfloat16 on GPUs before compute
             capability 8.0.
         dropout_p: from 0 to 1: each weight softmax(..)ij becomes 0 with this probability, in steps of 2^-16,
             and the others are divided by 1 - dropout_p, so that o's mean stays. l, m and the log-sum-exp are
             those without. Dropout isn't a state of a module here: pass 0 outside of training. On Hopper
-            GPUs "portable"'s kernels compute.
+            GPUs "portable"'s kernels compute float32.
         dropout_seed: int64, one element, on q's device. None: drawn from PyTorch's generator of the device
             (torch.manual_seed, CUDA graphs, torch.utils.checkpoint and torch.compile hold for it). The seed,
             the batch, the query head, i and j decide whether a weight is dropped, in each backend and in the
