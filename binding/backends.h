@@ -41,9 +41,11 @@ bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
 // What portable's kernels compute: d or d_v above 256; in float32 d_v other than d, calls by sequence and general ones; in
-// bfloat16 softcaps that aren't approximated; masks and biases whose numbers are too far apart for hopper/terms.h.
+// bfloat16 softcaps that aren't approximated; softcap beside terms or dropout; masks and biases whose numbers are too far
+// apart for hopper/terms.h.
 bool hopper_passes_on(const Attention &a) {
     const auto are_far = [](const PairStrides &stride) { return std::max(stride.row, stride.key) >= 1 << 28; };
+    if (has_softcap(a) && (has_terms(a) || has_dropout(a))) return true;
     if (portable::is_wide(a) || are_far(a.terms.mask_stride) || are_far(a.terms.bias_stride)) return true;
     if (a.dtype == Dtype::float32) return a.d_v != a.d || a.by_sequence || a.is_general;
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);

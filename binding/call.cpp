@@ -542,6 +542,16 @@ bool has_fast_backward(const Tensor &q) {
     return false;
 }
 
+bool has_fast_pairs(const Tensor &q) {
+    if (q.is_cpu()) return true;
+    if (q.dim() < 3) return false;
+    const auto type = q.scalar_type();
+    const bool is_half = type == at::kHalf || type == at::kBFloat16;
+    const Backend &best = backends().front();
+    return q.is_cuda() && is_half && TORCH_GUARD_OR_FALSE(q.sym_size(-1).sym_le(portable::kMostColumns)) &&
+           best.name == "hopper" && kHasGeneral && best.refusal(q).empty();
+}
+
 // ---------------------------------------------------------------------------------------------- this build
 
 std::vector<std::string> backend_names() {

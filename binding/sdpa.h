@@ -289,10 +289,6 @@ inline Outcome attend(const Call &c, Tensor &o) {
 // dimensions, or dropout.
 inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
-#ifdef WITH_CUDA
-    if (attn_mask && takes_cudnn(q, k, v, *attn_mask, dropout_p, is_causal, scale, enable_gqa))
-        return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
-#endif
     Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
     const bool has_two_d = differ(q.sym_size(-1), v.sym_size(-1));
     const bool has_no_operator = has_mask(call) || (has_two_d && q.is_cpu()) || serves_dropout(call);
@@ -300,6 +296,10 @@ inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const
         count(served);
         return o;
     }
+#ifdef WITH_CUDA
+    if (attn_mask && takes_cudnn(q, k, v, *attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
+#endif
     return at::native::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 

@@ -102,6 +102,7 @@ struct Call {
     MaybeTensor key_ranges{};  // of attn_mask: outcome_of looks
     MaybeTensor pairs{};       // attn_mask, if it gives no key_ranges
     MaybeTensor seed{};        // of dropout; without it a call with dropout isn't served
+    bool takes_pairs = q.is_cpu();  // whether forward takes attn_mask. On a GPU PyTorch's operators keep theirs
 };
 
 // Autograd passes an undefined mask.
@@ -156,9 +157,9 @@ inline bool is_mask_of_pairs(const Call &c) {
     return fits;
 }
 
-// Of (B, H, N, d). A mask's contents decide only on a CPU, where looking needs no synchronisation.
+// Of (B, H, N, d). A mask's contents decide only on a CPU, where looking needs no synchronisation. On a GPU kernels look.
 inline Outcome outcome_of(Call &c) {
-    if (has_mask(c) && (c.is_causal || !c.q.is_cpu() || !c.attn_mask->is_cpu())) return mask;
+    if (has_mask(c) && (c.is_causal || c.attn_mask->device() != c.q.device() || !c.takes_pairs)) return mask;
     if (c.dropout_p != 0 && !(c.seed && c.dropout_p > 0 && c.dropout_p <= 1)) return dropout;
     const auto type = c.q.scalar_type();
     if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
@@ -174,7 +175,7 @@ inline Outcome outcome_of(Call &c) {
     if (!fit || differ(q[1] % k[1], 0)) return shapes;
     if (c.scale && !std::isfinite((float)*c.scale)) return scale_value;
     if (!has_mask(c)) return served;
-    if (c.may_look) c.key_ranges = ranges_of_mask(c);
+    if (c.may_look && c.q.is_cpu()) c.key_ranges = ranges_of_mask(c);
     if (!c.key_ranges && is_mask_of_pairs(c)) c.pairs = c.attn_mask;
     return c.key_ranges || c.pairs ? served : mask;
 }
@@ -292,15 +293,27 @@ inline bool may_look_at_mask(const Call &c) {
            !((keys - tls.excluded_ - ordinary).raw_repr() & ~c10::full_backend_mask);
 }
 
-// Whether a call with dropout is served: on a CPU, where PyTorch computes it in separate steps.
-inline bool serves_dropout(const Call &c) { return c.dropout_p != 0 && c.q.is_cpu(); }
+// Whether forward takes a call's mask: on a GPU one that isn't differentiated, where our kernels are the faster ones.
+inline bool takes_pairs(const Call &c) {
+    if (c.q.is_cpu()) return true;
+    const bool wants_grad = has_mask(c) && c.attn_mask->requires_grad() && at::GradMode::is_enabled();
+    return !wants_grad && has_fast_pairs(c.q);
+}
+
+// Whether a call with dropout is served. On a CPU PyTorch computes it in separate steps. On a GPU its kernels are faster
+// without a mask and with d up to 128 (docs/dropout.md).
+inline bool serves_dropout(const Call &c) {
+    if (c.dropout_p == 0) return false;
+    const bool is_wide = TORCH_GUARD_OR_FALSE(c.q.sym_size(-1).sym_gt(128));
+    return c.q.is_cpu() || ((is_wide || has_mask(c)) && takes_pairs(c));
+}
 
 // use(arguments, the result's shape) where minimal_attn::forward serves a call of PyTorch's function; or why not.
 template <class Use>
 Outcome serve(const Call &c, const Use &use, bool draws_seed = false) {
     // First, since views_of may copy.
-    const bool may_look = has_mask(c) && may_look_at_mask(c);
-    if (has_mask(c) && c.attn_mask->scalar_type() == at::kBool && !may_look) return mask;
+    const bool may_look = has_mask(c) && c.q.is_cpu() && may_look_at_mask(c);
+    if (has_mask(c) && c.q.is_cpu() && c.attn_mask->scalar_type() == at::kBool && !may_look) return mask;
     bool wants_grad = false;
     for (const Tensor *t : {&c.q, &c.k, &c.v}) {
         if (t->is_nested() || t->layout() != at::kStrided) return layout;
@@ -315,10 +328,11 @@ Outcome serve(const Call &c, const Use &use, bool draws_seed = false) {
     if (!views) return shapes;
     MaybeTensor of_views = c.attn_mask;
     if (has_mask(c)) {
-        if (!c.q.is_cpu()) return mask;  // before a copy
+        if (!takes_pairs(c)) return mask;  // before a copy
         if (!(of_views = mask_of(c, *views))) return mask;
     }
     Call call{views->q, views->k, views->v, of_views, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
+    call.takes_pairs = has_mask(c);
     if (serves_dropout(c)) call.seed = at::empty({1}, c.q.options().dtype(at::kLong));
     if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(wider(call))) return slow_gradients;

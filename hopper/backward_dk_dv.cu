@@ -133,6 +133,15 @@ __device__ void store_of_thread(float4 (&to)[Fours][128], const float (&x)[Count
 #pragma unroll
     for (int n = 0; n < Fours; ++n) to[n][thread] = *(const float4 *)&x[4 * n];
 }
+// What is dropped is stored as -P, or -0.
+template <int Fours, int Count>
+__device__ void store_with_signs(float4 (&to)[Fours][128], const float (&P)[Count], const KeptWeights<Count> &kept,
+                                 int thread) {
+    const auto signed_P = [&](int x) { return kept.has(x) ? P[x] : -P[x]; };
+#pragma unroll
+    for (int n = 0; n < Fours; ++n)
+        to[n][thread] = {signed_P(4 * n), signed_P(4 * n + 1), signed_P(4 * n + 2), signed_P(4 * n + 3)};
+}
 template <int Fours, int Count>
 __device__ void load_of_thread(float (&x)[Count], const float4 (&from)[Fours][128], int thread) {
 #pragma unroll
@@ -177,29 +186,27 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         };
         wgmma_wait<0>(S);
         if constexpr (is_dV) {
-            float slopes[Br / 2];  // of a general kernel. There dS^T is P^T times these times dP^T - D
-            if constexpr (kIsGeneral<Mask>) {
-                if (!with_terms || has_softcap(p.a)) change<T, true>(p.a.scores, S);
+            float slopes[Br / 2];  // of a general kernel with softcap. There dS^T is P^T times these times dP^T - D
+            KeptWeights<Br / 2> kept;
+            if constexpr (kIsGeneral<Mask> && !with_terms) {
+                change<T, true>(p.a.scores, S);
 #pragma unroll
-                for (int x = 0; x < Br / 2; ++x) slopes[x] = slope<with_terms>(p.a, S[x]);
+                for (int x = 0; x < Br / 2; ++x) slopes[x] = slope_of(S[x]);
             }
-            if constexpr (with_terms) {  // there are no registers for slopes, too
-                P_ready.producer_acquire();
-                store_of_thread(shared.P, slopes, thread);
+            if constexpr (with_terms) {
+                if (has_dropout(p.a)) kept.template draw<true>({p.a, keys.b, h}, j, i0);
                 add_terms_transposed<T>(S, p.a, keys.b, h, i0, j);
-                load_of_thread(slopes, shared.P, thread);
             }
             if (__builtin_expect(may_be_large, false)) subtract_m<T>(S, shared.m_l[of_S.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[of_S.stage()][1] + thread % 4 * 2, p.c);
             mask();
-            if constexpr (kIsGeneral<Mask>) multiply_elements(slopes, S);
-            if (with_terms && has_dropout(p.a))  // the sign of P tells the other warpgroup
-                for_each_weight<true, Br / 2>({p.a, keys.b, h}, j, i0, [&](int x, bool is_kept) {
-                    S[x] = is_kept ? S[x] : 0.f, slopes[x] = is_kept ? slopes[x] : -slopes[x];
-                });
-            const float (&P)[Br / 2] = kIsGeneral<Mask> ? slopes : S;
+            if constexpr (kIsGeneral<Mask> && !with_terms) multiply_elements(slopes, S);
+            const float (&P)[Br / 2] = kIsGeneral<Mask> && !with_terms ? slopes : S;
             P_ready.producer_acquire();
-            store_of_thread(shared.P, P, thread);
+            if (with_terms && has_dropout(p.a))
+                store_with_signs(shared.P, P, kept, thread), kept.drop(S);
+            else
+                store_of_thread(shared.P, P, thread);
             producer_commit(P_ready);
         } else {
             P_ready.consumer_wait();

@@ -154,22 +154,16 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             const Keys all_see = keys_of_all(work.mask, i64, i64 + 64);
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
-            if constexpr (kIsGeneral<Mask>) {  // dP waits for no P, which takes the place of S
-                if (!with_terms || has_softcap(p.a)) change<T, true>(p.a.scores, S);
+            KeptWeights<Bc / 2> kept;
+            if constexpr (kIsGeneral<Mask> && !with_terms) {  // dP waits for no P, which takes the place of S
+                change<T, true>(p.a.scores, S);
                 wgmma_wait<0>(dP);
-                if (with_terms && has_dropout(p.a))
-                    for_each_weight<false, Bc / 2>({p.a, work.b, work.h}, i, j0,
-                                                   [&](int x, bool is_kept) { dP[x] = is_kept ? dP[x] : 0.f; });
-                const float of_kept = with_terms ? factor_of_kept(p.a) : 1.f;
 #pragma unroll
-                for (int x = 0; x < Bc / 2; ++x)
-                    dP[x] = slope<with_terms>(p.a, S[x]) *
-                            (with_terms ? dP_less_D<T>(dP[x], D_of_rows[x / 2 % 2], of_kept)
-                                        : subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]));
+                for (int x = 0; x < Bc / 2; ++x) dP[x] = slope_of(S[x]) * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);
             }
-            if constexpr (with_terms) {
+            if constexpr (with_terms) {  // beside dP
+                if (has_dropout(p.a)) kept.template draw<false>({p.a, work.b, work.h}, i, j0);
                 add_terms<T>(S, p.a, work.b, work.h, i, j0);
-                if (may_hide(p.a)) clear_hidden(dP, S, -INFINITY);
             }
             if (__builtin_expect(may_be_large, false)) {
                 const float *const m = p.rows.m + (int64_t)(work.b * p.Hq + work.h) * p.rows.head_stride + i;
@@ -179,11 +173,18 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             }
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -log2_l[x / 2 % 2]));  // P
-            if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
+            if constexpr (!kIsGeneral<Mask> || with_terms) wgmma_wait<0>(dP);
             V.consumer_release();
+            if (with_terms && has_dropout(p.a)) kept.drop(dP);
+            const float of_kept = with_terms ? factor_of_kept(p.a) : 1.f;
 #pragma unroll
-            for (int x = 0; x < Bc / 2; ++x)  // dS
-                dP[x] = S[x] * (kIsGeneral<Mask> ? dP[x] : subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]));
+            for (int x = 0; x < Bc / 2; ++x) {  // dS
+                const float D = D_of_rows[x / 2 % 2];
+                dP[x] = S[x] * (with_terms         ? dP_less_D<T>(dP[x], D, of_kept)
+                                : kIsGeneral<Mask> ? dP[x]
+                                                   : subtract_D<T>(dP[x], D));
+            }
+            if (with_terms && may_hide(p.a)) clear_hidden(dP, S, 0.f);
             if (masked) mask_columns(dP, {keys_of_row(work.mask, i), keys_of_row(work.mask, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
             if (with_terms && j0 < work.mask.keys.begin)  // rows before the first key may hold anything

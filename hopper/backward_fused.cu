@@ -354,42 +354,36 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if constexpr (kIsGeneral<Mask>) {  // dP^T waits for no P^T, which takes the place of S^T
-                if (!with_terms || has_softcap(a)) change<T, true>(a.scores, S);
+            if constexpr (kIsGeneral<Mask> && !with_terms) {  // dP^T waits for no P^T, which takes the place of S^T
+                change<T, true>(a.scores, S);
                 wgmma_wait<0>(dP);
-                if (with_terms && has_dropout(a))
-                    for_each_weight<true, Br / 2>({a, keys.b, h}, j, i0, [&](int x, bool is_kept) {
-                        dP[x] = is_kept ? dP[x] : 0.f, kept.set(x, is_kept);
-                    });
-                const float *const D = shared.Di[dO.stage()][0] + thread % 4 * 2;
-                if constexpr (with_terms)
-                    subtract_D_of_columns<T>(dP, D, factor_of_kept(a));
-                else
-                    multiply_by_slopes<T>(dP, S, D);
-                if (with_terms && has_softcap(a))
-#pragma unroll
-                    for (int x = 0; x < Br / 2; ++x) dP[x] *= slope_of(S[x]);
+                multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
             }
-            if constexpr (with_terms) {
+            if constexpr (with_terms) {  // beside dP^T
+                if (has_dropout(a)) kept.template draw<true>({a, keys.b, h}, j, i0);
                 add_terms_transposed<T>(S, a, keys.b, h, i0, j);
-                if (may_hide(a)) clear_hidden(dP, S, -INFINITY);
             }
             if (has_large_rows && (!kIsGeneral<Mask> || may_be_large))
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
             hide(S, keys, i0, j);
-            if constexpr (with_terms) {  // dS before P is dropped
-                multiply_elements(dP, S), hide(dP, keys, i0, j);
-                if (has_dropout(a)) kept.drop(S);
-            }
-            pack_operand<T>(P, S);
-            if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
+            if constexpr (with_terms)
+                pack_kept<T>(P, S, kept, has_dropout(a));
+            else
+                pack_operand<T>(P, S);
+            if constexpr (!kIsGeneral<Mask> || with_terms) wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();  // keeps what follows behind the products
-            if constexpr (kIsGeneral<Mask> && !with_terms)
+            if constexpr (with_terms) {
+                if (has_dropout(a)) kept.drop(dP);
+                subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2, factor_of_kept(a));
+                multiply_elements(dP, S), hide(dP, keys, i0, j);
+                if (may_hide(a)) clear_hidden(dP, S, 0.f);
+            } else if constexpr (kIsGeneral<Mask>) {
                 multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
-            else if constexpr (!with_terms)
+            } else {
                 compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
+            }
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);

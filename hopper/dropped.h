@@ -6,6 +6,7 @@
 // dP where D is subtracted.
 #pragma once
 #include "dropout.h"
+#include "hopper/half.h"
 
 namespace minimal_attn::hopper {
 
@@ -37,17 +38,29 @@ __device__ void for_each_weight(const DropoutOfHead &head, int row, int column0,
 // What stored sums are multiplied by.
 __device__ inline float factor_of_kept(const Attention &a) { return has_dropout(a) ? a.dropout.kept : 1.f; }
 
-// A bit for each weight of a thread.
+// A bit for each weight of a thread. Backward kernels draw them beside a product, and use them behind it.
 template <int Count>
 struct KeptWeights {
     uint32_t bits[(Count + 31) / 32] = {};
 
-    __device__ void set(int x, bool is_kept) { bits[x / 32] |= (uint32_t)is_kept << x % 32; }
+    template <bool columns_are_queries>
+    __device__ void draw(const DropoutOfHead &head, int row, int column0) {
+        for_each_weight<columns_are_queries, Count>(
+            head, row, column0, [&](int x, bool is_kept) { bits[x / 32] |= (uint32_t)is_kept << x % 32; });
+    }
+    __device__ bool has(int x) const { return bits[x / 32] >> x % 32 & 1; }
     __device__ void drop(float (&P)[Count]) const {
 #pragma unroll
-        for (int x = 0; x < Count; ++x)
-            if (!(bits[x / 32] >> x % 32 & 1)) P[x] = 0.f;
+        for (int x = 0; x < Count; ++x) P[x] = has(x) ? P[x] : 0.f;
     }
 };
+
+// pack_operand of P, less what is dropped.
+template <class T, int Count>
+__device__ void pack_kept(uint32_t (&A)[Count / 2], const float (&P)[Count], const KeptWeights<Count> &kept, bool drops) {
+    if (!drops) return pack_operand<T>(A, P);
+#pragma unroll
+    for (int x = 0; x < Count; x += 2) A[x / 2] = pack<T>(kept.has(x) ? P[x] : 0.f, kept.has(x + 1) ? P[x + 1] : 0.f);
+}
 
 }  // namespace minimal_attn::hopper

@@ -87,7 +87,9 @@ struct Tile {
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128, VBytes = Bc * VBoxes * 128;
     static constexpr int OBytes = 64 * VBoxes * 128;
     static constexpr bool AlignKeys = false;
-    static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;  // a general kernel; see tile_of
+    // Which kernels there are, see tile_of: general ones, and whether these have terms, or the only ones have.
+    static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;
+    static constexpr bool only_terms = D == 64 && Br == 128, has_terms = has_general && !(D == 64 && Br == 192);
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && D_v % 32 == 0 && Br % 64 == 0);
     static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2 && OBytes <= QBytes));
@@ -184,9 +186,10 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 template <class T, bool with_terms, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
                                    const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {
-    if constexpr (kIsGeneral<Mask>)
-        if (!with_terms || has_softcap(a)) change<T, true>(a.scores, Sij);
-    if constexpr (with_terms) add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0);
+    if constexpr (with_terms)
+        add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0);
+    else if constexpr (kIsGeneral<Mask>)
+        change<T, true>(a.scores, Sij);
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
     if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
@@ -430,12 +433,15 @@ using Tiles = TileList<
     // d256: Bc 64 was up to 8 % slower
     Tile<256, 128, 80, 1, 2, StoreO::through_V>,
     // d192_v128: d_v up to 128
-    Tile<192, 128, 128, 1, 2, StoreO::through_V, 1, 128>>;
-enum TileOf { few_queries, d64, d96, d128, d192, d256, d192_v128 };  // its place in Tiles
+    Tile<192, 128, 128, 1, 2, StoreO::through_V, 1, 128>,
+    // d64_terms: beside terms or dropout three consumers have too few registers
+    Tile<64, 128, 128, 2, 4, StoreO::through_Q>>;
+enum TileOf { few_queries, d64, d96, d128, d192, d256, d192_v128, d64_terms };  // its place in Tiles
 
 TileOf tile_of(const Attention &a) {
     const int d = most_columns(a);
-    if (a.is_general) return d <= 64 ? d64 : d <= 128 ? d128 : d256;
+    if (a.is_general && d <= 64) return has_terms(a) || has_dropout(a) ? d64_terms : d64;
+    if (a.is_general) return d <= 128 ? d128 : d256;
     if (d <= 64) return a.Nq <= 64 ? few_queries : d64;
     if (d > 128 && d <= 192 && a.d_v <= 128) return d192_v128;
     return d <= 96 ? d96 : d <= 128 ? d128 : d <= 192 ? d192 : d256;
@@ -486,10 +492,11 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
         }
         return with_mask_of(a, [&](auto mask) -> const char * {
             using Wanted = decltype(mask);
-            constexpr bool exists = !kIsGeneral<Wanted> || Tile::has_general;
-            if (!exists) return "this tile has no general kernel";
-            using Mask = std::conditional_t<exists, Wanted, Ranges>;
-            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
+            constexpr bool exists = kIsGeneral<Wanted> ? Tile::has_general : !Tile::only_terms;
+            if (!exists) return "this tile has no such kernel";
+            using Mask = std::conditional_t<exists, Wanted, std::conditional_t<Tile::only_terms, General, Ranges>>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto wanted) {
+                constexpr bool with_terms = Tile::only_terms || (wanted && Tile::has_terms);
                 return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask, with_terms>
                                                  : half_hopper_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
             });

@@ -11,14 +11,9 @@
 
 namespace minimal_attn::hopper {
 
-// The derivative of a score, from t or the product.
-template <bool with_terms>
-__device__ float slope(const Attention &a, float t) {
-    return with_terms ? slope_in(a, t) : slope_of(t);
-}
-
-// use(std::bool_constant): of general kernels there are those with softcap alone, and those with terms or dropout. In one kernel for
-// both ptxas spilled accumulators, of calls with softcap, too; with a branch at the top it serialised products (C7512).
+// use(std::bool_constant): of general kernels there are those with softcap, and those with terms or dropout; both at once are
+// portable's. In one kernel for all ptxas spilled accumulators, of calls with softcap, too; with a branch at the top it
+// serialised products (C7512).
 template <class Mask, class Use>
 auto with_or_without_terms(const Attention &a, const Use &use) {
     if constexpr (kIsGeneral<Mask>)
@@ -100,7 +95,7 @@ __device__ void add_bias_and_mask(float (&S)[Count], const Terms &terms, const N
     if (terms.mask) add_numbers(S, unit, numbers_of(terms.mask, terms.mask_stride));
 }
 
-// Rows are queries i and i + 8; the tile's keys begin at j0. Products, or t, become whole scores.
+// Rows are queries i and i + 8; the tile's keys begin at j0. Products become whole scores.
 template <class T, int Count>
 __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, int i, int j0) {
     const Terms &terms = a.terms;

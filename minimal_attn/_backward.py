@@ -27,9 +27,19 @@ def _has_fast_backward(device: torch.device, dtype: torch.dtype, is_wide: bool) 
     return _known[device, dtype, is_wide]
 
 
+def has_fast_pairs(q: Tensor) -> bool:
+    """Whether masks, biases and dropout are as fast as PyTorch's for tensors like q: else drop-ins pass them on."""
+    return q.device.type == "cpu" or (q.shape[-1] <= 256 and _has_fast_pairs(q.device, q.dtype))
+
+
+def _has_fast_pairs(device: torch.device, dtype: torch.dtype) -> bool:
+    return _C.has_fast_pairs(torch.empty(1, 1, 8, 64, device=device, dtype=dtype))
+
+
 _known: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
 # What torch.compiler.assume_constant_result does, which imports the compiler in a second.
 _has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_has_fast_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backward(

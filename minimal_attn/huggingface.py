@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import minimal_attn
-from minimal_attn._backward import has_fast_backward
+from minimal_attn._backward import has_fast_backward, has_fast_pairs
 from minimal_attn._fallback import passed_on
 from minimal_attn._forward import cast_by_autocast
 from minimal_attn.flash_attn import flash_attn_varlen_func
@@ -257,7 +257,7 @@ def _both(mask, seen):
 
 def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     """Why the kernels can't compute this call, or None."""
-    if dropout and q.device.type != "cpu":
+    if dropout and not has_fast_pairs(q):
         return "dropout"
     if options.get("output_attentions"):
         return "output_attentions"
@@ -297,10 +297,11 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
 
 
 def _is_served(q, k, mask):
-    """Whether the kernels take a mask or bias as it is, and are faster than PyTorch's: on a CPU."""
+    """Whether the kernels take a mask or bias as it is, and are faster than PyTorch's: not its gradient on a GPU."""
     pairs = (*q.shape[:3], k.shape[2])
     fits = mask.ndim == 4 and all(n in (1, of) for n, of in zip(mask.shape, pairs, strict=True))
-    return q.device.type == "cpu" and fits and mask.dtype in (torch.bool, torch.float32, q.dtype)
+    wants_grad = mask.requires_grad and torch.is_grad_enabled() and q.device.type != "cpu"
+    return fits and not wants_grad and has_fast_pairs(q) and mask.dtype in (torch.bool, torch.float32, q.dtype)
 
 
 def _pass_on(module, query, key, value, mask, options):

@@ -59,7 +59,7 @@ def check_all(actual, expected, dtype):
 @pytest.mark.parametrize("Hkv", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
-    """On a CPU they are served, as bool masks and as biases of 0 and -inf. On a GPU they are PyTorch's."""
+    """They are served on a CPU, as bool masks and as biases of 0 and -inf, and in half types on a Hopper GPU."""
     tensors = [randn(2, H, N, 64, dtype=dtype) for H, N in ((4, 50), (Hkv, 70), (Hkv, 70))]
     if device == "cuda" and Hkv == 4 and kind in ("rows", "one number"):
         pytest.skip("PyTorch's memory-efficient kernel refuses a mask of one column (torch 2.11)")
@@ -75,13 +75,16 @@ def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
             check_all(
                 both_passes(F.scaled_dot_product_attention, tensors, weight, given, **options), exact, dtype
             )
-        assert device != "cpu" or activation.calls == {"minimal_attn": 1}
-        assert device == "cpu" or "minimal_attn" not in activation.calls
+        is_served = minimal_attn._C.has_fast_pairs(tensors[0])
+        assert activation.calls == {"minimal_attn": 1} if is_served else "minimal_attn" not in activation.calls
     check_all(
         both_passes(minimal_attn.scaled_dot_product_attention, tensors, weight, mask, **options), exact, dtype
     )
     found = minimal_attn.explain_scaled_dot_product_attention(*tensors, mask, **options)
-    assert found == "PyTorch: attn_mask is given" if device == "cuda" else "ranges" in found.kernel
+    if device == "cpu":
+        assert "ranges" in found.kernel
+    else:
+        assert "general" in found.kernel if is_served else found == "PyTorch: attn_mask is given"
 
 
 def test_masks_of_no_ranges(randn, device):
@@ -267,3 +270,26 @@ def test_traced_masks(randn, device, way):
             assert activation.calls["minimal_attn"] == before + 3
     for mask in masks:
         torch.testing.assert_close(function(q, k, v, mask), attend(q, k, v, mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [64, 256])
+def test_dropout(randn, device, dtype, d):
+    """On a CPU it is served, on a Hopper GPU in half types where there is a mask or a large d."""
+    q, k, v = heads(randn, dtype, d=d)
+    seen = randn(50, 70) < 1
+    for mask in None, seen:
+        options = dict(attn_mask=mask, dropout_p=0.4)
+        may = device == "cpu" or ((mask is not None or d > 128) and minimal_attn._C.has_fast_pairs(q))
+        found = minimal_attn.explain_scaled_dot_product_attention(q, k, v, **options)
+        assert isinstance(found, str) != may
+        if not may:
+            continue
+        torch.manual_seed(4)
+        expected = minimal_attn.forward(q, k, v, **options)
+        for function in F.scaled_dot_product_attention, minimal_attn.scaled_dot_product_attention:
+            with minimal_attn.activate(strict=True):
+                torch.manual_seed(4)
+                o = function(q, k, v, **options)
+            torch.testing.assert_close(o, expected, rtol=1e-2, atol=1e-2)
+            assert torch.equal(o == 0, expected == 0)
