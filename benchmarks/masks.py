@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch._functorch import config as functorch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
@@ -87,6 +88,9 @@ def by_flex(case: Case, term) -> partial:
         lambda b, h, i, j: whole[b, 0, i, j], B if term.dim() == 4 else None, None, N, N, device=term.device
     )
     return partial(flexible, mask, None)
+
+
+functorch.donated_buffer = False  # so that FlexAttention's backward pass may be called again
 
 
 def flexible(block_mask, score_mod, q, k, v, bias=None):

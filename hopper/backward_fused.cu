@@ -286,7 +286,16 @@ struct Hide<Tile, Ranges> {
 };
 template <class Tile>
 struct Hide<Tile, General> : Hide<Tile, Ranges> {
-    using Hide<Tile, Ranges>::Hide;
+    int begin, end;  // of ranges that grow, as above. Registers are short: `queries` are loaded where a tile is masked
+    template <class Slice>
+    __device__ Hide(const Slice &keys, int j64, int j) : Hide<Tile, Ranges>(keys, j64, j) {
+        begin = broadcast_lane0(keys.queries(j64 + 63).begin), end = broadcast_lane0(keys.queries(j64).end - Tile::Br);
+    }
+    template <int Count, class Slice>
+    __device__ void operator()(float (&P)[Count], const Slice &keys, int i0, int j) const {
+        if (!keys.grows()) return Hide<Tile, Ranges>::operator()(P, keys, i0, j);
+        if (i0 < begin || i0 > end) mask_columns(P, {keys.queries(j), keys.queries(j + 8)}, i0, 0.f);
+    }
 };
 
 template <class T, class Tile, class Mask, bool has_large_rows, bool with_terms>
@@ -367,23 +376,23 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
             hide(S, keys, i0, j);
-            if constexpr (with_terms)
-                pack_kept<T>(P, S, kept, has_dropout(a));
-            else
-                pack_operand<T>(P, S);
-            if constexpr (!kIsGeneral<Mask> || with_terms) wgmma_wait<0>(dP);
-            issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
-            __syncwarp();  // keeps what follows behind the products
-            if constexpr (with_terms) {
+            if constexpr (with_terms) {  // dS^T comes before P^T, which is dropped, and needs no registers behind it
+                wgmma_wait<0>(dP);
                 if (has_dropout(a)) kept.drop(dP);
                 subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2, factor_of_kept(a));
                 multiply_elements(dP, S), hide(dP, keys, i0, j);
                 if (may_hide(a)) clear_hidden(dP, S, 0.f);
-            } else if constexpr (kIsGeneral<Mask>) {
-                multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
+                pack_kept<T>(P, S, kept, has_dropout(a));
             } else {
-                compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
+                pack_operand<T>(P, S);
             }
+            if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
+            issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
+            __syncwarp();  // keeps what follows behind the products
+            if constexpr (kIsGeneral<Mask> && !with_terms)
+                multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
+            else if constexpr (!with_terms)
+                compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
             stage_dS(shared.dS[dS_written.stage()], dS, consumer, thread);

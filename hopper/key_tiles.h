@@ -67,7 +67,7 @@ struct KeyTile : KeyEntry<Mask> {
     const KeyParameters &p;
     int b, key_head, j0, h0, i0, i1;
     bool unseen;       // no query sees the keys: one tile is computed all the same, and masked
-    bool batch_grows;  // of BatchFlags, if no block adds to dQ
+    bool batch_grows;  // of BatchFlags, in a general kernel, or if no block adds to dQ
     BandOf<int> band;  // only of a band
 
     __device__ KeyTile(const KeyParameters &p, int n, const KeyEntry<Mask> &entry) : KeyEntry<Mask>(entry), p(p) {
@@ -75,6 +75,7 @@ struct KeyTile : KeyEntry<Mask> {
         b = head / p.Hkv, key_head = head % p.Hkv, h0 = key_head * p.group, j0 = n % p.Tc * Tile::Bc;
         if constexpr (is_ranges) {
             i0 = entry.queries.begin, i1 = entry.queries.end;
+            if constexpr (kIsGeneral<Mask>) batch_grows = mask().batch->grows;
             if constexpr (!Tile::AddsDQ) {  // so blocks needn't agree on what a query meets
                 const Keys keys = intersection({j0, j0 + Tile::Bc}, this->of_batch);
                 batch_grows = mask().batch->grows;
@@ -109,7 +110,7 @@ struct KeyTile : KeyEntry<Mask> {
     }
     // If ranges grow, consumers mask by `seeing` and skip no tile.
     __device__ bool grows() const {
-        if constexpr (is_ranges && !Tile::AddsDQ) return batch_grows;
+        if constexpr (is_ranges && (!Tile::AddsDQ || kIsGeneral<Mask>)) return batch_grows;
         return std::is_same_v<Mask, GrowingRanges>;
     }
     // Keys of the batch: outside of them memory may hold anything.

@@ -91,7 +91,10 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
 
 // 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
 // accumulators of Sij side by side become an operand of the product.
-// drop(m, n, p) is dropout of the numbers p[e], left and right, of keys 8 n and 8 n + 8.
+// drop(m, n, P) is dropout of the numbers P[e], left and right, of keys 8 n and 8 n + 8; or there is NoDrop.
+struct NoDrop {
+    __device__ void operator()(int, int, float2 (&)[4]) const {}
+};
 template <class T, class Tile, class Drop>
 __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
                             const float (&subtract)[ThreadRows<Tile>::R], float c, unsigned Vj, const Drop &drop) {
@@ -107,9 +110,15 @@ __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::
             for (int e = 0; e < 4; ++e) {
                 const int r = 2 * m + e % 2;
                 const float *s = &Sij[m][n + e / 2][e % 2 * 2];
-                P[e] = {exp2_fast(fmaf(s[0], c, -subtract[r])), exp2_fast(fmaf(s[1], c, -subtract[r]))};
-                l[r] += P[e].x + P[e].y;
+                const float left = exp2_fast(fmaf(s[0], c, -subtract[r]));
+                const float right = exp2_fast(fmaf(s[1], c, -subtract[r]));
+                l[r] += left + right;
+                if constexpr (std::is_same_v<Drop, NoDrop>)
+                    p[m][e] = pack<T>(left, right);
+                else
+                    P[e] = {left, right};
             }
+            if constexpr (std::is_same_v<Drop, NoDrop>) continue;
             drop(m, n, P);
 #pragma unroll
             for (int e = 0; e < 4; ++e) p[m][e] = pack<T>(P[e].x, P[e].y);
@@ -284,7 +293,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
                 drop_16_keys(dropout, i_lane + 16 * m, j0 + lane % 4 * 2 + 8 * n, P);
             });
         } else {
-            multiply_PV<T, Tile>(rows, Sij, subtract, c, Vj, [](int, int, float2 (&)[4]) {});
+            multiply_PV<T, Tile>(rows, Sij, subtract, c, Vj, NoDrop());
         }
     }
     // These numbers are computed anew: kept, they would take registers from the loop.
