@@ -222,20 +222,22 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
 
     const Block<T, Mask> block = block_of<T, Mask>(a, index, Br);
     // Dropout wants tiles that begin at multiples of 16. What lies before the batch's first key is then read as zeros.
-    const int begin = kIsGeneral<Mask> && has_dropout(a) ? block.seen.begin & ~15 : block.seen.begin;
-    const T *K = block.K + begin * a.k_stride.row;
-    const T *V = block.V + begin * a.v_stride.row;
+    const auto first_key = [&] {
+        return kIsGeneral<Mask> && has_dropout(a) ? block.seen.begin & ~15 : block.seen.begin;
+    };
+    const T *K = block.K + first_key() * a.k_stride.row;
+    const T *V = block.V + first_key() * a.v_stride.row;
     // K and V point to the first row of the next tile to load.
-    const auto first_in = [&](int j0) { return kIsGeneral<Mask> ? block.mask.keys.begin - j0 : 0; };
     const auto load_K = [&](int j0, int stage) {
         const int keys = block.mask.keys.end - j0;
-        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, keys, a.d, aligned, first_in(j0));
+        const int hidden = kIsGeneral<Mask> ? block.mask.keys.begin - j0 : 0;
+        load_swizzled<Bc, D, Threads>(K_tiles + stage * Bc * D, K, a.k_stride.row, keys, a.d, aligned, hidden);
         K += Bc * a.k_stride.row;
     };
     const auto load_V = [&](int j0, int stage) {
         const int keys = block.mask.keys.end - j0;
-        load_swizzled<Bc, D_v, Threads>(V_tiles + stage * Bc * D_v, V, a.v_stride.row, keys, a.d_v, aligned,
-                                        first_in(j0));
+        const int hidden = kIsGeneral<Mask> ? block.mask.keys.begin - j0 : 0;
+        load_swizzled<Bc, D_v, Threads>(V_tiles + stage * Bc * D_v, V, a.v_stride.row, keys, a.d_v, aligned, hidden);
         V += Bc * a.v_stride.row;
     };
     // A and transposed B: matrices 1 and 3 lie 8 rows below. B: matrices 2 and 3 do.
@@ -251,8 +253,8 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     // 8. Qi from HBM; Oi, li, mi begin empty (an earlier state joins at the end, by step 12)
     load_swizzled<Br, D, Threads>(Q_tile, block.Q, a.q_stride.row, block.rows, a.d, aligned);
     if (!empty(block.seen)) {
-        load_K(begin, 0);
-        if (Stages == 2) load_V(begin, 0);
+        load_K(first_key(), 0);
+        if (Stages == 2) load_V(first_key(), 0);
     }
     ThreadRows<Tile> rows;
     unsigned q[M][4][4];
@@ -266,7 +268,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
     // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
-    for (int j0 = begin, stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= Stages - 1) {
+    for (int j0 = first_key(), stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= Stages - 1) {
         const bool warp_sees = j0 < seen.end && j0 + Bc > seen.begin, is_last = j0 + Bc >= block.seen.end;
         const unsigned bytes = stage * Bc * D * 2;
         // 6. Kj, Vj from HBM
