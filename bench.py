@@ -12,8 +12,8 @@
   bench.py --packed    causal documents in one batch, by cu_seqlens, beside PyTorch's varlen_attn and, if they
                        are installed, FlashAttention-3 and -4, or beside SDPA for each document; also with
                        --backward and --step. TFLOP/s count what is seen; errors are those of o or dq
-  bench.py --masks     ALiBi, bool masks, biases and dropout beside SDPA's kernels and FlexAttention; also with
-                       --backward and --step. Errors are those of one head, of dropout's 0
+  bench.py --masks     ALiBi, bool masks, biases and dropout beside SDPA's kernels and FlexAttention; also
+                       with --backward and --step. Errors are those of one head; dropout has none
   bench.py --serving   packed queries over caches of keys, contiguous and in pages, beside FlashAttention-3 if
                        it is installed. GB/s count the keys that are seen
   bench.py --overhead  host time of one call, on an input so small that little else counts

@@ -17,6 +17,11 @@ constexpr int kDropoutSteps = 1 << 16;  // p counts in steps of 2^-16
 
 MINIMAL_ATTN_HOST_DEVICE inline bool has_dropout(const Attention &a) { return a.dropout.dropped != 0; }
 
+// Of kept weights, where kernels drop by 0 and 1 alone.
+MINIMAL_ATTN_HOST_DEVICE inline float factor_of_kept(const Attention &a) {
+    return has_dropout(a) ? a.dropout.kept : 1.f;
+}
+
 // Philox2x32 (Salmon, Moraes, Dror, Shaw 2011): a block cipher of two words. Seven rounds pass BigCrush.
 struct Words {
     uint32_t x, y;

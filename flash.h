@@ -111,7 +111,7 @@ struct Dropout {
 };
 
 struct Attention {
-    // q (B, Hq, Nq, d); k (B, Hkv, Nk, d); v (B, Hkv, Nk, d_v), where d_v stands last, below. Query head h reads key head
+    // q (B, Hq, Nq, d); k (B, Hkv, Nk, d); v (B, Hkv, Nk, d_v), where d_v stands below. Query head h reads key head
     // h / (Hq / Hkv).
     Dtype dtype;
     int64_t B, Hq, Hkv;
@@ -176,7 +176,7 @@ struct Attention {
     bool is_general;
     Terms terms;
 
-    int d_v;  // the columns of v and o: d in most models. Here, so that other members keep their places in parameters
+    int d_v;  // the columns of v and o: d in most models. Behind the rest, so that members keep their places in parameters
     Dropout dropout;
 };
 

@@ -232,8 +232,8 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
                 const float S = shared.Pij.at(row, key), p = expf(sign * a.softmax_scale * (S - mij));
                 sum += p;
                 if (S > -INFINITY)  // a hidden dP may be NaN
-                    sum_dP += (double)(has_dropout(a) ? p * dropout.Zij(i0 + row, j0 + key) : p) *
-                              shared.dSij.at(row, key);
+                    sum_dP +=
+                        (double)(has_dropout(a) ? p * dropout.Zij(i0 + row, j0 + key) : p) * shared.dSij.at(row, key);
             }
             const double of_tile = shared.m_i[row] + mij, m_new = fmax(m[n], of_tile);
             const double alpha = exp(sign * scale * (m[n] - m_new)), beta = exp(sign * scale * (of_tile - m_new));

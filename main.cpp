@@ -194,7 +194,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("set_sdpa_strict", &sdpa::set_strict, "Whether a call that leaves our kernels raises");
     m.def("restore_sdpa", &sdpa::restore_operators, "Undo override_sdpa");
     m.def("has_fast_backward", &has_fast_backward, "Whether our gradients of q are as fast as PyTorch's");
-    m.def("has_fast_pairs", &has_fast_pairs, "Whether masks, biases and dropout of q's kind are as fast as PyTorch's");
+    m.def("has_fast_pairs", &has_fast_pairs, "Whether masks and biases of q's kind are as fast as PyTorch's");
     m.def("sdpa_calls", &sdpa::calls, "Calls of those operators since the import, by outcome");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");

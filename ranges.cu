@@ -1,6 +1,6 @@
 // ranges.cu: the tables of ranges.h on a GPU. cpu/ranges.cpp fills them on a CPU.
 //
-//     narrow_rows         `rows`, where all heads share an attn_mask: from the first to the last key that it shows; a warp
+//     trim_rows         `rows`, where all heads share an attn_mask: from the first to the last key that it shows; a warp
 //                         has a query
 //     fill_query_tables   `rows`, `tiles`; a warp has a tile of queries, a lane two of its rows
 //     sort_tiles          sort_tiles_cuda's; a warp finds the place of a tile, by counting those before it
@@ -33,12 +33,13 @@ __device__ Interval lane_before(Interval x, Interval last) {
     return {__shfl_sync(~0u, from.begin, lane), __shfl_sync(~0u, from.end, lane)};
 }
 
-// Then tiles of keys that the mask hides from all of a tile's queries are not computed. It still hides those between.
-__host__ __device__ bool narrows_rows(const Attention &a) {
+// Tiles of keys that the mask hides from all of a tile's queries are not computed: rows end at the first and the last
+// visible key.
+__host__ __device__ bool trims_rows(const Attention &a) {
     return a.terms.mask && (a.terms.mask_stride.head == 0 || a.Hq == 1);
 }
 
-__global__ void __launch_bounds__(kThreads) narrow_rows(const __grid_constant__ Attention a, int64_t first_block) {
+__global__ void __launch_bounds__(kThreads) trim_rows(const __grid_constant__ Attention a, int64_t first_block) {
     let_next_kernel_start();
     wait_for_kernel_before();
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -66,12 +67,12 @@ __global__ void __launch_bounds__(kThreads) narrow_rows(const __grid_constant__ 
     Keys first = {0, 0}, last = {0, 0};
     for (int j = keys.begin; j < keys.end && empty(first); j += kStep) first = shown_from(j);
     for (int j = keys.end - kStep; !empty(first) && empty(last); j -= kStep) last = shown_from(j);
-    // Behind the keys, if it shows none: ranges may still grow.
+    // A row without a key is empty behind the last key: so ranges that grow still do.
     if (lane == 0) a.ranges.rows[b * range_rows(a) + i] = empty(first) ? Keys{keys.end, keys.end} : hull(first, last);
 }
 
 __device__ Keys seen_by_row(const Attention &a, const Band &band, int64_t b, int i) {
-    if (i < a.Nq && narrows_rows(a)) return a.ranges.rows[b * range_rows(a) + i];
+    if (i < a.Nq && trims_rows(a)) return a.ranges.rows[b * range_rows(a) + i];
     return range_of_row(a, band, b, i);
 }
 
@@ -180,7 +181,7 @@ cudaError_t launch(void (*kernel)(Attention, Parameters...), const Attention &a,
 }  // namespace
 
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream) {
-    cudaError_t error = narrows_rows(a) ? launch(narrow_rows, a, a.B * a.Nq, stream) : cudaSuccess;
+    cudaError_t error = trims_rows(a) ? launch(trim_rows, a, a.B * a.Nq, stream) : cudaSuccess;
     if (error == cudaSuccess) error = launch(fill_query_tables, a, a.B * range_tiles(a), stream);
     if (error == cudaSuccess && backward) error = launch(fill_key_tables, a, a.B * range_key_tiles(a), stream);
     return why_not(error);

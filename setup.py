@@ -14,7 +14,7 @@ MINIMAL_ATTN_SANITIZE=address,undefined builds the C++ files with GCC's sanitize
 Python then needs their library first, by LD_PRELOAD, as .ci/run gives it.
 MINIMAL_ATTN_WHEEL=1 adds a local version to wheels with CUDA code: 0.1.0+torch2.11.cu130.
 MINIMAL_ATTN_TILES=all builds for 9.0 also the tiles that smaller GPUs use, for tests of them on a Hopper GPU.
-With MINIMAL_ATTN_KERNELS=plain general GPU kernels (softcap, masks: scores.h) are not built, which is faster.
+With MINIMAL_ATTN_KERNELS=plain general GPU kernels (softcap, masks, dropout) are not built, which is faster.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
 shows the commands.

@@ -55,9 +55,10 @@ def term_of(case: Case, dtype: str, device) -> torch.Tensor | None:
     B, H, N, _ = case.shape
     i = torch.arange(N, device=device)
     if case.name == "ALiBi":
-        return -slopes(H, device)[:, None, None] * (i[:, None] - i).abs()
+        return (-slopes(H, device)[:, None, None] * (i[:, None] - i).abs()).to(getattr(torch, dtype))
     if case.of_bias:
-        return randn([n if own else 1 for n, own in zip((B, H), case.of_bias, strict=True)] + [N, N], dtype, device)
+        shared = [n if own else 1 for n, own in zip((B, H), case.of_bias, strict=True)]
+        return randn([*shared, N, N], dtype, device)
     if "documents" in case.name:
         size = int(case.name.split()[-1])
         return i[:, None] // size == i // size
@@ -105,8 +106,6 @@ def flexible(block_mask, score_mod, q, k, v, bias=None):
 
 def by_sdpa(case: Case, kernel, term, q, k, v, bias=None):
     mask = term if bias is None else bias
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
     p = 0.1 if "dropout" in case.name else 0.0
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=case.causal)

@@ -84,8 +84,8 @@ def call_of(part: str, function, *tensors):
 
 def take_turns(peers: dict, tensors, error_of, args, bar: str) -> tuple[dict, dict]:
     """Of each peer a record with its error, or why it failed, and its times in seconds. A peer is a function
-    of q, k, v and what stands between v and do in `tensors`, and a context. Round 0 warms up: it judges the first result
-    and sets the peer's clock."""
+    of q, k, v and what stands between v and do in `tensors`, and a context. Round 0 warms up: it judges the
+    first result and sets the peer's clock."""
     pool = torch.cuda.graph_pool_handle() if args.graph else None  # shared: no two graphs run at once
     names, found, watches, times, spent = list(peers), {}, {}, defaultdict(list), Counter()
     for i, j in product(range(1 + ROUNDS), range(len(peers))):

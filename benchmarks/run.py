@@ -40,7 +40,9 @@ def complete(args) -> str:
         args.full |= not args.causal
     args.backend = backends_for(args)
     args.cells = (
-        [] if args.mode in ("profile", "packed", "serving", "masks", "overhead") or args.load else cells_for(args)
+        []
+        if args.mode in ("profile", "packed", "serving", "masks", "overhead") or args.load
+        else cells_for(args)
     )
     if args.threads:
         torch.set_num_threads(args.threads)

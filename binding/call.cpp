@@ -298,11 +298,11 @@ Attention describe(const Arguments &a, Returns returns, const Tensor &q, const T
 void choose_tables(Attention &attention, const Arguments &a, const Backend &backend, bool backward = false) {
     if (!backend.takes_decode) return;
     TORCH_CHECK_VALUE(kHasGeneral || !needs_general(attention),
-                      has_dropout(attention) ? "dropout_p must be None or 0"
+                      has_dropout(attention)   ? "dropout_p must be None or 0"
                       : has_softcap(attention) ? "softcap must be None or 0"
-                      : a.alibi_slopes       ? "alibi_slopes must be None"
-                      : a.attn_mask          ? "attn_mask must be None"
-                                             : "bias must be None",
+                      : a.alibi_slopes         ? "alibi_slopes must be None"
+                      : a.attn_mask            ? "attn_mask must be None"
+                                               : "bias must be None",
                       " in backend \"", backend.name,
                       "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
     // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no

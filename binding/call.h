@@ -36,8 +36,8 @@ Tensor differentiate_bias(const Arguments &a, const Tensor &do_, const Tensor &o
 // PyTorch compute them.
 bool has_fast_backward(const Tensor &q);
 
-// Whether calls like q's with an attn_mask, a bias or dropout are as fast as PyTorch's that take a mask: on a CPU, and in
-// half types on a Hopper GPU.
+// Whether calls like q's with an attn_mask or a bias are as fast as PyTorch's that take one: on a CPU, and in half types on
+// a Hopper GPU.
 bool has_fast_pairs(const Tensor &q);
 
 // What run, or with `backward` differentiate, would do: it checks the arguments and launches nothing.

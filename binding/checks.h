@@ -169,13 +169,12 @@ inline void check_alibi_slopes(const Arguments &a) {
 
 inline void check_dropout(const Arguments &a) {
     const double p = a.dropout_p.value_or(0.);
-    TORCH_CHECK_VALUE(p >= 0. && p <= 1., "dropout_p must be from 0 (or None: none) to 1, but was ", p);
-    TORCH_CHECK_VALUE(p == 0. || a.dropout_seed, "dropout_seed must be given to the operator with dropout_p ", p,
-                      ", but was None");
+    TORCH_CHECK_VALUE(p >= 0. && p <= 1., "dropout_p must be None or from 0 to 1, but was ", p);
+    TORCH_CHECK_VALUE(p == 0. || a.dropout_seed, "dropout_seed must be given with dropout_p ", p, ", but was None");
     if (!a.dropout_seed) return;
     check_like_q(a.q, *a.dropout_seed, "dropout_seed", at::kLong);
-    TORCH_CHECK_VALUE(holds(a.dropout_seed->sym_numel().sym_eq(1)),
-                      "dropout_seed must have one number, but has shape ", a.dropout_seed->sym_sizes());
+    TORCH_CHECK_VALUE(holds(a.dropout_seed->sym_numel().sym_eq(1)), "dropout_seed must have one number, but has shape ",
+                      a.dropout_seed->sym_sizes());
 }
 
 // attn_mask and bias: of each query head, query and key, or broadcast.

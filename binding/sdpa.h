@@ -5,8 +5,8 @@
 // works with PyTorch's backward pass, and PyTorch's with ours. A call that isn't served goes to PyTorch's kernel
 // directly: the dispatcher would come back here.
 //
-// Three more operators are replaced, and still compute by PyTorch's kernels. The function itself then avoids cuDNN's
-// kernel for masks. The separate steps, which PyTorch takes where no fused kernel fits, and MultiheadAttention's fast
+// Three more operators are replaced. The function itself gives masks and dropout to minimal_attn::forward, or avoids
+// cuDNN's kernel for masks. The separate steps, which PyTorch takes where no fused kernel fits, and MultiheadAttention's fast
 // path are counted.
 #pragma once
 

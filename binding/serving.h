@@ -97,12 +97,12 @@ struct Call {
     double dropout_p;
     bool is_causal;
     std::optional<double> scale;
-    bool enable_gqa = true;    // operators don't ask
-    bool may_look = true;      // at attn_mask's numbers
-    MaybeTensor key_ranges{};  // of attn_mask: outcome_of looks
-    MaybeTensor pairs{};       // attn_mask, if it gives no key_ranges
-    MaybeTensor seed{};        // of dropout; without it a call with dropout isn't served
-    bool takes_pairs = q.is_cpu();  // whether forward takes attn_mask. On a GPU PyTorch's operators keep theirs
+    bool enable_gqa = true;                // operators don't ask
+    bool may_look = true;                  // at attn_mask's numbers
+    MaybeTensor key_ranges{};              // of attn_mask: outcome_of looks
+    MaybeTensor pairs{};                   // attn_mask, if it gives no key_ranges
+    MaybeTensor seed{};                    // of dropout; without it a call with dropout isn't served
+    bool forward_takes_mask = q.is_cpu();  // serve() sets it. PyTorch's operators have masks served on a CPU alone
 };
 
 // Autograd passes an undefined mask.
@@ -157,9 +157,9 @@ inline bool is_mask_of_pairs(const Call &c) {
     return fits;
 }
 
-// Of (B, H, N, d). A mask's contents decide only on a CPU, where looking needs no synchronisation. On a GPU kernels look.
+// Of (B, H, N, d). On a CPU a mask's contents decide. On a GPU looking would synchronise, and kernels look.
 inline Outcome outcome_of(Call &c) {
-    if (has_mask(c) && (c.is_causal || c.attn_mask->device() != c.q.device() || !c.takes_pairs)) return mask;
+    if (has_mask(c) && (c.is_causal || c.attn_mask->device() != c.q.device() || !c.forward_takes_mask)) return mask;
     if (c.dropout_p != 0 && !(c.seed && c.dropout_p > 0 && c.dropout_p <= 1)) return dropout;
     const auto type = c.q.scalar_type();
     if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
@@ -175,7 +175,7 @@ inline Outcome outcome_of(Call &c) {
     if (!fit || differ(q[1] % k[1], 0)) return shapes;
     if (c.scale && !std::isfinite((float)*c.scale)) return scale_value;
     if (!has_mask(c)) return served;
-    if (c.may_look && c.q.is_cpu()) c.key_ranges = ranges_of_mask(c);
+    if (c.may_look) c.key_ranges = ranges_of_mask(c);
     if (!c.key_ranges && is_mask_of_pairs(c)) c.pairs = c.attn_mask;
     return c.key_ranges || c.pairs ? served : mask;
 }
@@ -297,7 +297,7 @@ inline bool may_look_at_mask(const Call &c) {
 inline bool takes_pairs(const Call &c) {
     if (c.q.is_cpu()) return true;
     const bool wants_grad = has_mask(c) && c.attn_mask->requires_grad() && at::GradMode::is_enabled();
-    return !wants_grad && has_fast_pairs(c.q);
+    return !wants_grad && has_fast_pairs(c.q) && has_fast_pairs(c.v);
 }
 
 // Whether a call with dropout is served. On a CPU PyTorch computes it in separate steps. On a GPU its kernels are faster
@@ -332,7 +332,7 @@ Outcome serve(const Call &c, const Use &use, bool draws_seed = false) {
         if (!(of_views = mask_of(c, *views))) return mask;
     }
     Call call{views->q, views->k, views->v, of_views, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
-    call.takes_pairs = has_mask(c);
+    call.forward_takes_mask = true;
     if (serves_dropout(c)) call.seed = at::empty({1}, c.q.options().dtype(at::kLong));
     if (const Outcome outcome = outcome_of(call)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(wider(call))) return slow_gradients;

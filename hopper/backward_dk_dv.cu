@@ -217,7 +217,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
                 for (int x = 0; x < Br / 2; ++x)
                     S[x] = signbit(P[x]) ? 0.f : p.a.dropout.kept * S[x], P[x] = fabsf(P[x]);
             compute_dS<T>(S, P, shared.Di[of_S.stage()][0] + thread % 4 * 2);
-            if (with_terms && may_hide(p.a)) clear_hidden(S, P, 0.f);
+            if (with_terms && may_hide(p.a)) clear_hidden(S, P);
             mask();
         }
         pack_operand<T>(A, S);

@@ -184,7 +184,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
                                 : kIsGeneral<Mask> ? dP[x]
                                                    : subtract_D<T>(dP[x], D));
             }
-            if (with_terms && may_hide(p.a)) clear_hidden(dP, S, 0.f);
+            if (with_terms && may_hide(p.a)) clear_hidden(dP, S);
             if (masked) mask_columns(dP, {keys_of_row(work.mask, i), keys_of_row(work.mask, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
             if (with_terms && j0 < work.mask.keys.begin)  // rows before the first key may hold anything

@@ -381,7 +381,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 if (has_dropout(a)) kept.drop(dP);
                 subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2, factor_of_kept(a));
                 multiply_elements(dP, S), hide(dP, keys, i0, j);
-                if (may_hide(a)) clear_hidden(dP, S, 0.f);
+                if (may_hide(a)) clear_hidden(dP, S);
                 pack_kept<T>(P, S, kept, has_dropout(a));
             } else {
                 pack_operand<T>(P, S);

@@ -2,7 +2,7 @@
 // has rows `lane / 4` and 8 further of its warp's 16, and columns 8 n + 2 (lane % 4) and the next one. Tiles begin at
 // multiples of 16.
 //
-// P is multiplied by 0 or 1 alone, since half types end early. O and dV get the factor 1 / (1 - p) where they are stored,
+// P is multiplied by 0 or 1 alone: float16 ends at 65504. O and dV get the factor 1 / (1 - p) where they are stored,
 // dP where D is subtracted.
 #pragma once
 #include "dropout.h"
@@ -35,9 +35,6 @@ __device__ void for_each_weight(const DropoutOfHead &head, int row, int column0,
     }
 }
 
-// What stored sums are multiplied by.
-__device__ inline float factor_of_kept(const Attention &a) { return has_dropout(a) ? a.dropout.kept : 1.f; }
-
 // A bit for each weight of a thread. Backward kernels draw them beside a product, and use them behind it.
 template <int Count>
 struct KeptWeights {
@@ -57,7 +54,8 @@ struct KeptWeights {
 
 // pack_operand of P, less what is dropped.
 template <class T, int Count>
-__device__ void pack_kept(uint32_t (&A)[Count / 2], const float (&P)[Count], const KeptWeights<Count> &kept, bool drops) {
+__device__ void pack_kept(uint32_t (&A)[Count / 2], const float (&P)[Count], const KeptWeights<Count> &kept,
+                          bool drops) {
     if (!drops) return pack_operand<T>(A, P);
 #pragma unroll
     for (int x = 0; x < Count; x += 2) A[x / 2] = pack<T>(kept.has(x) ? P[x] : 0.f, kept.has(x + 1) ? P[x + 1] : 0.f);

@@ -45,12 +45,12 @@
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
 // |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
 // | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles         |
-// | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj past seqlens_k                           |
+// | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj outside of the batch's keys              |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
 // | scores.h    | change: all scores of a thread. changed_approximately, changed_near_0, is_near_0: beside exponentials |
-// | dropped.h   | for_each_weight: dropout                                                                             |
-// | terms.h     | add_terms: ALiBi, a bias and a mask. with_or_without_terms: which general kernel                      |
+// | dropped.h   | for_each_weight: which weights are kept. factor_of_kept: of O                                      |
+// | terms.h     | add_terms: ALiBi, a bias and a mask. with_or_without_terms: which general kernel                    |
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
@@ -87,7 +87,7 @@ struct Tile {
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128, VBytes = Bc * VBoxes * 128;
     static constexpr int OBytes = 64 * VBoxes * 128;
     static constexpr bool AlignKeys = false;
-    // Which kernels there are, see tile_of: general ones, and whether these have terms, or the only ones have.
+    // Which kernels this tile has (tile_of): general ones, ones with terms, no others.
     static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;
     static constexpr bool only_terms = D == 64 && Br == 128, has_terms = has_general && !(D == 64 && Br == 192);
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
@@ -100,7 +100,7 @@ struct Tile {
 // Qi               | 16          | 48   | 96   | 64    | 48    | 64    | 48
 // Kj               | 16          | 64   | 48   | 64    | 84    | 80    | 96
 // Vj               | 16          | 64   | 48   | 64    | 84    | 80    | 64
-// sum              | 48          | 176  | 192  | 192   | 216   | 224   | 208, and less than 1 KB for the rest.
+// sum              | 48          | 176  | 192  | 192   | 216   | 224   | 208, and less than 1 KB for the rest; d64_terms 160.
 // With ranges RangeEntries take 17 bytes more for each query of Br.
 template <class Tile, class Mask>
 struct SharedStorage {

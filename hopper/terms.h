@@ -150,12 +150,12 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
                          });
 }
 
-// dP = 0 where a term hides the key.
+// dP = 0 where P = 0: there dP may be anything.
 template <int Count>
-__device__ void clear_hidden(float (&dP)[Count], const float (&S)[Count], float hidden) {
+__device__ void clear_hidden(float (&dP)[Count], const float (&P)[Count]) {
 #pragma unroll
     for (int x = 0; x < Count; ++x)
-        if (S[x] == hidden) dP[x] = 0.f;
+        if (P[x] == 0.f) dP[x] = 0.f;
 }
 
 // Sets rows of a tile of queries to 0 whose log2_l is inf: the mask or terms hide all keys, and nothing says what they

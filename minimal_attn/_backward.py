@@ -28,15 +28,19 @@ def _has_fast_backward(device: torch.device, dtype: torch.dtype, is_wide: bool) 
 
 
 def has_fast_pairs(q: Tensor) -> bool:
-    """Whether masks, biases and dropout are as fast as PyTorch's for tensors like q: else drop-ins pass them on."""
+    """Whether masks and biases are as fast as PyTorch's for tensors like q. If not, drop-ins pass them on."""
     return q.device.type == "cpu" or (q.shape[-1] <= 256 and _has_fast_pairs(q.device, q.dtype))
 
 
 def _has_fast_pairs(device: torch.device, dtype: torch.dtype) -> bool:
-    return _C.has_fast_pairs(torch.empty(1, 1, 8, 64, device=device, dtype=dtype))
+    if (device, dtype) not in _known_of_pairs:
+        like = torch.empty(1, 1, 8, 64, device=device, dtype=dtype)
+        _known_of_pairs[device, dtype] = _C.has_fast_pairs(like)
+    return _known_of_pairs[device, dtype]
 
 
 _known: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
+_known_of_pairs: dict[tuple[torch.device, torch.dtype], bool] = {}
 # What torch.compiler.assume_constant_result does, which imports the compiler in a second.
 _has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _has_fast_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, 
         bool, of this shape, on the seed's device: True where a weight is kept.
 
     Raises:
-        ValueError: dropout_seed or dropout_p is another.
+        ValueError: dropout_seed is not one int64, or dropout_p is not from 0 to 1.
 
     Source: Philox2x32 (Salmon, Moraes, Dror, Shaw 2011) of 7 rounds, four weights a call (docs/dropout.md).
     """

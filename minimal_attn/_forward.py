@@ -213,7 +213,7 @@ def forward(
             slope * |i + offset - j|, behind a softcap and before the mask (ALiBi, as flash_attn has it). In
             a document i + offset is the query's position in it. Slopes have no gradient. Packed queries
             over caches are slow with them, and pages are copied unless `explain` says "decode". On Hopper
-            GPUs "portable"'s kernels compute float32.
+            GPUs "portable"'s kernels compute float32, and calls with softcap besides.
         attn_mask: bool (True: visible), or of q's dtype or float32, which is added to the scores, behind
             softcap and slopes. It broadcasts to (B, Hq, Nq, Nk), with any strides (0, too), and is read
             where it is. What it shows and the other arguments leave is visible: the intersection. With
@@ -228,11 +228,13 @@ def forward(
         dropout_p: from 0 to 1: each weight softmax(..)ij becomes 0 with this probability, in steps of 2^-16,
             and the others are divided by 1 - dropout_p, so that o's mean stays. l, m and the log-sum-exp are
             those without. Dropout isn't a state of a module here: pass 0 outside of training. On Hopper
-            GPUs "portable"'s kernels compute float32.
+            GPUs "portable"'s kernels compute float32, and calls with softcap besides. Packed queries over
+            caches are slow with it.
         dropout_seed: int64, one element, on q's device. None: drawn from PyTorch's generator of the device
             (torch.manual_seed, CUDA graphs, torch.utils.checkpoint and torch.compile hold for it). The seed,
             the batch, the query head, i and j decide whether a weight is dropped, in each backend and in the
-            gradients: minimal_attn.dropout_mask says which. i and j count as in attn_mask.
+            gradients: minimal_attn.dropout_mask says which. i and j count as in attn_mask. Where keys come in
+            several calls (`state`), j counts from each call's first key: give each call a seed of its own.
 
     Returns:
         o (B, Hq, Nq, d_v) in q's dtype and order of strides, or `out`. With `return_lse` the tuple (o,

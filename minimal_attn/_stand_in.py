@@ -161,7 +161,7 @@ def _flash_attn_forward(
     window = window_size_left, window_size_right
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
     with torch.no_grad():
-        results = flash_attn.flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window, **options)
+        results = flash_attn.flash_attn_func(q, k, v, 0.0, softmax_scale, causal, window, **options)
     return *results, torch.zeros(2, dtype=torch.int64, device=q.device)
 
 
@@ -195,7 +195,7 @@ def _flash_attn_varlen_forward(
     options |= dict(block_table=block_table, seqused_k=seqused_k)
     with torch.no_grad():
         results = flash_attn.flash_attn_varlen_func(
-            q, k, v, *lengths, dropout_p, softmax_scale, causal, window, **options
+            q, k, v, *lengths, 0.0, softmax_scale, causal, window, **options
         )
     return *results, torch.zeros(2, dtype=torch.int64, device=q.device)
 

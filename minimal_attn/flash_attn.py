@@ -369,16 +369,17 @@ def _slopes(alibi_slopes, q):
 
 
 def _dropout(dropout_p):
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be a number from 0 to 1, but was {in_words(dropout_p)}")
-    return {"dropout_p": dropout_p} if dropout_p else {}
+    p = 0.0 if dropout_p is None else dropout_p
+    if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        raise ValueError(f"dropout_p must be None or a number from 0 to 1, but was {in_words(p)}")
+    return {"dropout_p": p} if p else {}
 
 
 def _refuse(**missing):
     for name, x in missing.items():
         was = "a tensor" if isinstance(x, Tensor) else x or 0
         if not (isinstance(was, (int, float)) and was <= 0):  # NaN is neither
-            raise NotImplementedError(f"{name} must be 0 or None, but was {was}: minimal_attn has none yet")
+            raise NotImplementedError(f"{name} must be 0 or None, but was {was}: this function has none yet")
 
 
 def _check(name, x, q, shape, dtypes=None):

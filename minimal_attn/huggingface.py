@@ -120,13 +120,13 @@ def attention(
     Args:
         module: the layer.
         query: (B, Hq, Nq, d); key (B, Hkv, Nk, d); value (B, Hkv, Nk, d_v).
-        attention_mask: the Mask of this model call. A tensor is forward's attn_mask on a CPU, and elsewhere
-            goes to transformers' functions. None: every key is seen, but in a causal layer with several
-            queries transformers' functions know what it means.
+        attention_mask: the Mask of this model call. A tensor is forward's attn_mask on a CPU, and in half
+            types on Hopper; elsewhere it goes to transformers' functions. None: every key is seen, but in a
+            causal layer with several queries transformers' functions know what it means.
         scaling: None is 1 / sqrt(d).
-        options: as transformers passes them. position_bias (T5) is forward's bias on a CPU. cu_seq_lens_q and
-            cu_seq_lens_k (documents + 1,) say where documents begin in the B x Nq queries and B x Nk keys,
-            and where the last one ends.
+        options: as transformers passes them. position_bias (T5) is forward's bias where a tensor would be.
+            cu_seq_lens_q and cu_seq_lens_k (documents + 1,) say where documents begin in the B x Nq queries
+            and B x Nk keys, and where the last one ends.
         s_aux: attention sinks (Hq,): a score each that takes part in the softmax and has no value (gpt-oss).
         dropout, is_causal: as transformers passes them.
 
@@ -155,7 +155,7 @@ def attention(
         order = mask.order[:, None, :, None]  # take_along_dim would fix all sizes of a traced graph
         k, v = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
     fixed = dict(window_size=window, softmax_scale=scaling, softcap=options.get("softcap"))
-    fixed |= {"dropout_p": dropout} if dropout else {}
+    fixed["dropout_p"] = dropout
     if isinstance(mask, Tensor):
         fixed["attn_mask"] = mask
     if (bias := options.get("position_bias")) is not None:
@@ -257,7 +257,7 @@ def _both(mask, seen):
 
 def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     """Why the kernels can't compute this call, or None."""
-    if dropout and not has_fast_pairs(q):
+    if dropout and not _is_dropout_served(q, v, mask):
         return "dropout"
     if options.get("output_attentions"):
         return "output_attentions"
@@ -296,12 +296,19 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     return None
 
 
+def _is_dropout_served(q, v, mask):
+    """As in binding/serving.h: on a GPU PyTorch's kernels are faster without a mask and with d up to 128."""
+    wide = max(q, v, key=lambda x: x.shape[-1])
+    return has_fast_pairs(wide) and (q.device.type == "cpu" or mask is not None or wide.shape[-1] > 128)
+
+
 def _is_served(q, k, mask):
-    """Whether the kernels take a mask or bias as it is, and are faster than PyTorch's: not its gradient on a GPU."""
+    """Whether the kernels take a mask or bias as it is, and are fast: not its gradient on a GPU."""
     pairs = (*q.shape[:3], k.shape[2])
     fits = mask.ndim == 4 and all(n in (1, of) for n, of in zip(mask.shape, pairs, strict=True))
     wants_grad = mask.requires_grad and torch.is_grad_enabled() and q.device.type != "cpu"
-    return fits and not wants_grad and has_fast_pairs(q) and mask.dtype in (torch.bool, torch.float32, q.dtype)
+    has_dtype = mask.dtype in (torch.bool, torch.float32, q.dtype)
+    return fits and has_dtype and not wants_grad and has_fast_pairs(q)
 
 
 def _pass_on(module, query, key, value, mask, options):

@@ -57,11 +57,12 @@ def scaled_dot_product_attention(
         attn_mask: on a CPU it is looked at: if it is the same for all heads and each row is an interval of
             keys, as for padding, causal, windows, only these are computed. Any other mask or bias is served
             as forward's attn_mask, with its gradient; with several batch dimensions it is copied where it
-            broadcasts along some of them. Masks on a GPU and bool masks under torch.compile are passed on to
-            PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides the softmax over
-            all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
-        dropout_p: served on a CPU (minimal_attn.forward says which weights are dropped); on a GPU passed on to
-            PyTorch unless it is 0.
+            broadcasts along some of them. On Hopper GPUs half types with d up to 256 are served, too, if the
+            mask needs no gradient. Other masks on a GPU, and bool masks on a CPU under torch.compile, are
+            passed on to PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides the
+            softmax over all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
+        dropout_p: served on a CPU, and on Hopper in half types beside a mask or with d above 128. Else passed
+            on to PyTorch unless it is 0. minimal_attn.forward says which weights are dropped.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
         scale: of the scores. None: 1 / sqrt(E).
@@ -190,15 +191,15 @@ def activate(*, strict: bool = False) -> Activation:
 
     On CUDA PyTorch's FlashAttention, cuDNN and memory-efficient operators are replaced, on a CPU its
     FlashAttention, with their gradients; PyTorch's choice between them stays. What the kernels don't serve
-    (masks and dropout on a GPU, float64, head dimensions above 512, in float32 on a GPU 256) goes to PyTorch's
-    kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch 2.11 on,
-    torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
+    (most masks and dropout on a GPU, float64, head dimensions above 512, in float32 on a GPU 256) goes to
+    PyTorch's kernel. So do gradients that PyTorch computes faster, from this o and log-sum-exp. From torch
+    2.11 on, torch.nn.attention's registry knows it as "minimal_attn": current_flash_attention_impl(),
     restore_flash_attention_impl().
 
-    On a CPU masks are served. One that is the same for all heads and gives each query an interval of keys, as
-    for padding, causal, windows, is fast: bool, or 0 and -inf in q's dtype. Its contents are looked at in
-    each call, in compiled functions, too. On a GPU a look would be a synchronisation. A mask that requires
-    grad, for which PyTorch has no fused operator, is served by forward, with its gradient.
+    On Hopper GPUs masks of half types without a gradient are served, on a CPU all masks. There one that is
+    the same for all heads and gives each query an interval of keys, as for padding, causal, windows, is fast:
+    bool, or 0 and -inf in q's dtype. Its contents are looked at in each call, in compiled functions, too. A
+    mask that requires grad, for which PyTorch has no fused operator, is served by forward, with its gradient.
 
     Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
     with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.

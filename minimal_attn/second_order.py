@@ -16,7 +16,8 @@ from minimal_attn._errors import refuse_grad, wrong_call
 from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
 _OPTIONS = "causal window_size softmax_scale seqlens_k leftpad_k offset backend".split()
-_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes attn_mask bias dropout_p dropout_seed".split()
+_OPTIONS += "key_ranges cu_seqlens_q cu_seqlens_k prefix_k softcap alibi_slopes attn_mask bias".split()
+_OPTIONS += ["dropout_p", "dropout_seed"]
 
 
 def forward(
@@ -43,7 +44,7 @@ def forward(
     unknown = {name: None for name in options if name not in _OPTIONS}
     if unknown or surplus:
         raise wrong_call("second_order.forward", "q, k, v", surplus, unknown)
-    if options.get("dropout_p") and options.get("dropout_seed") is None:
+    if options.get("dropout_p") and options.get("dropout_seed") is None and isinstance(q, Tensor):
         options["dropout_seed"] = draw_seed(q)
     if q.dtype == torch.float64:
         options.pop("backend", None)

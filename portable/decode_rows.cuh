@@ -301,8 +301,7 @@ struct FmaRows {
 #pragma unroll
             for (int r = 0; r < R; ++r) {
                 float QK = sum_and_spread<Lanes>(s[r]);
-                if constexpr (Tile::is_general)
-                    QK = of_tile.template unscaled<T>(a, capped(a, QK), r0 + r, j + key);
+                if constexpr (Tile::is_general) QK = of_tile.template unscaled<T>(a, capped(a, QK), r0 + r, j + key);
                 float score = QK * a.softmax_scale, m_safe;
                 if (j + key < keys[r0 + r].begin || j + key >= keys[r0 + r].end) score = -INFINITY;
                 const float m_new = fmaxf(mi[r0 + r], row_max<32>(score));

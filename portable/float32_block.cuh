@@ -112,7 +112,7 @@ __device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0,
         for (int c = 0; c < CO; ++c)
 #pragma unroll
             for (int x = 0; x < 4; ++x) Oi[r][c][x] *= alpha;
-        // Dropout drops what is stored. li is the sum of this thread's keys. The TX threads of the row add theirs up after the last tile.
+        // li is the sum before dropout, of this thread's keys. The TX threads of the row add theirs up after the last tile.
         float l = 0.f;
 #pragma unroll
         for (int c = 0; c < CS; ++c) {

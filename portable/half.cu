@@ -89,12 +89,14 @@ __device__ void multiply_QK(float (&Sij)[Tile::M][Tile::N][4], const unsigned (&
     }
 }
 
-// 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
-// accumulators of Sij side by side become an operand of the product.
-// drop(m, n, P) is dropout of the numbers P[e], left and right, of keys 8 n and 8 n + 8; or there is NoDrop.
+// In a kernel or call without dropout.
 struct NoDrop {
     __device__ void operator()(int, int, float2 (&)[4]) const {}
 };
+
+// 11. - 12. li += rowsum(Pij), Oi += Pij Vj, 16 keys at a time, so that exponentials and products overlap. Two
+// accumulators of Sij side by side become an operand of the product.
+// drop(m, n, P) is dropout of the numbers P[e], left and right, of keys 8 n and 8 n + 8; or there is NoDrop.
 template <class T, class Tile, class Drop>
 __device__ void multiply_PV(ThreadRows<Tile> &rows, float (&Sij)[Tile::M][Tile::N][4],
                             const float (&subtract)[ThreadRows<Tile>::R], float c, unsigned Vj, const Drop &drop) {
@@ -267,7 +269,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
     }
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
-    // key before leftpad_k; keys past the last one seen are loaded, too, and masked.
+    // key before leftpad_k, or with dropout as zeros; keys past the last one seen are loaded, too, and masked.
     for (int j0 = first_key(), stage = 0; j0 < block.seen.end; j0 += Bc, stage ^= Stages - 1) {
         const bool warp_sees = j0 < seen.end && j0 + Bc > seen.begin, is_last = j0 + Bc >= block.seen.end;
         const unsigned bytes = stage * Bc * D * 2;
@@ -291,7 +293,7 @@ __device__ void half_block(const Attention &a, int64_t index, bool aligned) {
         const unsigned Vj = V0 + stage * Bc * D_v * 2;
         if (kIsGeneral<Mask> && has_dropout(a)) {
             const DropoutOfHead dropout(a, block.b, block.h);
-            multiply_PV<T, Tile>(rows, Sij, subtract, c, Vj, [&](int m, int n, float2 (&P)[4]) {
+            multiply_PV<T, Tile>(rows, Sij, subtract, c, Vj, [&](int m, int n, float2(&P)[4]) {
                 drop_16_keys(dropout, i_lane + 16 * m, j0 + lane % 4 * 2 + 8 * n, P);
             });
         } else {

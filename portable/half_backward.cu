@@ -196,8 +196,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
             const float c = a.softmax_scale * kLog2e;
             Kept<Tile> kept;
             if constexpr (kIsGeneral<Mask>)
-                change_S_dP<T, Tile>(S, dP, kept, a, owned.b, walks_queries ? owned.h * heads + n : owned.h, row + lane / 4,
-                                     column + lane % 4 * 2, D_i);
+                change_S_dP<T, Tile>(S, dP, kept, a, owned.b, walks_queries ? owned.h * heads + n : owned.h,
+                                     row + lane / 4, column + lane % 4 * 2, D_i);
             if (__builtin_expect(may_be_large, false)) {
                 const int64_t head = owned.b * a.Hq + (walks_queries ? owned.h * heads + n : owned.h);
                 const int first = walks_queries ? column + lane % 4 * 2 : row_warp + lane / 4;
@@ -219,8 +219,8 @@ __device__ void gradient_block(const Gradient &g, const GradientRows &rows, int6
                             aligned);
     };
     if constexpr (walks_queries) {
-        const float kept_weights = kIsGeneral<Mask> && has_dropout(a) ? a.dropout.kept : 1.f;
-        store(sums.of_P, kept_weights / kPScale<T>, {g.dv, g.dv_stride, a.d_v}, own + Own * D);
+        const float of_kept = kIsGeneral<Mask> ? factor_of_kept(a) : 1.f;
+        store(sums.of_P, of_kept / kPScale<T>, {g.dv, g.dv_stride, a.d_v}, own + Own * D);
         store(sums.of_dS, a.scores.scale, {g.dk, g.dk_stride, a.d}, own);
     } else {
         store(sums.of_dS, a.scores.scale, {g.dq, g.dq_stride, a.d}, own);

@@ -135,9 +135,8 @@ __device__ void change_S_dP(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M
     constexpr bool by_column = Tile::walks_queries;
     if (has_softcap(a)) change<T>(a.scores, flat(S));
     if (has_dropout(a))
-        for_each_Z<by_column, Tile::M, Tile::N>({a, b, h}, row0, column0, [&](int m, int n, int e, float Z) {
-            dP[m][n][e] *= Z, kept.add(m, n, e, Z);
-        });
+        for_each_Z<by_column, Tile::M, Tile::N>(
+            {a, b, h}, row0, column0, [&](int m, int n, int e, float Z) { dP[m][n][e] *= Z, kept.add(m, n, e, Z); });
 #pragma unroll
     for (int x = 0; x < Tile::M * Tile::N * 4; ++x) {
         const int m = x / 4 / Tile::N, n = x / 4 % Tile::N, e = x % 4;

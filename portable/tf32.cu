@@ -230,10 +230,9 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
             unsigned P_lo[M][N][4];
             exponentials<Tile>(rows, Sij, P_lo, subtract, c);
             if (kIsGeneral<Mask> && has_dropout(a))
-                for_each_Z<false, M, N>({a, block.b, block.h}, i_warp + lane / 4, j0 + lane % 4 * 2,
-                                        [&](int m, int n, int e, float Z) {
-                                            Sij[m][n][e] = cut(Z * Sij[m][n][e], P_lo[m][n][e]);
-                                        });
+                for_each_Z<false, M, N>(
+                    {a, block.b, block.h}, i_warp + lane / 4, j0 + lane % 4 * 2,
+                    [&](int m, int n, int e, float Z) { Sij[m][n][e] = cut(Z * Sij[m][n][e], P_lo[m][n][e]); });
             multiply_PV<Tile>(rows, Sij, P_lo, alpha, Vj, a.d_v);
         }
         if (is_long)

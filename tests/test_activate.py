@@ -204,7 +204,7 @@ def test_activated_in_a_cuda_graph(randn, device, kind):
 
 
 def test_activated_passes_on(device, randn):
-    """Masks, dropout and float64 reach PyTorch's kernels: the same bits, and a count of each."""
+    """Float64, on a GPU masks and dropout, reach PyTorch's kernels: the same bits, and counts."""
     q, k, v = heads(randn, torch.float32)
     mask = randn(50, 70)
     calls = {

@@ -161,7 +161,9 @@ def test_strides(backend, dtype, Nq):
             if name == "bias":
                 assert torch.equal(found, expected)
             else:  # a mask that heads share decides where tiles begin
-                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5)
+                torch.testing.assert_close(
+                    found, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
+                )
         backend.check(q, k, v, bias=x)
 
 

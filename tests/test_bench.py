@@ -70,7 +70,11 @@ def test_nan_is_wrong(monkeypatch):
 
 @pytest.mark.parametrize(
     "options, first, count, last",
-    [("--packed --backward", ("| 4096, ", "| 2048, "), 2, "x"), ("--serving", ("| 8 x", "| 7 x"), 6, ""), ("--masks --step", "| ", 4, "x")],
+    [
+        ("--packed --backward", ("| 4096, ", "| 2048, "), 2, "x"),
+        ("--serving", ("| 8 x", "| 7 x"), 6, ""),
+        ("--masks --step", "| ", 4, "x"),
+    ],
 )
 def test_packed(options, first, count, last):
     """A line for each kind of documents, and each is right."""

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import SHAPES_OF_MASKS
-from reference import gradients, relative_error, weights_of_dropout
+from conftest import SHAPES_OF_MASKS, check_o
+from reference import attention, gradients, relative_error, weights_of_dropout
 from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, drawn
 from test_key_ranges import RANGES
@@ -14,7 +14,8 @@ from test_softcap import SHAPES, check_decode, kernel_reached
 from torch.utils.checkpoint import checkpoint
 
 import minimal_attn
-from minimal_attn import second_order
+from minimal_attn import flash_attn, second_order
+from minimal_attn._dropout import draw_seed
 
 
 def dropped(backend, p=0.3):
@@ -130,7 +131,12 @@ def test_share(seed):
         n = kept.numel()
         assert abs(int(kept.sum()) - n * (1 - p)) < 4 * math.sqrt(n * p * (1 - p)) + 1
         x = kept.double() - (1 - p)
-        pairs = (x[..., 1:] * x[..., :-1], x[..., 8:] * x[..., :-8], x[:, :, 8:] * x[:, :, :-8], x[:, 0] * x[:, 1])
+        pairs = (
+            x[..., 1:] * x[..., :-1],
+            x[..., 8:] * x[..., :-8],
+            x[:, :, 8:] * x[:, :, :-8],
+            x[:, 0] * x[:, 1],
+        )
         for pair in (*pairs, x[0] * x[1]):
             assert abs(pair.sum()) < 5 * p * (1 - p) * math.sqrt(pair.numel()) + 2
 
@@ -218,14 +224,86 @@ def test_second_order(backend):
     torch.testing.assert_close(second.double(), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("d, d_v", [(40, 64), (96, 32), (192, 128), (64, 200)])
+def test_value_dimensions(backend, dtype, d, d_v):
+    q, k, v = (backend.randn(2, 4, N, n, dtype=dtype) for N, n in ((70, d), (90, d), (90, d_v)))
+    options = dict(causal=True) | dropped(backend)
+    backend.check(q, k, v, **options)
+    check(backend, torch.randn_like(backend.forward(q, k, v)), q, k, v, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_hopper_drops_itself(cuda_backend, dtype, d):
+    """In float32, and beside a softcap, portable's kernels do."""
+    q, k, v = cuda_backend.qkv(Nq=200, Nk=300, d=d, dtype=dtype)
+    for options in {}, dict(softcap=3.0):
+        options |= dict(dropout_p=0.1, dropout_seed=cuda_backend.seed())
+        for backward in False, True:
+            own = cuda_backend.explain(q, k, v, backward=backward, **options)
+            other = minimal_attn.explain(q, k, v, backward=backward, backend="portable", **options)
+            if cuda_backend.name == "hopper":
+                is_portable = dtype == torch.float32 or "softcap" in options
+                assert (own.threads == other.threads) == is_portable
+
+
+def test_chunks(backend, dtype):
+    """Each call with a state has a seed of its own, whose j counts from its first key."""
+    q, k, v = backend.qkv(dtype=dtype)
+    seeds = backend.seed(), backend.seed()
+    state = backend.forward(
+        q, k[:, :, :50], v[:, :, :50], return_state=True, dropout_p=0.3, dropout_seed=seeds[0]
+    )
+    o, _, _ = backend.forward(
+        q, k[:, :, 50:], v[:, :, 50:], state=state, dropout_p=0.3, dropout_seed=seeds[1]
+    )
+    Z = torch.cat(
+        [weights_of_dropout(0.3, seed, 2, 4, 70, n) for seed, n in zip(seeds, (50, 40), strict=True)], 3
+    )
+    S = (q.double() @ k.double().repeat_interleave(2, 1).mT) / 8
+    exact = (S.softmax(-1) * Z.to(q.device)) @ v.double().repeat_interleave(2, 1)
+    assert (
+        relative_error(o.double(), exact)
+        < {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attn(forced_backend, dtype, deterministic, packed):
+    """The seed is the generator's. With deterministic=True the passes are called by hand."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in forced_backend.qkv(B=1, dtype=dtype))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = dict(dropout_p=0.25, causal=True, deterministic=deterministic)
+    torch.manual_seed(5)
+    if packed:
+        cu = [forced_backend.ints(0, n // 3, n) for n in (70, 90)]
+        o = flash_attn.flash_attn_varlen_func(*(x[0] for x in leaves), *cu, 70, 90, **options)[None]
+        documents = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
+    else:
+        o, documents = flash_attn.flash_attn_func(*leaves, **options), {}
+    torch.manual_seed(5)
+    seed = draw_seed(q)
+    heads_first = [x.detach().transpose(1, 2) for x in leaves]
+    options = dict(dropout_p=0.25, dropout_seed=seed, causal=True, **documents)
+    check_o(o.transpose(1, 2), attention(*heads_first, **options), dtype)
+    do = torch.randn_like(o)
+    expected = gradients(do.transpose(1, 2), *heads_first, **options)
+    bound = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
+    for x, y in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
+        assert relative_error(x.transpose(1, 2).double(), y) < bound
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(dropout_p=-0.1), "dropout_p must be from 0 .* to 1, but was -0.1"),
-        (dict(dropout_p=1.5), "dropout_p must be from 0 .* to 1, but was 1.5"),
-        (dict(dropout_p=math.nan), "dropout_p must be from 0 .* to 1, but was nan"),
+        (dict(dropout_p=-0.1), "dropout_p must be None or from 0 to 1, but was -0.1"),
+        (dict(dropout_p=1.5), "dropout_p must be None or from 0 to 1, but was 1.5"),
+        (dict(dropout_p=math.nan), "dropout_p must be None or from 0 to 1, but was nan"),
         (dict(dropout_p=0.5, dropout_seed=torch.zeros(1)), "dropout_seed must be int64, but is float32"),
-        (dict(dropout_p=0.5, dropout_seed=torch.zeros(2).long()), r"dropout_seed must have one .* shape \[2\]"),
+        (
+            dict(dropout_p=0.5, dropout_seed=torch.zeros(2).long()),
+            r"dropout_seed must have one .* shape \[2\]",
+        ),
         (dict(dropout_p=0.5, dropout_seed=torch.zeros(1).long().to("meta")), "dropout_seed must be on q's"),
     ],
 )

@@ -364,7 +364,9 @@ def test_training(seed):
 
 def test_dropout(seed):
     """BERT and a decoder in training: seeded, the same again; another seed gives another loss."""
-    bert = build(transformers.BertModel, small(transformers.BertConfig, attention_probs_dropout_prob=0.5), seed)
+    bert = build(
+        transformers.BertModel, small(transformers.BertConfig, attention_probs_dropout_prob=0.5), seed
+    )
     for model in bert, decoder("llama", seed, attention_dropout=0.5):
         register()
         model.train().set_attn_implementation("minimal_attn")

@@ -423,6 +423,8 @@ def test_no_kernel_spills():
         ("90a", "FusedTileILi64E.*13GrowingRangesELb0E"): 48,
         ("90a", "FusedTileILi64E.*6RangesELb1E"): 56,
         ("90a", "FusedTileILi64E.*7General"): 128,
+        ("90a", "FusedTileILi128E.*7General"): 72,
+        ("", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E.*7General"): 64,
         ("90a", "half_hopper_kernel.*7GeneralELb1E"): 232,
         ("100", "tf32_backward_kernelINS0_12BackwardTileILi64E.*7General"): 352,
         ("120", "GradientTileILNS0_4PassE0ELi64ELi128ELi64E.*7General"): 48,

@@ -59,7 +59,7 @@ def check_all(actual, expected, dtype):
 @pytest.mark.parametrize("Hkv", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
-    """They are served on a CPU, as bool masks and as biases of 0 and -inf, and in half types on a Hopper GPU."""
+    """They are served as bool masks and as biases of 0 and -inf, on a GPU on Hopper in half types."""
     tensors = [randn(2, H, N, 64, dtype=dtype) for H, N in ((4, 50), (Hkv, 70), (Hkv, 70))]
     if device == "cuda" and Hkv == 4 and kind in ("rows", "one number"):
         pytest.skip("PyTorch's memory-efficient kernel refuses a mask of one column (torch 2.11)")
@@ -76,7 +76,9 @@ def test_masks_of_ranges(randn, device, dtype, Hkv, kind):
                 both_passes(F.scaled_dot_product_attention, tensors, weight, given, **options), exact, dtype
             )
         is_served = minimal_attn._C.has_fast_pairs(tensors[0])
-        assert activation.calls == {"minimal_attn": 1} if is_served else "minimal_attn" not in activation.calls
+        assert (
+            activation.calls == {"minimal_attn": 1} if is_served else "minimal_attn" not in activation.calls
+        )
     check_all(
         both_passes(minimal_attn.scaled_dot_product_attention, tensors, weight, mask, **options), exact, dtype
     )

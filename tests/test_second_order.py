@@ -82,7 +82,7 @@ def test_first_gradients_are_those_of_the_kernels(backend, dtype, name):
 def test_the_mask_is_the_contracts(backend, name):
     """For sizes that are drawn, and lengths beyond them."""
     options = MASKS[name](backend)
-    for x in "sinks", "softmax_scale", "softcap", "alibi_slopes", "attn_mask", "bias":
+    for x in "sinks softmax_scale softcap alibi_slopes attn_mask bias dropout_p dropout_seed".split():
         options.pop(x, None)
     B = 1 if "cu_seqlens_q" in options else 2
     found = second_order.visible(B, 70, 90, backend.device, **options)
