@@ -380,11 +380,11 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             Pipeline<Tile::Stages> my_V = V;  // consumer w takes the stage of the w-th next Vj
             for (int n = 0; n < warpgroup; ++n) my_V.advance();
             my_V.producer_acquire();  // all consumers have read this work tile's Vj from that stage
-            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
+            stage_O<T>(a, work, work.i0 + row, Oi, softmax, shared.Vj[my_V.stage()]);
             __syncwarp();
             if (lane == 0) arrive(shared.O_staged[warpgroup]);
         } else {
-            stage_O<T>(work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
+            stage_O<T>(a, work, work.i0 + row, Oi, softmax, shared.Qi[warpgroup][my_Q.stage()]);
         }
         __syncwarp();  // all lanes have read `work` and staged O
         if constexpr (Tile::O == StoreO::through_Q) my_Q.consumer_release();

@@ -52,7 +52,7 @@ struct KeySlice : KeyTile<Tile, Mask> {
         if constexpr (is_ranges) {
             for (int *x : {&same.i0, &same.i1, &same.start, &same.h, &same.i, &same.steps}) *x = broadcast_lane0(*x);
             same.any_blind = broadcast_lane0(same.any_blind);
-            if constexpr (!Tile::AddsDQ) same.batch_grows = broadcast_lane0(same.batch_grows);
+            if constexpr (!Tile::AddsDQ || kIsGeneral<Mask>) same.batch_grows = broadcast_lane0(same.batch_grows);
         }
         return same;
     }

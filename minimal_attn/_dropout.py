@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from minimal_attn._errors import in_words
 
 _WORD = 0xFFFFFFFF
 
@@ -25,15 +29,13 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, 
         bool, of this shape, on the seed's device: True where a weight is kept.
 
     Raises:
-        ValueError: dropout_seed is not one int64, or dropout_p is not from 0 to 1.
+        TypeError, ValueError: dropout_seed is not one int64, dropout_p is not from 0 to 1, or shape not of 4.
 
     Source: Philox2x32 (Salmon, Moraes, Dror, Shaw 2011) of 7 rounds, four weights a call (docs/dropout.md).
     """
-    if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1:
-        was = f"{dropout_seed.dtype}, of shape {tuple(dropout_seed.shape)}"
-        raise ValueError(f"dropout_seed must be one int64, but is {was}")
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be from 0 to 1, but was {dropout_p}")
+    check_dropout(dropout_p, dropout_seed)
+    if len(shape) != 4:
+        raise ValueError(f"shape must be (B, Hq, Nq, Nk), but was {tuple(shape)}")
     B, Hq, Nq, Nk = shape
     seed = dropout_seed.reshape(())
     heads, i, j = (torch.arange(n, device=seed.device) for n in (B * Hq, Nq, Nk))
@@ -46,9 +48,23 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, 
     return (numbers >= dropped_of(dropout_p)).unflatten(0, (B, Hq))
 
 
+def check_dropout(dropout_p: float, dropout_seed: Tensor) -> None:
+    """Raises TypeError, ValueError in forward's words, for what computes by itself."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number or None, but was {in_words(dropout_p)}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be from 0 to 1, but was {dropout_p}")
+    if not isinstance(dropout_seed, Tensor) or dropout_seed.layout != torch.strided:
+        raise TypeError(f"dropout_seed must be a dense tensor, but was {in_words(dropout_seed)}")
+    if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1:
+        was = f"{dropout_seed.dtype}, of shape {tuple(dropout_seed.shape)}"
+        raise ValueError(f"dropout_seed must be one int64, but is {was}")
+
+
 def dropped_of(p: float) -> int:
     """Of 65536 weights, how many are dropped on average (binding/call.cpp: set_dropout)."""
-    steps = int(p * 65536 + 0.5)
+    whole = math.floor(p * 65536)
+    steps = whole + (p * 65536 - whole >= 0.5)
     return steps if steps == 65536 else min(steps, 65534)
 
 

@@ -31,8 +31,11 @@ def _vmap_rule(operator):
         dims = dict(zip(names, in_dims, strict=False))
         shapes = {name: _shape_of_element(arguments[name], dims[name], name) for name in "qkv"}
         B = shapes["q"][0]
-        is_packed, drops = (arguments.get(name) is not None for name in ("cu_seqlens_q", "dropout_seed"))
-        if is_packed or drops or operator is _bias_gradient():
+        if (
+            arguments.get("cu_seqlens_q") is not None
+            or arguments.get("dropout_p")
+            or operator is _bias_gradient()
+        ):
             return _one_by_one(operator, info.batch_size, arguments, dims)
 
         def in_front(name):  # (mapped, ...), expanded where it isn't mapped
@@ -177,7 +180,7 @@ def _sharding_rule(operator):
             return results, inputs
 
         choices = [placements({}, [whole] * returns)]
-        if given.get("dropout_seed") is not None:  # dropout depends on the numbers of batches and heads
+        if given.get("dropout_p"):  # dropout depends on the numbers of batches and heads
             return choices
         if operator is _bias_gradient():  # whatever the bias is broadcast to
             return choices

@@ -109,6 +109,8 @@ class _Call:
         schema = torch.ops.minimal_attn.forward.default._schema.arguments
         given = {a.name: a.default_value for a in schema} | options
         given |= dict(zip((a.name for a in schema), arguments, strict=False))
+        if not given["dropout_p"]:  # then the seed has no meaning
+            given["dropout_p"] = given["dropout_seed"] = None
         for name in given.keys() - _TRANSLATED:
             if given[name] is not None:
                 name = "state" if name in "olm" else name

@@ -62,7 +62,8 @@ def scaled_dot_product_attention(
             passed on to PyTorch, but never to cuDNN's kernel, which gives a row that a bool mask hides the
             softmax over all keys, and NaN for a float32 mask of half types. Other kernels give 0 there.
         dropout_p: served on a CPU, and on Hopper in half types beside a mask or with d above 128. Else passed
-            on to PyTorch unless it is 0. minimal_attn.forward says which weights are dropped.
+            on to PyTorch unless it is 0. minimal_attn.forward says which weights are dropped. There are no
+            second derivatives, which PyTorch's separate steps have on a CPU.
         is_causal: query i sees the keys j <= i: the first query is aligned with the first key.
             minimal_attn.forward's causal=True aligns the last ones.
         scale: of the scores. None: 1 / sqrt(E).

@@ -1,5 +1,6 @@
 """Attention as the contract's words define it: float64, plain, slow, and sharing nothing with flash.h."""
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -96,7 +97,8 @@ def philox2x32(x, y, key):
 
 def weights_of_dropout(p, seed, B, Hq, Nq, Nk):
     """Z (B, Hq, Nq, Nk), float64: 0 or 1 / (1 - p), with p in steps of 2^-16."""
-    of_65536 = round(p * 65536)
+    of_65536 = math.floor(p * 65536 + 0.5)
+    of_65536 -= of_65536 == 65535  # the largest below all
     if of_65536 == 65536:
         return torch.zeros(B, Hq, Nq, Nk, dtype=torch.float64)
     seed = int(seed) % 2**64

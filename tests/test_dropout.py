@@ -156,6 +156,39 @@ def test_mask_of_a_seed(backend):
         minimal_attn.dropout_mask(seed, 2, (1, 1, 2, 2))
 
 
+def test_errors_of_python():
+    """What computes by itself says the same as forward: dropout_mask, and second_order in float64."""
+    q, seed = torch.randn(1, 1, 4, 8, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    for p, error in (math.nan, ValueError), (2, ValueError), ("x", TypeError), (True, TypeError):
+        with pytest.raises(error, match="^dropout_p must be"):
+            minimal_attn.dropout_mask(seed, p, (1, 1, 2, 2))
+        with pytest.raises(error, match="^dropout_p must be"):
+            second_order.forward(q, q, q, dropout_p=p, dropout_seed=seed)
+    for wrong in 5, torch.zeros(1).to_sparse(), seed.int():
+        with pytest.raises((TypeError, ValueError), match="^dropout_seed must be"):
+            second_order.forward(q, q, q, dropout_p=0.5, dropout_seed=wrong)
+    with pytest.raises(ValueError, match="^shape must be"):
+        minimal_attn.dropout_mask(seed, 0.5, (1, 2, 2))
+
+
+def test_exports_without_dropout(backend):
+    """minimal_attn.onnx refuses what it doesn't translate: an argument that is given, but 0, isn't."""
+    from minimal_attn import onnx
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            o = minimal_attn.forward(q, k, v, causal=True)
+            return o + minimal_attn.scaled_dot_product_attention(q, k, v)
+
+    graph = torch.export.export(Model(), backend.qkv(1, 2, 2, 8, 8, 16)).graph
+    calls = [x for x in graph.nodes if "minimal_attn" in str(x.target)]
+    assert calls
+    names = [a.name for a in torch.ops.minimal_attn.forward.default._schema.arguments]
+    for call in calls:
+        given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        assert not any(given.get(name) for name in names if name not in onnx._TRANSLATED)
+
+
 def test_the_generator_gives_the_seed(backend):
     q, k, v = backend.qkv()
     torch.manual_seed(3)
