@@ -225,11 +225,11 @@ def forward(
         bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
             an attn_mask of its dtype. Both have gradients, but not for bfloat16 on GPUs before compute
             capability 8.0.
-        dropout_p: from 0 to 1: each weight softmax(..)ij becomes 0 with this probability, in steps of 2^-16 (of
-            those below 1 at most 1 - 2^-15), and the others are divided by 1 - dropout_p, so that o's mean stays. l, m and the log-sum-exp are
-            those without. Dropout isn't a state of a module here: pass 0 outside of training. On Hopper
-            GPUs "portable"'s kernels compute float32, and calls with softcap besides. Packed queries over
-            caches are slow with it.
+        dropout_p: from 0 to 1: each weight softmax(..)ij becomes 0 with this probability, in steps of 2^-16
+            (below 1 at most 1 - 2^-15), and the others are divided by 1 - dropout_p, so that o's mean stays.
+            l, m and the log-sum-exp are those without. Dropout isn't a state of a module here: pass 0 outside
+            of training. On Hopper GPUs "portable"'s kernels compute float32, and calls with softcap besides.
+            Packed queries over caches are slow with it.
         dropout_seed: int64, one element, on q's device. None: drawn from PyTorch's generator of the device
             (torch.manual_seed, CUDA graphs, torch.utils.checkpoint and torch.compile hold for it). The seed,
             the batch, the query head, i and j decide whether a weight is dropped, in each backend and in the
