@@ -45,6 +45,9 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. steps_stored, in
 // memory, is a counter for dK or dV of 16 keys: a consumer warp adds the steps of a slice that it has stored.
+//
+// General kernels: the consumer of dV adds terms (terms.h: add_terms_transposed) and draws KeptWeights (dropped.h). It
+// stores what is dropped with a sign (store_with_signs), by which the consumer of dK knows.
 #include "hopper/key_slices.h"
 
 namespace minimal_attn::hopper {

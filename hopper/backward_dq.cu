@@ -39,6 +39,9 @@
 //
 // full and empty are mbarriers, on which a consumer warp arrives once. index is the consumer's. tile_counter, in
 // memory, counts the work tiles that the scheduler has taken.
+//
+// General kernels add what scores.h and dropout.h ask for beside dP: terms.h has add_terms and clear_hidden, dropped.h
+// KeptWeights, gradient.h dP_less_D.
 #include "hopper/dropped.h"
 #include "hopper/gradient.h"
 #include "hopper/terms.h"

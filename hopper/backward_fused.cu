@@ -38,7 +38,12 @@
 //                                                               dQ          stage dQi of the previous tile
 //                                                               dK          release Qi
 //
-// A general kernel (scores.h: change, slope_of) waits for dP^T before P^T, which takes the place of the scores.
+// There are two general kernels (terms.h: with_or_without_terms). The one with softcap (scores.h: change, slope_of)
+// waits for dP^T before P^T, which takes the place of the scores. The one with terms computes dS^T before it drops P^T:
+//
+//     terms.h      add_terms_transposed: ALiBi, masks and biases, beside dP^T
+//     dropped.h    KeptWeights: which weights dropout keeps; pack_kept: P^T without the others, as an operand
+//     gradient.h   dP_less_D, with the factor of kept weights
 //
 // A part of dQ is 64 queries x 64 columns, in float32 in the workspace. It needs no memset: the first block that has
 // computed something for a part stores it, later blocks add. They do so in any order, or, for deterministic gradients,

@@ -27,6 +27,8 @@
 //     griddepcontrol.wait       | the kernel before | all that it has written can be read
 //
 // Loads run ahead of the products, into the block's next item: memory is busy while an item ends.
+//
+// General kernels: decode_rows.cuh changes scores (scores.h) and drops weights (dropout.h).
 #include "portable/decode_join.cuh"
 #include "portable/decode_rows.cuh"
 

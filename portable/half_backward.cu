@@ -25,6 +25,8 @@
 //                                   |                   | before and the operands, so these may be overwritten
 //     __syncthreads, one Stage      | the block         | all warps have read the walked tiles, so the next ones may load
 //     wait_for_group, Group > 1     | a group of warps  | the operands of the whole group are there
+//
+// General kernels: half_gradient.cuh has change_S_dP (scores.h) and Kept, the weights that dropout keeps.
 #include "portable/gradient_rows.h"
 #include "portable/half_gradient.cuh"
 

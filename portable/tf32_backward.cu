@@ -23,6 +23,8 @@
 //     __syncthreads, after dVj       | block    | dSij is complete; dOi, lse_i, Di are read: the next ones may load
 //     __syncthreads, after dKj       | block    | all warps have read Qi: the next one overwrites it
 //     wait_for_turn, in HBM          | one warp | this warp of the block of the keys before has added its part of dQi
+//
+// General kernels: scores.h has what changes a score, dropout.h has Zij, the factor of a weight.
 #include "portable/gradient_rows.h"
 #include "portable/gradient_view.cuh"
 #include "portable/ordered_dq.cuh"
