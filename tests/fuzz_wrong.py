@@ -39,6 +39,8 @@ def replace(call):
         "alibi_slopes": bad_sinks,
         "attn_mask": bad_pairs,
         "bias": bad_pairs,
+        "dropout_p": bad_dropout,
+        "dropout_seed": bad_seed,
         "seqused_k": bad_seqused,
         "backend": bad_backend,
         "unknown": bad_keyword,
@@ -263,6 +265,25 @@ def bad_scale(call, name):
     set_argument(call, name, call.choice(*(wrong if is_wrong else perhaps)), wrong=is_wrong)
 
 
+def bad_dropout(call, name):
+    numbers = -0.1, -1e-300, 1.1, 2, -1, 1e300, 10**400, float("nan"), float("inf"), -float("inf")
+    set_argument(call, name, call.choice(*numbers, "0.1", 1j, [0.5], object(), (), b"0", {}))
+
+
+def bad_seed(call, name):
+    """Beside a dropout_p, since nothing reads a seed without."""
+    dtypes = torch.int32, torch.uint8, torch.float32, torch.float64, torch.bool
+    seed = call.choice(
+        lambda: no_tensor(call),
+        lambda: torch.zeros(1, device=call.device, dtype=call.choice(*dtypes)),
+        lambda: torch.zeros(call.choice((0,), (2,), (1, 3)), device=call.device, dtype=torch.int64),
+        lambda: torch.zeros(1, device="meta", dtype=torch.int64),
+        lambda: torch.zeros(1, 1, device=call.device, dtype=torch.int64).to_sparse(),
+    )()
+    set_argument(call, "dropout_p", 0.5, wrong=False)
+    set_argument(call, name, seed)
+
+
 def bad_state(call, name):
     q, v = call.arguments["q"], call.arguments["v"]
     if not usual(q) or not usual(v):
@@ -379,7 +400,7 @@ def bad_backend(call, name):
 
 
 def bad_keyword(call, name):
-    keyword = call.choice("is_causal", "scale", "mask", "dropout_p", "causal_", "x", "self", "é")
+    keyword = call.choice("is_causal", "scale", "mask", "dropout", "causal_", "x", "self", "é")
     set_argument(call, keyword, call.choice(True, None, 0.5))
 
 
