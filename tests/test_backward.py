@@ -594,7 +594,8 @@ def test_small_shared_memory(shared_memory_limit, cuda_backend):
         (dict(k=torch.zeros(1, 3, 5, 8)), ValueError, "^v must have k's shape|^q must have a multiple"),
         (dict(causal=1), TypeError, "^causal must be True or False"),
         (dict(backend="gpu"), ValueError, "^backend must be"),
-        (dict(dropout_p=0.1), TypeError, "unexpected keyword argument 'dropout_p'; there is no dropout"),
+        (dict(dropout_p=0.1), ValueError, "^dropout_seed must be given with dropout_p 0.1"),
+        (dict(dropout=0.1), TypeError, "unexpected keyword argument .dropout.; use dropout_p"),
     ],
     ids=str,
 )
