@@ -437,6 +437,7 @@ def test_no_kernel_spills():
         ("90a", "TileILi192E.*ELi128EEENS0_9PagedBand"): 96,
         ("", "HalfTile.*SequenceBand"): 72,
         ("75", "decode_sequences_kernelI6__halfNS0_10DecodeTileILi256E"): 40,
+        ("", "HalfTileILi64ELi128ELi64E.*7General"): 40,
         ("75", "HalfTile.*7General"): 128,
         ("75", "HalfTileILi128ELi128ELi64E"): 72,
         ("75", "HalfTileILi256ELi64ELi64E"): 72,
