@@ -40,9 +40,11 @@ std::string refusal_of_hopper(const Tensor &q) {
 bool hopper_takes_decode(const Attention &a, const Device &device) {
     return portable::takes_decode(a, device, a.dtype != Dtype::float32);
 }
-// What portable's kernels compute: d or d_v above 256; in float32 d_v other than d, calls by sequence and general ones; in
-// bfloat16 softcaps that aren't approximated; softcap beside terms or dropout; masks and biases whose numbers are too far
-// apart for hopper/terms.h.
+// Whether portable computes a call of hopper. It does so for
+//     every dtype     d or d_v above 256; softcap beside terms or dropout; masks and biases with strides from 2^28 on,
+//                     whose offsets hopper/terms.h cannot hold
+//     float32         d_v other than d; calls by sequence; general calls
+//     bfloat16        a softcap above kMostApproximated (scores.h)
 bool hopper_passes_on(const Attention &a) {
     const auto are_far = [](const PairStrides &stride) { return std::max(stride.row, stride.key) >= 1 << 28; };
     if (has_softcap(a) && (has_terms(a) || has_dropout(a))) return true;

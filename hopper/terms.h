@@ -158,8 +158,8 @@ __device__ void clear_hidden(float (&dP)[Count], const float (&P)[Count]) {
         if (P[x] == 0.f) dP[x] = 0.f;
 }
 
-// Sets rows of a tile of queries to 0 whose log2_l is inf: the mask or terms hide all keys, and nothing says what they
-// hold. All 128 threads of a consumer call it.
+// A row whose log2_l is inf sees no key, so its numbers may be NaN. This sets such rows of a tile of queries to 0, since
+// 0 * NaN is NaN. All 128 threads of a consumer call it.
 template <int Rows, int Boxes>
 __device__ void zero_hidden_rows(unsigned char *tile, const float (&log2_l)[Rows], int barrier) {
     bool any = false;
