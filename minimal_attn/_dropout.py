@@ -33,7 +33,8 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, 
 
     Source: Philox2x32 (Salmon, Moraes, Dror, Shaw 2011) of 7 rounds, four weights a call (docs/dropout.md).
     """
-    check_dropout(dropout_p, dropout_seed)
+    check_p(dropout_p)
+    check_seed(dropout_seed)
     if len(shape) != 4:
         raise ValueError(f"shape must be (B, Hq, Nq, Nk), but was {tuple(shape)}")
     B, Hq, Nq, Nk = shape
@@ -48,12 +49,15 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, int, 
     return (numbers >= dropped_of(dropout_p)).unflatten(0, (B, Hq))
 
 
-def check_dropout(dropout_p: float, dropout_seed: Tensor) -> None:
-    """Raises TypeError, ValueError in forward's words, for what computes by itself."""
+def check_p(dropout_p: float) -> None:
+    """Raises TypeError, ValueError in forward's words, for what computes by itself. So does check_seed."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number or None, but was {in_words(dropout_p)}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be from 0 to 1, but was {dropout_p}")
+
+
+def check_seed(dropout_seed: Tensor) -> None:
     if not isinstance(dropout_seed, Tensor) or dropout_seed.layout != torch.strided:
         raise TypeError(f"dropout_seed must be a dense tensor, but was {in_words(dropout_seed)}")
     if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import minimal_attn
-from minimal_attn._dropout import check_dropout, draw_seed, dropout_mask, dropped_of
+from minimal_attn._dropout import check_p, check_seed, draw_seed, dropout_mask, dropped_of
 from minimal_attn._errors import refuse_grad, wrong_call
 from minimal_attn._varlen import gradient_of_sinks, keys_of_documents
 
@@ -49,7 +49,9 @@ def forward(
     if q.dtype == torch.float64:
         options.pop("backend", None)
         if options.get("dropout_p") is not None:
-            check_dropout(options["dropout_p"], options.get("dropout_seed", draw_seed(q)))
+            check_p(options["dropout_p"])
+        if options.get("dropout_seed") is not None:
+            check_seed(options["dropout_seed"])
         _check_terms(q, k, options.get("attn_mask"), options.get("bias"))
         o, lse = manual(q, k, v, sinks, **options)
     else:

@@ -198,6 +198,22 @@ def test_the_generator_gives_the_seed(backend):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_generator_stays_where_no_seed_is_needed(dtype):
+    """It did not in second_order in float64, which also refused dropout_seed=None beside 0."""
+    q = torch.randn(1, 1, 4, 8, dtype=dtype)
+    before = torch.get_rng_state()
+    for options in (
+        dict(dropout_p=0.0, dropout_seed=None),
+        dict(dropout_p=0.0),
+        dict(dropout_p=0.5, dropout_seed=torch.zeros(1, dtype=torch.int64)),
+    ):
+        functions = [second_order.forward] + [minimal_attn.forward] * (dtype == torch.float32)
+        for forward in functions:
+            forward(q, q, q, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_checkpoint(backend):
     """The forward pass that is computed again drops the same weights."""
     tensors = [x.requires_grad_() for x in backend.qkv()]
