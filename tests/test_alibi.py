@@ -8,7 +8,7 @@ from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
 from test_key_ranges import RANGES
 from test_prefix_k import MASKS
-from test_softcap import SHAPES, check_decode, check_states_and_sinks, kernel_reached
+from test_softcap import SHAPES, check_decode, check_general, check_states_and_sinks
 
 import minimal_attn
 from minimal_attn import _stand_in, flash_attn, second_order
@@ -28,10 +28,7 @@ def test_values_and_gradients(backend, dtype, shape, softcap):
     for options in dict(causal=True), dict(softmax_scale=-1.5 / d**0.5), dict(window_size=(40, 7), offset=3):
         shape = (B, Hq) if backend.random.random() < 0.5 else (Hq,)
         options |= dict(softcap=softcap, alibi_slopes=slopes_for(backend, *shape))
-        kernel_reached(backend, q, k, v, **options)
-        backend.check(q, k, v, **options)
-        for _ in forms(backend, dtype):
-            check(backend, torch.randn_like(q), q, k, v, **options)
+        check_general(backend, q, k, v, forms=forms(backend, dtype), **options)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -49,9 +46,7 @@ def test_masks(backend, dtype, mask, prefix):
 def test_documents(backend, dtype, make):
     qkv, options = drawn(backend, make, dtype, front=3, behind=4)
     options |= dict(alibi_slopes=slopes_for(backend, 4), causal=True)
-    kernel_reached(backend, *qkv, **options)
-    backend.check(*qkv, **options)
-    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+    check_general(backend, *qkv, **options)
 
 
 @pytest.mark.parametrize("make", RANGES)

@@ -8,7 +8,7 @@ from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, captured_without_synchronising, drawn, same_bits
 from test_key_ranges import RANGES
 from test_prefix_k import MASKS
-from test_softcap import SHAPES, check_decode, kernel_reached
+from test_softcap import SHAPES, check_decode, check_general
 
 import minimal_attn
 from minimal_attn import second_order
@@ -38,10 +38,7 @@ def test_values_and_gradients(backend, dtype, shape):
     B, Hq, Hkv, Nq, Nk, d = shape
     q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
     for options in options_of(backend, (B, Hq, Nq, Nk), dtype):
-        kernel_reached(backend, q, k, v, **options)
-        backend.check(q, k, v, **options)
-        for _ in forms(backend, dtype):
-            check(backend, torch.randn_like(q), q, k, v, **options)
+        check_general(backend, q, k, v, forms=forms(backend, dtype), **options)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -62,9 +59,7 @@ def test_documents(backend, dtype, make):
     qkv, options = drawn(backend, make, dtype, front=3, behind=4)
     Nq, Nk = qkv[0].shape[2], qkv[1].shape[2]
     options |= dict(attn_mask=backend.randn(4, Nq, Nk) < 0.8, bias=term(backend, (Nq, Nk), torch.float32))
-    kernel_reached(backend, *qkv, **options)
-    backend.check(*qkv, **options)
-    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+    check_general(backend, *qkv, **options)
 
 
 @pytest.mark.parametrize("make", RANGES)

@@ -10,7 +10,7 @@ from test_backward import check, forms
 from test_cu_seqlens import DOCUMENTS, drawn
 from test_key_ranges import RANGES
 from test_prefix_k import MASKS
-from test_softcap import SHAPES, check_decode, kernel_reached
+from test_softcap import SHAPES, check_decode, check_general
 from torch.utils.checkpoint import checkpoint
 
 import minimal_attn
@@ -29,10 +29,7 @@ def test_values_and_gradients(backend, dtype, shape, p):
     q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
     for options in dict(causal=True), dict(softmax_scale=-1.5 / d**0.5), dict(window_size=(40, 7)):
         options |= dropped(backend, p)
-        kernel_reached(backend, q, k, v, **options)
-        backend.check(q, k, v, **options)
-        for _ in forms(backend, dtype):
-            check(backend, torch.randn_like(q), q, k, v, **options)
+        check_general(backend, q, k, v, forms=forms(backend, dtype), **options)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -48,9 +45,7 @@ def test_masks(backend, dtype, mask):
 def test_documents(backend, dtype, make):
     qkv, options = drawn(backend, make, dtype, front=3, behind=4)
     options |= dict(causal=True) | dropped(backend)
-    kernel_reached(backend, *qkv, **options)
-    backend.check(*qkv, **options)
-    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+    check_general(backend, *qkv, **options)
 
 
 @pytest.mark.parametrize("make", RANGES)

@@ -32,6 +32,14 @@ def kernel_reached(backend, q, k, v, **options):
             assert "general" in kernel or (not backward and kernel.startswith("decode"))
 
 
+def check_general(backend, q, k, v, forms=(None,), **options):
+    """Values, and gradients in each form of the kernels, which are those that change scores."""
+    kernel_reached(backend, q, k, v, **options)
+    backend.check(q, k, v, **options)
+    for _ in forms:
+        check(backend, torch.randn_like(q), q, k, v, **options)
+
+
 @pytest.mark.parametrize("softcap", [50.0, 2.0, 0.3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients(backend, dtype, shape, softcap):
@@ -39,10 +47,7 @@ def test_values_and_gradients(backend, dtype, shape, softcap):
     q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
     for options in dict(causal=True), dict(softmax_scale=-1.5 / d**0.5), dict(window_size=(40, 7)):
         options["softcap"] = softcap
-        kernel_reached(backend, q, k, v, **options)
-        backend.check(q, k, v, **options)
-        for _ in forms(backend, dtype):
-            check(backend, torch.randn_like(q), q, k, v, **options)
+        check_general(backend, q, k, v, forms=forms(backend, dtype), **options)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -57,9 +62,7 @@ def test_masks(backend, dtype, mask):
 def test_documents(backend, dtype, make):
     qkv, options = drawn(backend, make, dtype, front=3, behind=4)
     options |= dict(softcap=3.0, causal=True)
-    kernel_reached(backend, *qkv, **options)
-    backend.check(*qkv, **options)
-    check(backend, torch.randn_like(qkv[0]), *qkv, **options)
+    check_general(backend, *qkv, **options)
 
 
 @pytest.mark.parametrize("make", RANGES)
