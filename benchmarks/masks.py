@@ -45,6 +45,8 @@ CUDA = [
 CPU = [
     Case("ALiBi", (1, 4, 512, 64)),
     Case("bool mask: documents of 128", (1, 4, 512, 64), share=0.25),
+    Case("bool mask: 10 % of 128 x 128", (1, 4, 1024, 64), share=0.1),
+    Case("bool mask: 50 % of 128 x 128", (1, 4, 1024, 64), share=0.5),
     Case("bias: T5", (2, 4, 256, 64), of_bias=(False, True), needs_grad=True),
     Case("dropout 0.1", (1, 4, 512, 64), causal=True, share=0.5),
 ]

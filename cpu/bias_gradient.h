@@ -38,7 +38,9 @@ void sum_bias_item(const Gradient &g, int64_t item, const GradientWorkspace &wor
                 for (int64_t row = first_queries * Br * group, next; row < end_row; row = next) {
                     next = std::min({row + gradient_Br, (row / (Br * group) + 1) * Br * group, end_row});
                     const QueryTile queries = {b, h, group, row, (int)(next - row)};
-                    if (!meet(keys_of_any(mask, queries.query(0), queries.query(queries.rows - 1) + 1), keys)) continue;
+                    if (!meet(keys_of_any(mask, queries.query(0), queries.query(queries.rows - 1) + 1), keys) ||
+                        terms_of_tile(a, queries, 0, queries.rows, t.j0, Bc) == TermsOfTile::hide)
+                        continue;
                     const GradientRow *const rows = workspace.rows_of(a, queries);
                     load_queries<T>(a.d, mask, queries, rows, a.q, a.q_stride, buffers.Qi);
                     load_queries<T>(a.d_v, mask, queries, rows, g.do_, g.do_stride, buffers.dOi);

@@ -14,8 +14,8 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     return alpha;
 }
 
-// Steps 9 to 11 for one row of a tile: Pij, or with dropout Pij Zij, and alpha. The first row prefetches the rows of the next tile, up to key
-// `prefetch_end`.
+// Steps 9 to 11 for one row of a tile: Pij, or with dropout Pij Zij, and alpha. The first row prefetches the rows of the
+// next tile, up to key `prefetch_end`.
 [[gnu::noinline]] inline void compute_P(const Attention &a, const AnyMask &mask, const QueryTile &t, int row,
                                         const KeyTile &tile, int prefetch_end, const Buffers &buffers, Vec *alpha) {
     const int64_t D = D_of(a), D_v = D_v_of(a);
@@ -90,7 +90,8 @@ inline void forward_few(const Attention &a, const QueryTile &t, const QueryTile 
     // 5. for j
     for (int j = seen.begin; j < seen.end;) {
         const KeyTile tile = load_tile(a, t, seen, j, in_place, !row_by_row, buffers);
-        update_few(a, mask, t, tile, row_by_row ? seen.end : tile.keys.end, buffers);
+        if (terms_of_tile(a, t, 0, t.rows, j, tile.keys.end - j) != TermsOfTile::hide)
+            update_few(a, mask, t, tile, row_by_row ? seen.end : tile.keys.end, buffers);
         if (buffers.Oi_held && tile.ends_sum())
             for (int row = 0; row < t.rows; ++row) hold_rows(row);
         j = tile.keys.end;

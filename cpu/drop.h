@@ -10,7 +10,8 @@ template <class X>
 [[gnu::always_inline]] inline X multiply_words(X x) {
     constexpr uint64_t factor = kPhiloxFactor;
 #if defined(__x86_64__) && !defined(__clang__)
-    if constexpr (sizeof(X) == 64) return (X)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
+    if constexpr (sizeof(X) == 64)  // without a mask GCC 12 warns of what its own header leaves undefined
+        return (X)_mm512_maskz_mul_epu32(0xff, (__m512i)x, _mm512_set1_epi64(factor));
     if constexpr (sizeof(X) == 32) return (X)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(factor));
 #endif
     return (x & 0xffffffff) * factor;

@@ -238,11 +238,12 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
         const Keys seen = keys_of_any(mask, queries.query(0), queries.query(queries.rows - 1) + 1);
         if (empty(seen) || seen.end <= t.j0 || seen.begin >= t.j0 + Bc) continue;
         // The part of the tile that the mask leaves: its rows, and its columns from a multiple of W on.
-        const QueryTile part = rows_that_see(mask, queries, keys);
+        QueryTile part = rows_that_see(mask, queries, keys);
         const TileKeys part_sees = keys_of_queries(mask, part.query(0), part.query(part.rows - 1) + 1);
         const Keys columns = intersection(part_sees.any, keys);
         const int j0 = t.j0 + (columns.begin - t.j0) / W * W, columns_of_part = columns.end - j0;
         const GradientBuffers own = buffers.from(j0 - t.j0, a);
+        if (terms_of_tile(a, part, 0, part.rows, j0, columns_of_part) == TermsOfTile::hide) part.rows = 0;
         if (part.rows > 0) {
             const GradientRow *const rows_of_part = workspace.rows_of(a, part);
             load_queries<T>(a.d, mask, part, rows_of_part, a.q, a.q_stride, buffers.Qi);
@@ -332,6 +333,7 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     load_queries<T>(a.d_v, mask, t, rows, g.do_, g.do_stride, buffers.dOi);
     for (int j0 = seen.begin / Bc * Bc; j0 < seen.end; j0 += Bc) {
         const Keys keys = {std::max(mask.keys.begin, j0), std::min(mask.keys.end, j0 + Bc)};
+        if (terms_of_tile(a, t, 0, t.rows, j0, Bc) == TermsOfTile::hide) continue;
         load_keys<T>(a.d, {t.b, t.h, j0}, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
         load_keys<T>(a.d_v, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
         compute_S_double(a, t.rows, buffers);

@@ -128,15 +128,21 @@ template <int R>
     if (empty(keys)) return;
     if (with_amx) keys = tile.keys;  // split as a whole
     const int skip = keys.begin - tile.keys.begin, n = keys.end - keys.begin;
-    compute_S(a, strip, tile, skip, n, with_amx, buffers);
-    if (has_softcap(a)) change_scores(a, n * R * W, buffers.Sij);
-    if (has_terms(a)) add_terms<R>(a, t, strip.lane, keys.begin, n, buffers.Sij);
-    if (keys.begin < strip.seen.all.begin || keys.end > strip.seen.all.end)
-        hide_keys(mask, t, strip, keys, buffers.Sij);
-    Vec alpha[R];
-    update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
-    if (has_dropout(a)) drop<R>(a, t, strip.lane, keys.begin, n, buffers.Sij);
-    add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
+    const TermsOfTile terms = terms_of_tile(a, t, strip.lane, R * W, keys.begin, n);
+    if (terms != TermsOfTile::hide) {
+        compute_S(a, strip, tile, skip, n, with_amx, buffers);
+        if (has_softcap(a)) change_scores(a, n * R * W, buffers.Sij);
+        if (terms == TermsOfTile::are_zero)
+            for (int64_t at = 0; at < n * R * W; at += W) vec(buffers.Sij + at) *= a.terms.unit;
+        else if (has_terms(a))
+            add_terms<R>(a, t, strip.lane, keys.begin, n, buffers.Sij);
+        if (keys.begin < strip.seen.all.begin || keys.end > strip.seen.all.end)
+            hide_keys(mask, t, strip, keys, buffers.Sij);
+        Vec alpha[R];
+        update_softmax<R>(n, buffers.Sij, strip.mi, strip.li, alpha);
+        if (has_dropout(a)) drop<R>(a, t, strip.lane, keys.begin, n, buffers.Sij);
+        add_PV(a, strip, tile, skip, n, with_amx, alpha, buffers);
+    }
     if (buffers.Oi_held && tile.ends_sum()) hold_strip(strip, D_v_of(a), buffers);
 }
 

@@ -7,12 +7,6 @@ inline Strides in_bytes(const Strides &stride, Dtype dtype) {
     return {int64_t(stride.batch * size), int64_t(stride.head * size), int64_t(stride.row * size)};
 }
 
-// A row travels from memory to the L2 cache while other rows are computed, which need the L1. Inline, since GCC drops
-// calls of a function that does nothing but prefetch.
-[[gnu::always_inline]] inline void prefetch(const void *row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 0, 2);
-}
-
 // A tile of keys, with K and V as float32.
 struct KeyTile {
     Keys keys;

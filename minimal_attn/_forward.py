@@ -220,8 +220,9 @@ def forward(
             cu_seqlens i and j count from the first token of all, with a block_table j from key 0. A row
             whose scores are all -inf sees no key. Keys that it hides may hold any finite number. Of a bool
             mask that all heads share, GPUs compute what lies between the first and the last visible key of a
-            query; else all tiles of keys that the other arguments leave. What is a range of keys for each
-            query is faster by the arguments for it. Kernels are those of alibi_slopes.
+            query; else all tiles of keys that the other arguments leave. CPUs leave out each tile that is
+            hidden as a whole, by -inf, too. What is a range of keys for each query is faster by the
+            arguments for it. Kernels are those of alibi_slopes.
         bias: what is added, beside an attn_mask that is bool, likewise. Without such a mask it is the same as
             an attn_mask of its dtype. Both have gradients, but not for bfloat16 on GPUs before compute
             capability 8.0.

@@ -111,7 +111,7 @@ def test_neighbours_and_others(backend, dtype, d, Nq, Nk):
 
 
 def masks_that_hide_tiles(b, N):
-    """Causal, documents, a window, padding, rows without a key at both ends and between, any ranges."""
+    """Causal, documents, a window, padding, rows without a key at both ends and between, ranges, holes."""
     i, j = torch.arange(N, device=b.device).unsqueeze(1), torch.arange(N, device=b.device)
     begin = i * 7919 % N
     yield j <= i
@@ -121,15 +121,21 @@ def masks_that_hide_tiles(b, N):
     yield (j <= i) & (i < N - 130) & (j % 3 > 0)
     yield (i // 100 % 2 == 1) & (j > 400)
     yield (begin <= j) & (j < begin + 60)
+    holes = (b.randn(-(-N // 64), -(-N // 64)) < 0).repeat_interleave(64, 0).repeat_interleave(64, 1)[:N, :N]
+    yield holes
+    yield holes & (j != 200)
 
 
 def test_masks_that_hide_tiles(backend, dtype):
-    """On a GPU the tables of ranges leave out what no query of a tile sees."""
+    """On a GPU the tables of ranges leave out what no query of a tile sees, on a CPU tiles themselves."""
     q, k, v = backend.qkv(Nq=700, Nk=700, dtype=dtype)
     for mask in masks_that_hide_tiles(backend, 700):
+        added = torch.where(mask, 0.0, -torch.inf).to(dtype)
         backend.check(q, k, v, attn_mask=mask)
         backend.check(q, k, v, attn_mask=mask, window_size=(300, 300))
+        backend.check(q[:, :, 300:302], k, v, bias=added[300:302])
         check(backend, torch.randn_like(q), q, k, v, attn_mask=mask)
+        check(backend, torch.randn_like(q), q, k, v, bias=added, attn_mask=mask.T)
 
 
 def strided_masks(b, shape):

@@ -448,7 +448,9 @@ def test_no_kernel_spills():
             function = match[1]
         elif match := re.match(r"\s*REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", line):
             found.add(architecture)
-            limits = [n for sm, kernel, n in LARGER if re.match(sm, architecture) and re.search(kernel, function)]
+            limits = [
+                n for sm, kernel, n in LARGER if re.match(sm, architecture) and re.search(kernel, function)
+            ]
             if sum(map(int, match.groups())) > max(limits, default=32):
                 spilling.append(f"sm_{architecture} {function}: {line.strip()}")
     with_machine_code = [name for name in built if not name.startswith("compute_")]
