@@ -73,7 +73,7 @@ def test_nan_is_wrong(monkeypatch):
     [
         ("--packed --backward", ("| 4096, ", "| 2048, "), 2, "x"),
         ("--serving", ("| 8 x", "| 7 x"), 6, ""),
-        ("--masks --step", "| ", 4, "x"),
+        ("--masks --step", "| ", 6, "x"),
     ],
 )
 def test_packed(options, first, count, last):
