@@ -53,6 +53,11 @@ def cases(backend, dtype):
         (backend.qkv(Hq=6, Hkv=1, dtype=dtype), {}, heads, heads),  # each query head reads the one key head
         (backend.qkv(Hq=3, Hkv=1, dtype=dtype), {"return_state": True}, heads, heads),
         (backend.qkv(Hq=8, Hkv=4, Nq=1, dtype=dtype), {}, heads, heads),
+        # weights are dropped by the numbers of the batch and the head, so these are gathered
+        *(
+            (usual, {"dropout_p": 0.4, "dropout_seed": torch.tensor(5)}, given, whole)
+            for given in (batch, heads)
+        ),
     ]
 
 
@@ -127,6 +132,28 @@ def differentiate(rank, ranks, device, seed):
             assert given == Shard(2) or (o.placements, found[0].placements) == ((given,), (given,))
             for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x.full_tensor(), y)
+
+
+def drop(rank, ranks, device, seed):
+    """All ranks draw the same seed, after the same torch.manual_seed, and drop the same weights."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(device.type, (ranks,))
+    tensors = [t.requires_grad_() for t in Backend("cpu", seed).qkv()]
+
+    def results(tensors):
+        torch.manual_seed(seed)
+        o = minimal_attn.forward(*tensors, dropout_p=0.4, causal=True)
+        return o, *torch.autograd.grad(o, tensors, torch.ones_like(o))
+
+    for given in Shard(0), Shard(1):
+        shards = (distribute_tensor(t.detach(), mesh, [given], src_data_rank=None) for t in tensors)
+        for x, y in zip(results([t.requires_grad_() for t in shards]), results(tensors), strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+
+
+def test_dropout(seed):
+    raise_first(run(drop, RANKS, seed))
 
 
 def test_gradients(seed):
