@@ -202,8 +202,8 @@ struct Gradient {
     Strides dq_stride, dk_stride, dv_stride;
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 
-    // The gradient of a bias (Terms), or null. If it is wanted, nothing else is computed. It is dense, in q's dtype or
-    // float32; its strides are 0 where the bias is broadcast or has one number.
+    // The gradient of a bias (Terms), or null. A pass of its own computes it on a GPU: then there are no dq, dk, dv. It is
+    // dense, in q's dtype or float32; its strides are 0 where the bias is broadcast or has one number.
     void *dbias;
     Dtype dbias_dtype;
     PairStrides dbias_stride;

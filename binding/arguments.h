@@ -99,6 +99,7 @@ struct Extended<Result(Own...), TypeList<Types...>, Lists...> : Extended<Result(
 using Lse = std::tuple<Tensor, Tensor>;            // o in q's dtype, the log-sum-exp
 using State = std::tuple<Tensor, Tensor, Tensor>;  // o, l, m in float32
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+using GradientsAndBias = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dbias last
 
 // The types of the options alone, and of all behind q, k and v.
 using OptionTypes = Extended<void(), MINIMAL_ATTN_OPTIONS(LISTED) TypeList<>>::type;
@@ -109,14 +110,11 @@ template <class Result, class... Out>
 using Forward = typename Extended<Result(const Tensor &, const Tensor &, const Tensor &),
                                   MINIMAL_ATTN_OPTIONS(LISTED) MINIMAL_ATTN_OF_FORWARD(LISTED) TypeList<Out...>>::type;
 // do, q, k, v, o, lse, dlse; the options; out_dtype, deterministic, complete
-using Backward = Extended<Gradients(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
-                                    const Tensor &, const MaybeTensor &),
-                          MINIMAL_ATTN_OPTIONS(LISTED) TypeList<std::optional<at::ScalarType>, bool, bool>>::type;
-
-// do, q, k, v, o, lse, dlse; the options; complete
-using BiasGradient = Extended<Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
-                                     const Tensor &, const MaybeTensor &),
-                              MINIMAL_ATTN_OPTIONS(LISTED) TypeList<bool>>::type;
+template <class Result>
+using Backward =
+    typename Extended<Result(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
+                             const Tensor &, const MaybeTensor &),
+                      MINIMAL_ATTN_OPTIONS(LISTED) TypeList<std::optional<at::ScalarType>, bool, bool>>::type;
 
 #undef FIELD
 #undef LISTED

@@ -144,22 +144,19 @@ public:
 
         variable_list results(8);
         const bool complete = !o_before.defined() && !sinks_.defined();
-        if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
-            std::tie(results[0], results[1], results[2]) = std::apply(
-                [&](const auto &...all) {
-                    return typed_handle<Backward>("minimal_attn::backward")
-                        .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), unpack_option(all)...,
-                              std::nullopt, /*deterministic=*/false, complete);
-                },
-                options);
+        const auto compute = [&](const auto &op) {
+            const auto call = [&](const auto &...all) {
+                return op.call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), unpack_option(all)...,
+                               std::nullopt, /*deterministic=*/false, complete);
+            };
+            return std::apply(call, options);
+        };
         if (should_compute_output(7))
-            results[7] = std::apply(
-                [&](const auto &...all) {
-                    return typed_handle<BiasGradient>("minimal_attn::bias_gradient")
-                        .call(do_, unpack(q), unpack(k), unpack(v), o_, lse_, maybe(dlse), unpack_option(all)...,
-                              complete);
-                },
-                options);
+            std::tie(results[0], results[1], results[2], results[7]) =
+                compute(typed_handle<Backward<GradientsAndBias>>("minimal_attn::backward_and_bias"));
+        else if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
+            std::tie(results[0], results[1], results[2]) =
+                compute(typed_handle<Backward<Gradients>>("minimal_attn::backward"));
         if (o_before.defined() || sinks_.defined()) {
             const auto earlier =
                 gradients_of_earlier(do_, o_, lse_, dlse, o_before, unpack(l_in), unpack(m_in), sinks_);
@@ -210,15 +207,15 @@ inline Results record(const Arguments &a, Returns returns) {
     return results;
 }
 
-// The Autograd kernel of the operators minimal_attn::backward and minimal_attn::bias_gradient. Neither has a derivative.
+// The Autograd kernel of the operators minimal_attn::backward and backward_and_bias. Neither has a derivative.
 // create_graph=True and torch.func.grad always record this node. So the node raises the error, and only when a second
 // derivative is computed.
 template <class Result, class... Args>
 Result record_backward(c10::DispatchKeySet keys, Args... args) {
-    constexpr bool is_bias = std::is_same_v<Result, Tensor>;
     const auto compute = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        const char *const name = is_bias ? "minimal_attn::bias_gradient" : "minimal_attn::backward";
+        const bool of_bias = std::is_same_v<Result, GradientsAndBias>;
+        const char *const name = of_bias ? "minimal_attn::backward_and_bias" : "minimal_attn::backward";
         return typed_handle<Result(Args...)>(name).redispatch(keys & c10::after_autograd_keyset, args...);
     };
     if (!at::GradMode::is_enabled() || !(... || wants_grad(args))) return compute();
@@ -229,10 +226,7 @@ Result record_backward(c10::DispatchKeySet keys, Args... args) {
         node->set_next_edges(torch::autograd::collect_next_edges(do_, q, k, v, o, lse, dlse));
     }(args...);
     Result results = compute();
-    if constexpr (is_bias)
-        set_history(results, node);
-    else
-        std::apply([&](auto &...t) { (..., set_history(t, node)); }, results);
+    std::apply([&](auto &...t) { (..., set_history(t, node)); }, results);
     return results;
 }
 template <class Result, class... Args>

@@ -97,9 +97,9 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    // Of Gradient::dbias.
-    Plan (*plan_bias)(const Gradient &, const Device &);
-    const char *(*launch_bias)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
+    // Of Gradient::dbias, a pass of its own. Null where launch_backward computes it, too.
+    Plan (*plan_bias)(const Gradient &, const Device &) = nullptr;
+    const char *(*launch_bias)(const Gradient &, const Plan &, void *workspace, CUstream_st *) = nullptr;
     // Whether decode.cu takes the call. Null where no kernel reads the tables of sequences.h, or is general (scores.h).
     bool (*takes_decode)(const Attention &, const Device &) = nullptr;
     int rows_alike = 0;  // with ranges, for isolate_rows_cuda (ranges.h); 0 on a CPU
@@ -122,7 +122,7 @@ const std::vector<Backend> &backends() {
          1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward, plan_cpu_backward, launch_cpu_backward},
+         launch_cpu_backward},
     };
     return list;
 }

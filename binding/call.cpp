@@ -417,10 +417,17 @@ struct BackwardInputs {
     }
 };
 
-// Computes what `set` names in its Gradient, of one part of a call.
-template <class Set>
+// Where the kernels write the gradient of a bias, in its shape or a broadcast one.
+void set_dbias(Gradient &g, const Tensor &dbias) {
+    g.dbias = dbias.mutable_data_ptr(), g.dbias_dtype = dtype_of(dbias);
+    std::array<int64_t, 4> strides{};
+    for (int64_t i = 0, n = dbias.dim(); i < n; ++i) strides[4 - n + i] = dbias.size(i) > 1 ? dbias.stride(i) : 0;
+    g.dbias_stride = {strides[0], strides[1], strides[2], strides[3]};
+}
+
+// The gradients of one part of a call: in q, k and v, or, where the backend has a pass for it, in the bias alone.
 void differentiate_part(const Arguments &a, const Arguments &part, const Backend &backend, const BackwardInputs &in,
-                        const Set &set) {
+                        const Gradients &results, const Tensor &dbias, bool of_bias_alone) {
     Gradient g{describe(part, Returns::o, in.q, in.k, in.v, {})};
     choose_tables(g.a, part, backend, /*backward=*/true);
     g.o = in.o.const_data_ptr(), g.o_stride = strides_of(in.o);
@@ -428,11 +435,20 @@ void differentiate_part(const Arguments &a, const Arguments &part, const Backend
     g.lse = floats_of(in.lse), g.dlse = floats_of(in.dlse);
     g.is_complete = a.complete && !has_two_parts(a);
     g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
-    set(g);
+    if (dbias.defined()) set_dbias(g, dbias);
+    if (of_bias_alone) {
+        g.a.is_general = true;  // plan_bias_cuda's kernel is
+    } else {
+        const auto &[dq, dk, dv] = results;
+        g.out_dtype = dtype_of(dq);
+        g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
+        g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
+        g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    }
     const auto ints = set_int32s(part, g.a);
     const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, in.q);
-    plan_and_launch(g, g.dbias ? backend.plan_bias : backend.plan_backward,
-                    g.dbias ? backend.launch_bias : backend.launch_backward, in.q);
+    plan_and_launch(g, of_bias_alone ? backend.plan_bias : backend.plan_backward,
+                    of_bias_alone ? backend.launch_bias : backend.launch_backward, in.q);
 }
 
 void check_backward_memory(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
@@ -442,15 +458,29 @@ void check_backward_memory(const Arguments &a, const Tensor &do_, const Tensor &
     if (dlse) check_memory(*dlse, "dlse");
 }
 
+void check_bias_gradient(const Arguments &a) {
+    TORCH_CHECK_VALUE(bias_of(a), "bias must be given for its gradient, but was None");
+    TORCH_CHECK_VALUE(kHasGeneral || !a.q.is_cuda(),
+                      "bias must not require grad in this build, but does (MINIMAL_ATTN_KERNELS=plain)");
+#ifdef WITH_CUDA
+    // large_rows.cu has no kernel there.
+    TORCH_CHECK_VALUE(!a.q.is_cuda() || a.q.scalar_type() != at::kBFloat16 ||
+                          at::cuda::getDeviceProperties(a.q.device().index())->major >= 8,
+                      "bias must not require grad in bfloat16 before compute capability 8.0, but does: use float16");
+#endif
+}
+
 }  // namespace
 
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results) {
+                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results,
+                        Tensor *dbias) {
     const Tensor &q = a.q, &k = a.k, &v = a.v;
     check_q_k_v(a);
     check_options(a);
     check_gradients(a, do_, o, lse, dlse, out_dtype);
     const Backend *backend = check_backend(a);
+    if (dbias) check_bias_gradient(a);
 #ifdef WITH_CUDA
     const c10::cuda::OptionalCUDAGuard guard(q.is_cuda() ? std::optional(q.device()) : std::nullopt);
 #endif
@@ -460,69 +490,38 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
             if (!t->defined()) *t = empty_like_q(*like, like->sym_size(3), dtype);
         return found;
     };
+    const auto allocate_bias = [&](std::optional<at::ScalarType> dtype) {
+        if (!dbias) return Tensor();
+        const Tensor &bias = *bias_of(a);
+        return at::empty_symint(bias.sym_sizes(), bias.options().dtype(dtype.value_or(bias.scalar_type())));
+    };
     results = allocate(out_dtype.value_or(q.scalar_type()), std::move(results));
+    const Tensor of_bias = allocate_bias(std::nullopt);
+    if (dbias) *dbias = of_bias;
     if (!backend) return results;
     auto &[dq, dk, dv] = results;
-    if (q.numel() == 0 || k.numel() == 0) return dq.zero_(), dk.zero_(), dv.zero_(), results;
+    if (q.numel() == 0 || k.numel() == 0) {
+        for (Tensor *t : {&dq, &dk, &dv}) t->zero_();
+        if (dbias) dbias->zero_();
+        return results;
+    }
     check_backward_memory(a, do_, o, lse, dlse);
     const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
-    const auto compute = [&](const Arguments &part, const Gradients &found) {
-        differentiate_part(a, part, *backend, inputs, [&](Gradient &g) {
-            const auto &[dq, dk, dv] = found;
-            g.out_dtype = dtype_of(dq);
-            g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
-            g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
-            g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-        });
+    const auto compute = [&](const Arguments &part, const Gradients &found, const Tensor &found_of_bias) {
+        const bool apart = dbias && backend->plan_bias;
+        differentiate_part(a, part, *backend, inputs, found, apart ? Tensor() : found_of_bias, false);
+        if (apart) differentiate_part(a, part, *backend, inputs, {}, found_of_bias, true);
     };
-    if (!has_two_parts(a)) return compute(a, results), results;
+    if (!has_two_parts(a)) return compute(a, results, of_bias), results;
     const Gradients window = dq.scalar_type() == at::kFloat ? results : allocate(at::kFloat);
     const Gradients prefix = allocate(at::kFloat);
-    compute(a, window), compute(second_part_of(a), prefix);
+    const Tensor bias_of_window = allocate_bias(at::kFloat), bias_of_prefix = allocate_bias(at::kFloat);
+    compute(a, window, bias_of_window), compute(second_part_of(a), prefix, bias_of_prefix);
     at::add_out(dq, std::get<0>(window), std::get<0>(prefix));
     at::add_out(dk, std::get<1>(window), std::get<1>(prefix));
     at::add_out(dv, std::get<2>(window), std::get<2>(prefix));
+    if (dbias) at::add_out(*dbias, bias_of_window, bias_of_prefix);
     return results;
-}
-
-Tensor differentiate_bias(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                          const MaybeTensor &dlse) {
-    check_q_k_v(a);
-    check_options(a);
-    check_gradients(a, do_, o, lse, dlse, std::nullopt);
-    TORCH_CHECK_VALUE(bias_of(a), "bias must be given for its gradient, but was None");
-    const Backend *backend = check_backend(a);
-#ifdef WITH_CUDA
-    const c10::cuda::OptionalCUDAGuard guard(a.q.is_cuda() ? std::optional(a.q.device()) : std::nullopt);
-#endif
-    TORCH_CHECK_VALUE(kHasGeneral || !a.q.is_cuda(),
-                      "bias must not require grad in this build, but does (MINIMAL_ATTN_KERNELS=plain)");
-#ifdef WITH_CUDA
-    // large_rows.cu has no kernel there.
-    TORCH_CHECK_VALUE(!a.q.is_cuda() || a.q.scalar_type() != at::kBFloat16 ||
-                          at::cuda::getDeviceProperties(a.q.device().index())->major >= 8,
-                      "bias must not require grad in bfloat16 before compute capability 8.0, but does: use float16");
-#endif
-    const Tensor &bias = *bias_of(a);
-    Tensor dbias = at::empty_symint(bias.sym_sizes(), bias.options());
-    if (!backend) return dbias;
-    if (a.q.numel() == 0 || a.k.numel() == 0) return dbias.zero_();
-    check_backward_memory(a, do_, o, lse, dlse);
-    const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
-    const auto compute = [&](const Arguments &part, const Tensor &to) {
-        differentiate_part(a, part, *backend, inputs, [&](Gradient &g) {
-            g.dbias = to.mutable_data_ptr(), g.dbias_dtype = dtype_of(to);
-            std::array<int64_t, 4> strides{};
-            for (int64_t i = 0; i < to.dim(); ++i) strides[4 - to.dim() + i] = to.size(i) > 1 ? to.stride(i) : 0;
-            g.dbias_stride = {strides[0], strides[1], strides[2], strides[3]};
-            g.a.is_general = a.q.is_cuda();  // plan_bias_cuda's kernel is
-        });
-    };
-    if (!has_two_parts(a)) return compute(a, dbias), dbias;
-    const auto floats = [&] { return at::empty(bias.sizes(), bias.options().dtype(at::kFloat)); };
-    const Tensor window = floats(), prefix = floats();
-    compute(a, window), compute(second_part_of(a), prefix);
-    return at::add_out(dbias, window, prefix);
 }
 
 bool has_fast_backward(const Tensor &q) {

@@ -24,13 +24,11 @@ struct Results {
 // has is allocated.
 Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
-// The same for gradients. Of `results`, too, what is missing is allocated.
+// The same for gradients. Of `results`, too, what is missing is allocated. If `dbias` is given, it becomes the gradient of
+// what is added to scores, bias or an additive attn_mask, in its shape and dtype.
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {});
-
-// The gradient of what is added to scores, bias or an additive attn_mask, in its shape and dtype.
-Tensor differentiate_bias(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                          const MaybeTensor &dlse);
+                        const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {},
+                        Tensor *dbias = nullptr);
 
 // Whether our kernel for the gradients of tensors like q, (B, H, N, d), is as fast as PyTorch's. If not, a drop-in lets
 // PyTorch compute them.

@@ -159,42 +159,41 @@ struct Overload<Result(Args...)> {
     }
 };
 
-// The operator minimal_attn::backward.
+// The operators minimal_attn::backward and backward_and_bias, which also returns the gradient of what is added to scores.
 template <class Options>
 struct BackwardOperator;
 
 template <class... Options>
 struct BackwardOperator<void(Options...)> {
-    static Gradients compute(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
-                             const Tensor &lse, const MaybeTensor &dlse, Options... options,
-                             std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
+    template <class Result>
+    static Result compute(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
+                          const Tensor &lse, const MaybeTensor &dlse, Options... options,
+                          std::optional<at::ScalarType> out_dtype, bool deterministic, bool complete) {
         Arguments a{q, k, v, options...};
         a.deterministic = deterministic, a.complete = complete;
-        return differentiate(a, do_, o, lse, dlse, out_dtype);
+        if constexpr (std::is_same_v<Result, Gradients>) return differentiate(a, do_, o, lse, dlse, out_dtype);
+        Tensor dbias;
+        const Gradients gradients = differentiate(a, do_, o, lse, dlse, out_dtype, {}, &dbias);
+        if constexpr (!std::is_same_v<Result, Gradients>) return std::tuple_cat(gradients, std::tuple(dbias));
     }
 
-    static Tensor compute_bias(const Tensor &do_, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &o,
-                               const Tensor &lse, const MaybeTensor &dlse, Options... options, bool complete) {
-        Arguments a{q, k, v, options...};
-        a.complete = complete;
-        return differentiate_bias(a, do_, o, lse, dlse);
+    template <class Result>
+    static void define_one(torch::Library &m, const char *name, const char *more_results) {
+        const std::string schema = std::string(name) +
+                                   "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse" +
+                                   kOptions +
+                                   ", ScalarType? out_dtype=None, bool deterministic=False, bool complete=False)"
+                                   " -> (Tensor dq, Tensor dk, Tensor dv" +
+                                   more_results + ")";
+        m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+        for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+            m.impl(name, torch::dispatch(key, &compute<Result>));
+        m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, autograd::record_backward_of(&compute<Result>)));
     }
 
     static void define(torch::Library &m) {
-        const std::string arguments =
-            std::string("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse") + kOptions;
-        const auto define_one = [&](const char *name, const char *rest, const auto &function, const auto &record) {
-            m.def((name + arguments + rest).c_str(), {at::Tag::pt2_compliant_tag});
-            for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
-                m.impl(name, torch::dispatch(key, function));
-            m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, record));
-        };
-        define_one("backward",
-                   ", ScalarType? out_dtype=None, bool deterministic=False, bool complete=False)"
-                   " -> (Tensor dq, Tensor dk, Tensor dv)",
-                   &compute, autograd::record_backward_of(&compute));
-        define_one("bias_gradient", ", bool complete=False) -> Tensor dbias", &compute_bias,
-                   autograd::record_backward_of(&compute_bias));
+        define_one<Gradients>(m, "backward", "");
+        define_one<GradientsAndBias>(m, "backward_and_bias", ", Tensor dbias");
     }
 };
 

@@ -3,7 +3,8 @@
 // of keys. Threads add to it in the order of the keys, so its bits don't depend on the number of threads.
 //
 // A tile of keys waits only for tiles that were taken before it. So the earliest unfinished tile never waits, and all
-// tiles end. The first tiles of all key heads are taken first, so that threads rarely wait.
+// tiles end. The first tiles of all key heads are taken first, so that threads rarely wait. Where a bias wants its gradient
+// a thread takes several tiles at once (bias_gradient.h).
 
 #include "flash.h"
 
@@ -26,6 +27,7 @@
 #include "cpu/threads.h"
 #include "cpu/tiles.h"
 #include "ranges.h"
+#include "cpu/bias_gradient.h"
 
 namespace minimal_attn::cpu {
 
@@ -113,14 +115,9 @@ struct GradientWorkspace {
 struct BackwardFunctions {
     bool (*begin_rows)(const Gradient &, const QueryTile &, GradientRow *);
     void (*normalize_rows)(const Gradient &, const QueryTile &, GradientRow *, const GradientBuffers &);
-    void (*backward_tile)(const Gradient &, const GradientTile &, const GradientWorkspace &, const GradientBuffers &);
-    void (*sum_bias_item)(const Gradient &, int64_t item, const GradientWorkspace &, const GradientBuffers &);
+    void (*backward_tile)(const Gradient &, const GradientTile &, const GradientWorkspace &, const GradientBuffers &,
+                          BiasSums &);
 };
-
-// An item of bias_gradient.h: its queries, in all heads of a key head, and a tile of keys.
-int queries_of_item(const Attention &a) { return (int)std::max<int64_t>(1, gradient_Br * a.Hkv / a.Hq); }
-int64_t query_items(const Attention &a) { return round_up(a.Nq, queries_of_item(a)) / queries_of_item(a); }
-int64_t key_tiles(const Attention &a) { return round_up(a.Nk, Bc) / Bc; }
 
 #if defined(__x86_64__) && !defined(__clang__)
 #pragma GCC push_options
@@ -155,6 +152,13 @@ BackwardFunctions functions_for(const char *instructions, Dtype dtype) {
     return gradient_portable::functions_of(dtype);
 }
 
+void store_sums(const Gradient &g, const Item &item, BiasSums &sums) {
+    if (!g.dbias) return;
+    if (g.dbias_dtype == Dtype::float32) return sums.store(g, item, (float *)g.dbias);
+    if (g.dbias_dtype == Dtype::float16) return sums.store(g, item, (c10::Half *)g.dbias);
+    sums.store(g, item, (c10::BFloat16 *)g.dbias);
+}
+
 }  // namespace
 }  // namespace minimal_attn::cpu
 
@@ -166,10 +170,7 @@ Plan plan_cpu_backward(const Gradient &g, const Device &) {
     plan.kernel = cpu::vector_instructions();
     plan.threads = at::get_num_threads();
     plan.Br = cpu::gradient_Br, plan.Bc = cpu::Bc, plan.D = cpu::round_up(most_columns(a), 16);
-    plan.grid = a.B * a.Hkv * cpu::key_tiles(a);
-    if (const PairStrides &s = g.dbias_stride; g.dbias)
-        plan.grid = (s.batch ? a.B : 1) * (s.head ? a.Hkv : 1) * (s.row ? cpu::query_items(a) : 1) *
-                    (s.key ? cpu::key_tiles(a) : 1);
+    plan.grid = cpu::items(g);
     plan.workspace = cpu::GradientWorkspace(nullptr, a).size;
     return plan;
 }
@@ -178,8 +179,8 @@ const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memor
     const Attention &a = g.a;
     const cpu::BackwardFunctions functions = cpu::functions_for(plan.kernel, a.dtype);
     const cpu::GradientWorkspace workspace(memory, a);
-    const int64_t query_tiles = a.B * a.Hkv * cpu::query_tiles_of_head(a), heads = a.B * a.Hkv;
-    std::atomic<int64_t> next_query_tile{0}, next_tile{0};
+    const int64_t query_tiles = a.B * a.Hkv * cpu::query_tiles_of_head(a);
+    std::atomic<int64_t> next_query_tile{0}, next_item{0};
     const auto allocate = [&] {
         return c10::GetCPUAllocator()->allocate(cpu::GradientBuffers(nullptr, a).size * sizeof(float));
     };
@@ -197,13 +198,14 @@ const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memor
     cpu::in_threads(std::min<int64_t>(plan.grid, plan.threads), [&] {
         const auto own = allocate();
         const cpu::GradientBuffers buffers((float *)own.get(), a);
-        for (int64_t tile; (tile = next_tile++) < plan.grid;) {
-            if (g.dbias) {
-                functions.sum_bias_item(g, tile, workspace, buffers);
-                continue;
-            }
-            const int64_t head = tile % heads, j = tile / heads;
-            functions.backward_tile(g, {head / a.Hkv, head % a.Hkv, (int)(j * cpu::Bc)}, workspace, buffers);
+        for (int64_t n; (n = next_item++) < plan.grid;) {
+            const cpu::Item item = cpu::item_at(g, n);
+            cpu::BiasSums sums(g);
+            for (int64_t tile = item.tile0; tile < item.tile1; ++tile)
+                for (int64_t b = item.b0; b < item.b1; ++b)
+                    for (int64_t h = item.h0; h < item.h1; ++h)
+                        functions.backward_tile(g, {b, h, (int)(tile * cpu::Bc)}, workspace, buffers, sums);
+            cpu::store_sums(g, item, sums);
         }
     });
     return nullptr;

@@ -1,69 +1,68 @@
-// cpu/bias_gradient.h: the gradient of a bias is dS, summed over all pairs that share one of its numbers. A thread takes an
-// item, a tile of these numbers, walks the tiles of scores that share it, and writes the sums once. gradient.h includes
-// it once for each instruction set.
+// cpu/bias_gradient.h: the gradient of a bias is dS, summed over all pairs that share one of its numbers. The tiles of keys
+// whose pairs share numbers are an item, which one thread takes. So the sums are one thread's, in a fixed order. Without a
+// bias that wants a gradient an item is one tile.
+#pragma once
 
-// One of n, which the item has alone, or all n where the bias is broadcast.
-inline std::pair<int64_t, int64_t> part_of_item(int64_t &item, int64_t stride, int64_t n) {
-    if (stride == 0) return {0, n};
-    const int64_t own = item % n;
-    item /= n;
-    return {own, own + 1};
+namespace minimal_attn::cpu {
+
+struct Item {
+    int64_t b0, b1, h0, h1, tile0, tile1;  // its batches, key heads and tiles of keys
+};
+
+inline int64_t key_tiles(const Attention &a) { return round_up(a.Nk, Bc) / Bc; }
+inline bool shares(const Gradient &g, int64_t stride) { return g.dbias && stride == 0; }
+
+inline int64_t items(const Gradient &g) {
+    const PairStrides &s = g.dbias_stride;
+    return (shares(g, s.batch) ? 1 : g.a.B) * (shares(g, s.head) ? 1 : g.a.Hkv) *
+           (shares(g, s.key) ? 1 : key_tiles(g.a));
 }
 
-template <class T>
-void sum_bias_item(const Gradient &g, int64_t item, const GradientWorkspace &workspace,
-                   const GradientBuffers &buffers) {
-    const Attention &a = g.a;
-    const PairStrides &stride = g.dbias_stride;
-    const int64_t group = a.Hq / a.Hkv, Br = queries_of_item(a), heads_of_sum = stride.head ? group : 1;
-    const auto [first_tile, end_tile] = part_of_item(item, stride.key, key_tiles(a));
-    const auto [first_queries, end_queries] = part_of_item(item, stride.row, query_items(a));
-    const auto [first_head, end_head] = part_of_item(item, stride.head, a.Hkv);
-    const auto [first_batch, end_batch] = part_of_item(item, stride.batch, a.B);
-    // (query, head of the key head, key), in each of which it is one if the bias is broadcast
-    std::vector<double> sums((stride.row ? Br : 1) * heads_of_sum * Bc);
-    const auto row_of_sum = [&](int64_t query, int64_t head) {
-        return sums.data() + ((stride.row ? query % Br : 0) * heads_of_sum + (stride.head ? head % group : 0)) * Bc;
+// The first tiles of all key heads come first.
+inline Item item_at(const Gradient &g, int64_t n) {
+    const auto take = [&](int64_t stride, int64_t count, int64_t &begin, int64_t &end) {
+        if (shares(g, stride)) return begin = 0, end = count, void();
+        begin = n % count, end = begin + 1, n /= count;
     };
-    for (int64_t b = first_batch; b < end_batch; ++b)
-        for (int64_t h = first_head; h < end_head; ++h)
-            for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-                const AnyMask mask = any_mask_of(a, b);
-                const GradientTile t = {b, h, (int)tile * Bc};
-                const Keys keys = intersection(mask.keys, {t.j0, std::min(t.j0 + Bc, a.Nk)});
-                if (empty(keys)) continue;
-                load_keys<T>(a.d_v, t, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
-                load_keys<T>(a.d, t, keys, a.k, a.k_stride, buffers.Kj, buffers.Kj_T);
-                const int64_t end_row = std::min<int64_t>(end_queries * Br, a.Nq) * group;
-                for (int64_t row = first_queries * Br * group, next; row < end_row; row = next) {
-                    next = std::min({row + gradient_Br, (row / (Br * group) + 1) * Br * group, end_row});
-                    const QueryTile queries = {b, h, group, row, (int)(next - row)};
-                    if (!meet(keys_of_any(mask, queries.query(0), queries.query(queries.rows - 1) + 1), keys) ||
-                        terms_of_tile(a, queries, 0, queries.rows, t.j0, Bc) == TermsOfTile::hide)
-                        continue;
-                    const GradientRow *const rows = workspace.rows_of(a, queries);
-                    load_queries<T>(a.d, mask, queries, rows, a.q, a.q_stride, buffers.Qi);
-                    load_queries<T>(a.d_v, mask, queries, rows, g.do_, g.do_stride, buffers.dOi);
-                    const int count = std::min(Bc, a.Nk - t.j0);
-                    compute_tile(a, mask, queries, t.j0, count, {0, 0}, rows, buffers, /*of_bias=*/true);
-                    for (int lane = 0; lane < queries.rows; ++lane) {
-                        double *const sum = row_of_sum(queries.query(lane), queries.head(lane));
-                        const float *const dS = buffers.dSij + lane * Bc;
-                        for (int c = 0; c < count; ++c) sum[stride.key ? c : 0] += dS[c];
-                    }
-                }
-            }
-    const int64_t j0 = stride.key ? first_tile * Bc : 0, keys = stride.key ? std::min<int64_t>(Bc, a.Nk - j0) : 1;
-    const int64_t i0 = first_queries * Br, i1 = stride.row ? std::min<int64_t>(i0 + Br, a.Nq) : i0 + 1;
-    for (int64_t i = i0; i < i1; ++i)
-        for (int64_t h = first_head * heads_of_sum; h < (first_head + 1) * heads_of_sum; ++h)
-            for (int64_t c = 0; c < keys; ++c) {
-                const int64_t at =
-                    first_batch * stride.batch + h * stride.head + i * stride.row + (j0 + c) * stride.key;
-                const float sum = (float)row_of_sum(i, h)[c];
-                if (g.dbias_dtype == Dtype::float32)
-                    ((float *)g.dbias)[at] = sum;
-                else
-                    ((T *)g.dbias)[at] = sum;
-            }
+    Item item{};
+    take(g.dbias_stride.head, g.a.Hkv, item.h0, item.h1);
+    take(g.dbias_stride.batch, g.a.B, item.b0, item.b1);
+    take(g.dbias_stride.key, key_tiles(g.a), item.tile0, item.tile1);
+    return item;
 }
+
+// (query, head of the key head, key of the tile): one of each where the bias is broadcast. Empty where none is wanted.
+struct BiasSums {
+    const int64_t queries, heads, keys;
+    std::vector<double> sums;
+
+    explicit BiasSums(const Gradient &g)
+        : queries(g.dbias_stride.row ? g.a.Nq : 1),
+          heads(g.dbias_stride.head ? g.a.Hq / g.a.Hkv : 1),
+          keys(g.dbias_stride.key ? Bc : 1),
+          sums(g.dbias ? queries * heads * keys : 0) {}
+
+    double *row(int64_t query, int64_t head) {
+        return sums.data() + ((queries > 1 ? query : 0) * heads + head % heads) * keys;
+    }
+    // n numbers of dS of a row, for keys from `first` of the tile on.
+    void add(int64_t query, int64_t head, int first, int n, const float *dS) {
+        double *const sum = row(query, head);
+        if (keys == 1)
+            for (int c = 0; c < n; ++c) *sum += dS[c];
+        else
+            for (int c = 0; c < n; ++c) sum[first + c] += dS[c];
+    }
+    template <class T>
+    void store(const Gradient &g, const Item &item, T *dbias) {
+        const PairStrides &stride = g.dbias_stride;
+        const int64_t j0 = keys == 1 ? 0 : item.tile0 * Bc, n = keys == 1 ? 1 : std::min<int64_t>(Bc, g.a.Nk - j0);
+        for (int64_t i = 0; i < queries; ++i)
+            for (int64_t h = 0; h < heads; ++h)
+                for (int64_t c = 0; c < n; ++c)
+                    dbias[item.b0 * stride.batch + (item.h0 * heads + h) * stride.head + i * stride.row +
+                          (j0 + c) * stride.key] = (float)row(i, h)[c];
+    }
+};
+
+}  // namespace minimal_attn::cpu

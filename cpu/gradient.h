@@ -173,10 +173,10 @@ inline void fill_Z_of_tile(const Attention &a, const QueryTile &t, int j0, int k
     if (buffers.Zij) fill_Z_of_lanes(a, t, 0, t.rows, j0, keys, buffers.Zij);
 }
 
-// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. If `of_bias`, only the gradient of what is added to
-// the scores: dSij without slope and scale.
-void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int j0, int keys, Keys seen_by_all,
-                  const GradientRow *rows, const GradientBuffers &buffers, bool of_bias = false) {
+// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. The tile of keys begins at `first_key`, this part of
+// it at j0. dSij without slope and scale is the gradient of what is added to scores.
+void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int first_key, int j0, int keys,
+                  Keys seen_by_all, const GradientRow *rows, const GradientBuffers &buffers, BiasSums &sums) {
     const int64_t D = D_of(a), D_v = D_v_of(a);
     const int vectors = round_up(keys, W);
     float *const P = buffers.Pij, *const dS = buffers.dSij;
@@ -186,24 +186,24 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
             float *const row = P + lane * Bc;
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
-    const float scale = of_bias ? 1.f : a.scores.scale;
+    const float scale = a.scores.scale;
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, a.d_v, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
     fill_Z_of_tile(a, t, j0, vectors, buffers);
     for (int lane = 0; lane < t.rows; ++lane) {
         const float D_of_row = rows[lane].D, D_low = rows[lane].D_low;
+        alignas(64) float of_bias[Bc];
         for (int c = 0; c < vectors; c += W) {
             Vec &p = vec(P + lane * Bc + c), &ds = vec(dS + lane * Bc + c);
             if (buffers.Zij) ds *= vec(buffers.Zij + lane * Bc + c);
-            if (buffers.slopes && !of_bias)
-                ds = vec(buffers.slopes + lane * Bc + c) * (ds - D_of_row - D_low);
-            else
-                ds = ds - D_of_row - D_low;
+            ds = ds - D_of_row - D_low;
+            vec(of_bias + c) = p == 0.f ? Vec{} : p * ds;
+            if (buffers.slopes) ds *= vec(buffers.slopes + lane * Bc + c);
             ds = p == 0.f ? Vec{} : scale * p * ds;
             if (buffers.Zij) p *= vec(buffers.Zij + lane * Bc + c);
         }
+        if (!sums.sums.empty()) sums.add(t.query(lane), t.head(lane), j0 - first_key, keys, of_bias);
     }
-    if (of_bias) return;
     multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
     multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);
 }
@@ -219,7 +219,7 @@ inline QueryTile rows_that_see(const AnyMask &mask, QueryTile t, Keys keys) {
 // All of Algorithm 4 for a tile of keys.
 template <class T>
 void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorkspace &workspace,
-                   const GradientBuffers &buffers) {
+                   const GradientBuffers &buffers, BiasSums &sums) {
     const Attention &a = g.a;
     const int64_t D = D_of(a), D_v = D_v_of(a), rows = rows_of_key_head(a), Tr = query_tiles_of_head(a);
     const int64_t bh = t.b * a.Hkv + t.h;
@@ -248,7 +248,7 @@ void backward_tile(const Gradient &g, const GradientTile &t, const GradientWorks
             const GradientRow *const rows_of_part = workspace.rows_of(a, part);
             load_queries<T>(a.d, mask, part, rows_of_part, a.q, a.q_stride, buffers.Qi);
             load_queries<T>(a.d_v, mask, part, rows_of_part, g.do_, g.do_stride, buffers.dOi);
-            compute_tile(a, mask, part, j0, columns_of_part, part_sees.all, rows_of_part, own);
+            compute_tile(a, mask, part, t.j0, j0, columns_of_part, part_sees.all, rows_of_part, own, sums);
         }
         // 21. dQi = dQi + dSij Kj. Tiles of keys take turns in their order, which fixes the sum's bits.
         float *const dQi = a.Nk > Bc ? workspace.dQ + (bh * rows + first_row) * D : buffers.dQi;
@@ -291,7 +291,7 @@ bool begin_rows(const Gradient &g, const QueryTile &t, GradientRow *rows) {
         rows[lane] = {g.lse[at], sum[0] - (g.dlse ? g.dlse[at] : 0.f), 0.f, lse / a.softmax_scale, 0.};
         any_large |= is_large(a, g.lse[at]);
         if (has_terms(a) && g.lse[at] == -INFINITY) rows[lane] = {INFINITY, 0.f, 0.f, 0., 0.};
-        if (g.dbias || !empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
+        if (!empty(keys_of_row(any_mask_of(a, t.b), i))) continue;
         const float zeros[kMostD] = {};
         store_row<T>(zeros, a.d, g.dq, g.dq_stride, t.b, h, i, g.out_dtype);
     }
@@ -359,10 +359,8 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
     }
 }
 
-#include "cpu/bias_gradient.h"
-
 template <class T>
-constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>, sum_bias_item<T>};
+constexpr BackwardFunctions functions_of_type = {begin_rows<T>, normalize_rows<T>, backward_tile<T>};
 
 }  // namespace
 

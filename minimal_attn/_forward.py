@@ -254,10 +254,10 @@ def forward(
             In each case nothing has been launched.
 
     Gradients: autograd differentiates o, lse and the state in q, k, v, sinks, `state` and what is added to
-    scores (bias or attn_mask): of the latter by a pass of its own, which sums where it is broadcast, and
-    takes no memory of Nq x Nk but the gradient's. Autograd keeps q, k, v, o and the log-sum-exp, and calls
-    minimal_attn.backward. m counts as a constant: use l and m as m + log(l), as merge and further calls do.
-    There are no second derivatives.
+    scores (bias or attn_mask): of the latter on GPUs by a pass of its own. It is summed where the bias is
+    broadcast, and takes no memory of Nq x Nk but the gradient's. Autograd keeps q, k, v, o and the
+    log-sum-exp, and calls minimal_attn.backward. m counts as a constant: use l and m as m + log(l), as merge
+    and further calls do. There are no second derivatives.
     """
     if unknown or surplus:
         raise wrong_call("forward", "q, k, v", surplus, unknown)

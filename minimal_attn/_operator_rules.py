@@ -34,7 +34,7 @@ def _vmap_rule(operator):
         if (
             arguments.get("cu_seqlens_q") is not None
             or arguments.get("dropout_p")
-            or operator is _bias_gradient()
+            or operator is _backward_and_bias()
         ):
             return _one_by_one(operator, info.batch_size, arguments, dims)
 
@@ -120,15 +120,10 @@ def _backward_flops(do, q, k, v, *args, out_shape=None, **kwargs):
     return 2 * B * Hq * Nq * Nk * (3 * d + 2 * v[3])
 
 
-def _bias_flops(do, q, k, v, *args, out_shape=None, **kwargs):
-    """The two products that dS needs."""
-    return _flops(q, k, v)
-
-
 def _register_flops(flop_counter):
     flop_counter.register_flop_formula(torch.ops.minimal_attn.forward)(_flops)
-    flop_counter.register_flop_formula(torch.ops.minimal_attn.backward)(_backward_flops)
-    flop_counter.register_flop_formula(torch.ops.minimal_attn.bias_gradient)(_bias_flops)
+    for operator in torch.ops.minimal_attn.backward, torch.ops.minimal_attn.backward_and_bias:
+        flop_counter.register_flop_formula(operator)(_backward_flops)
 
 
 def _sharding_rule(operator):
@@ -182,7 +177,7 @@ def _sharding_rule(operator):
         choices = [placements({}, [whole] * returns)]
         if given.get("dropout_p"):  # dropout depends on the numbers of batches and heads
             return choices
-        if operator is _bias_gradient():  # whatever the bias is broadcast to
+        if operator is _backward_and_bias():  # whatever the bias is broadcast to
             return choices
         if given.get("cu_seqlens_q") is None:  # else there is one batch
             choices.append(placements(by_batch, [Shard(0)] * returns))
@@ -242,12 +237,12 @@ class _AfterImport(MetaPathFinder):
 def _functional():
     """The operators that return new tensors."""
     forward = torch.ops.minimal_attn.forward
-    gradients = torch.ops.minimal_attn.backward.default, _bias_gradient()
+    gradients = torch.ops.minimal_attn.backward.default, _backward_and_bias()
     return [forward.default, forward.lse, forward.state, *gradients]
 
 
-def _bias_gradient():
-    return torch.ops.minimal_attn.bias_gradient.default
+def _backward_and_bias():
+    return torch.ops.minimal_attn.backward_and_bias.default
 
 
 def register():

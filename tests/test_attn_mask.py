@@ -484,8 +484,8 @@ def test_gradient_of_bias_beside_others(backend, dtype):
     assert same_bits(torch.autograd.grad(o, leaves, do), others)
     o, lse = backend.forward(q, k, v, bias=bias, seqlens_k=lengths, return_lse=True)
     options = dict(bias=bias, seqlens_k=lengths, backend=backend.name, complete=True)
-    again = torch.ops.minimal_attn.bias_gradient(do, q, k, v, o, lse, None, **options)
-    assert torch.equal(again, expected)
+    again = torch.ops.minimal_attn.backward_and_bias(do, q, k, v, o, lse, None, **options)
+    assert same_bits(again[:3], others) and torch.equal(again[3], expected)
 
 
 def test_gradient_of_bias_at_large_scores(backend, dtype):
@@ -504,7 +504,7 @@ def test_gradient_of_bias_is_refused(backend):
     with pytest.raises(RuntimeError, match="^bias must not require grad where out is given, but does"):
         backend.forward(q, k, v, bias=bias, out=torch.empty_like(q))
     with pytest.raises(ValueError, match="^bias must be given for its gradient, but was None$"):
-        torch.ops.minimal_attn.bias_gradient(q, q, k, v, q, q[..., 0].contiguous(), None)
+        torch.ops.minimal_attn.backward_and_bias(q, q, k, v, q, q[..., 0].contiguous(), None)
     o = backend.forward(q, k, v, bias=bias)
     [found] = torch.autograd.grad(o.sum(), bias, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
