@@ -91,7 +91,7 @@ class Mask:
             are put in it first.
         documents: None, or Documents, in each of which the window applies. If there are bounds, only
             they count, for one row of all B Nq queries and B Nk keys.
-        why: why the kernels can't take this mask, or None.
+        why: why no bounds say what this mask does, or None. Then it is a tensor, or is passed on.
         arguments: of transformers' mask functions, which make the tensor from them, if at all.
     """
 

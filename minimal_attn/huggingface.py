@@ -7,10 +7,10 @@
 A model asks transformers for its mask once a call. Here it gets a Mask: bounds (leftpad_k, seqlens_k, offset,
 a window, key_ranges) instead of an Nq x Nk tensor. Each layer passes them to the kernel. transformers' mask
 functions tell windows, chunks, documents and image blocks. Of any other function the tensor is made and
-looked at, once a call. What the kernels can't compute goes to transformers' own functions: sdpa's, or the
-model's eager one where sdpa can't do it either. `calls` counts both kinds of calls, by reason, and a
-minimal_attn.FallbackWarning names each reason once. register(strict=True) makes it an error. An argument with
-an unknown meaning is an error, too.
+looked at, once a call; without a range of keys in each row it is forward's attn_mask. What the kernels can't
+compute goes to transformers' own functions: sdpa's, or the model's eager one where sdpa can't do it either.
+`calls` counts both kinds of calls, by reason, and a minimal_attn.FallbackWarning names each reason once.
+register(strict=True) makes it an error. An argument with an unknown meaning is an error, too.
 
 Under torch.compile attention_mask's values aren't known. There, and for padding with holes, each layer copies
 k and v into another order: tokens before padding.
@@ -143,6 +143,7 @@ def attention(
     options = {name: x for name, x in options.items() if x is not None}
     mask = _in_documents(module, attention_mask, q, k, causal, options)
     mask = _of_indices(mask, q, k, options)
+    mask = _as_tensor(mask, q, k, options)
     why = _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options)
     _count(why or "served")
     if why:
@@ -245,6 +246,20 @@ def _of_indices(mask, q, k, options):
     seen = torch.zeros(*indices.shape[:2], k.shape[2] + 1, dtype=torch.bool, device=indices.device)
     seen = seen.scatter(-1, indices.long().where(indices >= 0, k.shape[2]), True)  # -1 is no key
     return _both(mask, seen[:, None, :, :-1])
+
+
+def _as_tensor(mask, q, k, options):
+    """A Mask's tensor if the kernels take that but not its bounds, else the mask.
+
+    Bounds may count keys in another order, or those of all rows. A position_bias has them in their places.
+    """
+    if not isinstance(mask, Mask):
+        return mask
+    is_moved = mask.documents or mask.order is not None or "key_ranges" in mask.bounds
+    if not (mask.why or (is_moved and "position_bias" in options)):
+        return mask
+    tensor = mask.full_tensor()
+    return tensor if _is_served(q, k, tensor) else mask
 
 
 def _both(mask, seen):

@@ -321,14 +321,16 @@ def test_masks_of_the_user_are_served(seed):
     check(model, input_ids=ids, attention_mask=mask)
 
 
+@pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("name", ["t5", "umt5"])
-def test_position_bias(seed, name):
-    """In the encoder, the causal decoder and between both; with its gradient."""
+def test_position_bias(seed, name, holes):
+    """In the encoder, the causal decoder and between both, beside holes in the padding; with its gradient."""
     sizes = dict(d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, vocab_size=99, dropout_rate=0.0)
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(name, **sizes, decoder_start_token_id=0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     ids, mask = ragged(3, 9, right=True)
+    mask[0, 3:5] = not holes
     labels = torch.randint(3, 99, (3, 7))
     expected, o = by_each(model, lambda: model(ids, attention_mask=mask, labels=labels).logits)
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-4)

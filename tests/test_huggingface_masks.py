@@ -127,6 +127,22 @@ def test_other_mask_functions_are_looked_at(function, is_range):
             assert mask.why.startswith("mask function")
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_masks_without_ranges_are_tensors(biased, seed):
+    """No bounds say what such a mask does, but attn_mask does, beside padding and a bias."""
+    padding = torch.arange(7) < torch.tensor([[7], [5], [6]])
+    arguments = mask_arguments(mask_function=no_neighbour, attention_mask=padding)
+    seen = masks.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    q, k, v = torch.randn(3, 3, 4, 7, 8)
+    bias = torch.randn(1, 4, 7, 7) if biased else torch.zeros(1, 4, 7, 7)
+    options = dict(position_bias=bias) if biased else {}
+    huggingface.calls.clear()
+    o, _ = huggingface.attention(torch.nn.Module(), q, k, v, make_mask(**arguments), **options)
+    assert set(huggingface.calls) == {"served"}
+    S = (q.double() @ k.double().mT / 8**0.5 + bias).masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(o.transpose(1, 2).double(), S.softmax(-1) @ v.double(), rtol=1e-5, atol=1e-5)
+
+
 def test_some_rows_of_a_mask():
     padding = torch.arange(7) >= torch.tensor([[0], [2], [6]])
     mask = make_mask(**mask_arguments(attention_mask=padding))
