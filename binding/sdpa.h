@@ -284,6 +284,13 @@ inline Outcome attend(const Call &c, Tensor &o) {
     return serve(c, compute, /*draws_seed=*/true);
 }
 
+// Whether dimensions, batches and heads are as PyTorch's operators want them. Others go to its separate steps.
+inline bool fits_operators(const Call &c) {
+    if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
+    return !differ(c.k.sym_size(0), c.q.sym_size(0)) && !differ(c.v.sym_size(0), c.q.sym_size(0)) &&
+           !differ(c.k.sym_size(1), c.v.sym_size(1)) && (c.enable_gqa || !differ(c.k.sym_size(1), c.q.sym_size(1)));
+}
+
 // F.scaled_dot_product_attention while our kernels are active. PyTorch would make a bias of a bool mask for its
 // operators, which look at it, too; here looking takes less time and memory. On a CPU no operator takes two head
 // dimensions, or dropout.
@@ -291,7 +298,8 @@ inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const
                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
     Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
     const bool has_two_d = differ(q.sym_size(-1), v.sym_size(-1));
-    const bool has_no_operator = has_mask(call) || (has_two_d && q.is_cpu()) || serves_dropout(call);
+    const bool has_no_operator =
+        has_mask(call) || (has_two_d && q.is_cpu()) || serves_dropout(call) || !fits_operators(call);
     if (Tensor o; has_no_operator && attend(call, o) == served) {
         count(served);
         return o;

@@ -153,9 +153,8 @@ class Activation:
         """How many calls there were since activate(), until now or remove(), in all threads. The key
         "minimal_attn" counts those that these kernels served. The others went to PyTorch's, by reason.
 
-        "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: inputs of 2 or 5
-        dimensions (before torch 2.15 also of 3), key heads or batches that broadcast, on a GPU value heads of
-        another size, a last dimension that isn't contiguous.
+        "PyTorch chose no fused kernel" are calls that PyTorch computes in separate steps: a last dimension
+        that isn't contiguous, nested tensors, on a GPU value heads of another size.
         minimal_attn.scaled_dot_product_attention serves many of them. "PyTorch: MultiheadAttention's fast
         path" are layers that never call F.scaled_dot_product_attention: see activate().
 
@@ -202,8 +201,9 @@ def activate(*, strict: bool = False) -> Activation:
     bool, or 0 and -inf in q's dtype. Its contents are looked at in each call, in compiled functions, too. A
     mask that requires grad, for which PyTorch has no fused operator, is served by forward, with its gradient.
 
-    Where PyTorch has no fused operator it computes in separate steps, which stay its own. So it does on CUDA
-    with enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.
+    PyTorch's fused operators take 4 dimensions. Inputs of 2, 3 or 5, and batches or key heads that broadcast,
+    are served by forward. What else PyTorch computes in separate steps stays its own. So it is on CUDA with
+    enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.
     Forward-mode derivatives are refused by PyTorch's fused operators, and work with
     torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which takes none of these kernels.
 
