@@ -253,7 +253,7 @@ def _as_tensor(mask, q, k, options):
 
     Bounds may count keys in another order, or those of all rows. A position_bias has them in their places.
     """
-    if not isinstance(mask, Mask):
+    if not isinstance(mask, Mask) or not has_fast_pairs(q):
         return mask
     is_moved = mask.documents or mask.order is not None or "key_ranges" in mask.bounds
     if not (mask.why or (is_moved and "position_bias" in options)):
