@@ -46,6 +46,7 @@ def install(replace: bool) -> None:
     vars(package).update(public, __version__=VERSION, of_minimal_attn=True)
     vars(package).update(flash_attn_interface=interface, bert_padding=padding)
     vars(interface).update(public, **{f.__name__: f for f in PRIVATE})
+    vars(interface)["_get_block_size_n"] = _get_block_size_n
     vars(interface).update({"_wrapped" + f.__name__: f for f in PRIVATE})
     vars(padding).update({f.__name__: f for f in PADDING})
     sys.modules |= {each.__name__: each for each in (package, interface, padding)}
@@ -285,6 +286,11 @@ def _differentiate(dout, q, k, v, out, lse, into, missing, deterministic, option
         if target is not None:
             target.copy_((part[0] if is_packed else part).transpose(-3, -2))
     return (dout.float() * out.float()).sum(-1).mT
+
+
+def _get_block_size_n(device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Of how many keys the values in S_dmask have the same maximum: of all. flash_attn's tests ask for it."""
+    return 2**31 - 1
 
 
 PRIVATE = _flash_attn_forward, _flash_attn_varlen_forward, _flash_attn_backward, _flash_attn_varlen_backward

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from minimal_attn._backward import backward
-from minimal_attn._dropout import draw_seed
 from minimal_attn._errors import refuse_grad
 from minimal_attn._forward import cast_by_autocast, forward
 from minimal_attn._sizes import divide_up, known
@@ -23,8 +22,6 @@ def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
     if deterministic and wants_grad(q, k, v, s_aux):
         refuse_grad("flash_attn with deterministic=True", alibi_slopes=options.get("alibi_slopes"))
         q, k, v = cast_by_autocast(q, k, v)  # forward's results and the backward pass need the same numbers
-        if options.get("dropout_p"):
-            options["dropout_seed"] = draw_seed(q)
         with torch.set_grad_enabled(False):
             results = attend(q, k, v, s_aux, True, **options)
         tensors = _distinct(q, k, v, s_aux, *(options.pop(name, None) for name in _TENSORS))
@@ -115,6 +112,33 @@ def keys_of_documents(cu_seqlens_q, cu_seqlens_k, n):
     document = document.clamp(max=len(cu_q) - 2)
     begin, end = cu_k[:-1][document], cu_k[1:][document]
     return document, query - cu_q[1:][document] + end, begin, end.where(is_inside, begin)
+
+
+@torch.no_grad()
+def S_dmask(q, k, s_aux, max_seqlen_q, max_seqlen_k, **options):
+    """exp(score - the row's largest score), negative where the weight is dropped.
+
+    (B, Hq, Nq, Nk), both rounded up to 128. Columns of P are o, where v is columns of the identity.
+    """
+    key = torch.arange(k.shape[1], device=q.device)
+    columns, rows = (128 * divide_up(max(n, 1), 128) for n in (max_seqlen_k, max_seqlen_q))
+    first_q = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
+    if "cu_seqlens_q" in options:
+        _, own, begin, _ = keys_of_documents(options["cu_seqlens_k"], options["cu_seqlens_k"], k.shape[1])
+        key, first_q = own - begin, options["cu_seqlens_q"].clamp(0, q.shape[1])
+
+    def weights(**options):
+        identity = key[:, None, None] == torch.arange(columns, device=q.device)
+        parts = [x.to(q.dtype).expand(len(k), -1, k.shape[2], -1) for x in identity.split(256, -1)]
+        return torch.cat([attend(q, k, x, s_aux, False, **options)[0] for x in parts], -1).flatten(0, 1)
+
+    is_dropped = weights(**options) == 0
+    P = weights(**options | dict(dropout_p=0.0, dropout_seed=None))
+    largest = P.amax(-1, keepdim=True)
+    S = torch.where(is_dropped, -P, P) / largest.where(largest != 0, 1)
+    row = first_q[:-1, None] + torch.arange(rows, device=q.device)
+    row = torch.where(row < first_q[1:, None], row, len(S))
+    return torch.nn.functional.pad(S, (0, 0, 0, 0, 0, 1))[row].transpose(1, 2)
 
 
 def rotate(x, cos, sin, position, interleaved):

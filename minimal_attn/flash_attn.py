@@ -13,7 +13,7 @@ flash_attn/flash_attn_interface.py). What differs:
     dropout_p               any from 0 to 1; which weights are dropped is minimal_attn.forward's choice
     NotImplementedError     alibi_slopes of each packed sequence
 
-What is copied. Nothing synchronises with a GPU, and memory is O(N d):
+What is copied. Nothing synchronises with a GPU, and memory is O(N d) but for S_dmask, which is for tests:
 
     flash_attn_func         nothing
     ..._varlen_func         nothing
@@ -31,10 +31,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minimal_attn._dropout import draw_seed
 from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, known_min, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
 from minimal_attn._sizes import known
-from minimal_attn._varlen import attend, attend_pages, attend_sequences, rotate
+from minimal_attn._varlen import S_dmask, attend, attend_pages, attend_sequences, rotate
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
@@ -100,23 +101,25 @@ def flash_attn_func(
         alibi_slopes: (Hq,) or (B, Hq), float32: the score of query i and key j is less by
             slope * |i + Nk - Nq - j|. They have no gradient.
         deterministic: gradients with the same bits on every run, as under torch.use_deterministic_algorithms.
-        return_attn_probs: return softmax_lse, too. Probabilities are never stored.
+        return_attn_probs: return softmax_lse and S_dmask, too.
         s_aux: attention sinks (Hq,), float32, float16 or bfloat16: one more score for each row of a head,
             whose value is 0. softmax_lse counts it.
 
     Returns:
-        out (B, Nq, Hq, d_v) of q's dtype. With return_attn_probs (out, softmax_lse, an empty tensor):
+        out (B, Nq, Hq, d_v) of q's dtype. With return_attn_probs (out, softmax_lse, S_dmask):
         softmax_lse (B, Hq, Nq), float32, is the logarithm of the sum of exp(score). A row that sees no key
-        has out = 0, softmax_lse = -inf.
+        has out = 0, softmax_lse = -inf. S_dmask is empty without dropout. With dropout, for tests, it is
+        (B, Hq, Nq, Nk), both rounded up to 128: exp(score - the row's largest score), negative where the
+        weight is dropped. That takes O(Nq Nk) of memory and several calls.
 
     Raises:
         TypeError, ValueError: an argument of another type, shape, dtype, device or value.
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
-    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p)
+    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p, q)
     out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
-    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+    return _results(return_attn_probs, out, lse, q, k, s_aux, (q.shape[1], k.shape[1]), options)
 
 
 def flash_attn_kvpacked_func(q, kv, *args, **options):
@@ -173,20 +176,21 @@ def flash_attn_varlen_func(
             (Hq,), the same for all sequences.
 
     Returns:
-        out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), an empty tensor). A row
-        of no sequence is 0.
+        out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), S_dmask). A row of no
+        sequence is 0. S_dmask is (B, Hq, max_seqlen_q, max_seqlen_k), rounded as there, but empty with
+        seqused_k or a block_table.
 
     Raises: as flash_attn_func.
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
-    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p)
+    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p, q)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
-    _checked_longest("q", max_seqlen_q, cu_seqlens_q, q.shape[0])
+    max_q = _checked_longest("q", max_seqlen_q, cu_seqlens_q, q.shape[0])
     if seqused_k is not None:
         _check("seqused_k", seqused_k, q, (B,), _INTS)
         check_range("seqused_k", seqused_k, 2**31)
@@ -206,7 +210,9 @@ def flash_attn_varlen_func(
     else:
         arguments = cu_seqlens_q, cu_seqlens_k, return_attn_probs, seqused_k
         out, lse = attend_sequences(q, k, v, s_aux, *arguments, **options)
-    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+    longest = (max_q, max_k) if block_table is None and seqused_k is None else None
+    options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return _results(return_attn_probs, out, lse, q[None], k[None], s_aux, longest, options)
 
 
 def flash_attn_varlen_kvpacked_func(q, kv, *args, **options):
@@ -368,11 +374,20 @@ def _slopes(alibi_slopes, q):
     return {"alibi_slopes": alibi_slopes}
 
 
-def _dropout(dropout_p):
+def _dropout(dropout_p, q):
     p = 0.0 if dropout_p is None else dropout_p
     if not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise ValueError(f"dropout_p must be None or a number from 0 to 1, but was {in_words(p)}")
-    return {"dropout_p": p} if p else {}
+    return {"dropout_p": p, "dropout_seed": draw_seed(q)} if p else {}
+
+
+def _results(wanted, out, lse, q, k, s_aux, longest, options):
+    """What return_attn_probs asks for: `wanted`. S_dmask is empty without dropout, or if longest is None."""
+    if not wanted:
+        return out
+    if "dropout_p" not in options or longest is None:
+        return out, lse, q.new_empty(0)
+    return out, lse, S_dmask(q, k, s_aux, *longest, **options)
 
 
 def _refuse(**missing):

@@ -1,5 +1,6 @@
 """dropout_p: which weights are dropped, values and gradients against float64, and the seed."""
 
+import itertools
 import math
 
 import pytest
@@ -335,6 +336,53 @@ def test_flash_attn(forced_backend, dtype, deterministic, packed):
     bound = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
     for x, y in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
         assert relative_error(x.transpose(1, 2).double(), y) < bound
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_S_dmask(forced_backend, dtype, packed):
+    """exp(score - the row's largest score) of all keys, negative where the seed drops the weight."""
+    backend, p = forced_backend, 0.25
+    q, k, v = (x.transpose(1, 2).contiguous() for x in backend.qkv(B=1 if packed else 2, Nk=300, dtype=dtype))
+    options = dict(causal=True, window_size=(200, 0), softcap=3.0, alibi_slopes=backend.randn(4).abs() / 8)
+    sinks, documents, call = backend.randn(4), {}, dict(dropout_p=p, return_attn_probs=True) | options
+    torch.manual_seed(5)
+    if packed:
+        cu_q, cu_k = backend.ints(1, 30, 30, 69), backend.ints(2, 290, 295, 298)
+        documents = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        bounds = cu_q, cu_k, 39, 290
+        S = flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], *bounds, s_aux=sinks, **call)[2]
+        places = list(zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True))
+    else:
+        S, places = flash_attn.flash_attn_func(q, k, v, s_aux=sinks, **call)[2], [((0, 70), (0, 300))]
+    torch.manual_seed(5)
+    Z = weights_of_dropout(p, draw_seed(q), len(q), 4, 70, 300).to(q.device)
+    identity = torch.eye(300, device=q.device).expand(len(q), 2, 300, 300)
+    P = attention(q.transpose(1, 2), k.transpose(1, 2), identity, **options, **documents).o  # P I = P
+    exact = torch.where(Z > 0, P, -P) / P.amax(-1, keepdim=True).clamp(min=1e-300)
+    assert S.dtype == dtype and S.shape == (3 if packed else 2, 4, 128, 384)
+    expected = torch.zeros_like(S, dtype=torch.float64)
+    for b, (rows, columns) in enumerate(places):
+        one, of_one = slice(*rows), slice(*columns)
+        part = exact[:, :, one, of_one]
+        expected[slice(b, b + 1) if packed else slice(None), :, : part.shape[2], : part.shape[3]] = part
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    assert (S.double() - expected).abs().max() < bound
+    assert torch.equal((S < 0)[expected.abs() > 1e-3], (expected < 0)[expected.abs() > 1e-3])
+
+
+def test_S_dmask_is_empty(forced_backend):
+    """Where keys are copied for gradients, other weights are dropped than without."""
+    q, k, v = (x[0].transpose(0, 1) for x in forced_backend.qkv())
+    bounds = forced_backend.ints(0, 70), forced_backend.ints(0, 90), 70, 90
+    options = dict(return_attn_probs=True, seqused_k=forced_backend.ints(50))
+    for p in 0.0, None, 0.25:
+        options |= dict(dropout_p=p)
+        assert flash_attn.flash_attn_varlen_func(q, k, v, *bounds, **options)[2].numel() == 0
+        pages = dict(block_table=forced_backend.ints(0)[None])
+        assert (
+            flash_attn.flash_attn_varlen_func(q, k[None], v[None], *bounds, **pages, **options)[2].numel()
+            == 0
+        )
 
 
 @pytest.mark.parametrize(

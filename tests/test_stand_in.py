@@ -38,7 +38,7 @@ def find():
 def test_names(installed):
     from flash_attn import flash_attn_func
     from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input  # noqa: F401
-    from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward  # noqa: F401
+    from flash_attn.flash_attn_interface import _get_block_size_n, _wrapped_flash_attn_forward  # noqa: F401
 
     install()  # again
     importlib.invalidate_caches()
