@@ -1,6 +1,6 @@
 """The package flash_attn as other libraries import it: see minimal_attn.flash_attn.install().
 
-Arguments that have no meaning here are accepted and not used: return_softmax, rng_state, zero_tensors.
+Arguments that have no meaning here are accepted and not used: return_softmax, zero_tensors.
 """
 
 from __future__ import annotations
@@ -156,14 +156,12 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ):
-    """(out, softmax_lse, an empty tensor, rng_state: zeros, since nothing is dropped)."""
+    """(out, softmax_lse, an empty tensor, rng_state: the seed of dropout and 0)."""
     _check_is_half(q)
-    flash_attn._refuse(dropout_p=dropout_p)
     window = window_size_left, window_size_right
-    options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
+    options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs="rng_state")
     with torch.no_grad():
-        results = flash_attn.flash_attn_func(q, k, v, 0.0, softmax_scale, causal, window, **options)
-    return *results, torch.zeros(2, dtype=torch.int64, device=q.device)
+        return flash_attn.flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window, **options)
 
 
 def _flash_attn_varlen_forward(
@@ -187,18 +185,18 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ):
-    """(out, softmax_lse, an empty tensor, rng_state: zeros, since nothing is dropped)."""
+    """(out, softmax_lse, an empty tensor, rng_state: the seed of dropout and 0)."""
     _check_is_half(q)
-    flash_attn._refuse(leftpad_k=leftpad_k, dropout_p=dropout_p)
+    if leftpad_k is not None:
+        raise NotImplementedError("leftpad_k must be None, but was a tensor: this function has none yet")
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
+    options = dict(softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs="rng_state")
     options |= dict(block_table=block_table, seqused_k=seqused_k)
     with torch.no_grad():
-        results = flash_attn.flash_attn_varlen_func(
-            q, k, v, *lengths, 0.0, softmax_scale, causal, window, **options
+        return flash_attn.flash_attn_varlen_func(
+            q, k, v, *lengths, dropout_p, softmax_scale, causal, window, **options
         )
-    return *results, torch.zeros(2, dtype=torch.int64, device=q.device)
 
 
 def _flash_attn_backward(
@@ -222,14 +220,14 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ):
     """Writes dq, dk and dv, as far as they are given. out and softmax_lse may be those of more keys.
+    With dropout_p, rng_state is the forward call's: it says which weights are dropped.
 
     Returns:
         softmax_d (B, Hq, Nq): the sum of dout * out over a head dimension, float32. flash_attn's has padding.
     """
-    missing = dict(dropout_p=dropout_p)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    options |= flash_attn._slopes(alibi_slopes, q)
-    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), missing, deterministic, options)
+    options |= flash_attn._slopes(alibi_slopes, q) | flash_attn._dropout(dropout_p, q, rng_state)
+    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, options)
 
 
 def _flash_attn_varlen_backward(
@@ -258,18 +256,16 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ):
     """_flash_attn_backward of packed sequences: softmax_lse and the result are (Hq, total_q)."""
-    missing = dict(dropout_p=dropout_p)
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    options |= flash_attn._slopes(alibi_slopes, q)
+    options |= flash_attn._slopes(alibi_slopes, q) | flash_attn._dropout(dropout_p, q, rng_state)
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), missing, deterministic, options)
+    return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, options)
 
 
 @torch.no_grad()
-def _differentiate(dout, q, k, v, out, lse, into, missing, deterministic, options):
+def _differentiate(dout, q, k, v, out, lse, into, deterministic, options):
     """softmax_d, of packed sequences where options have cu_seqlens; writes the gradients."""
     _check_is_half(q)
-    flash_attn._refuse(**missing)
     of_o = (*q.shape[:-1], v.shape[-1])
     given = dict(dout=(dout, of_o), out=(out, of_o))
     for name, target, like in zip(("dq", "dk", "dv"), into, (q, k, v), strict=True):

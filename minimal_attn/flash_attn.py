@@ -49,7 +49,7 @@ def install(replace: bool = False) -> None:
     version 2.8.3. flash_attn.layers, .ops, .losses and others are not there. transformers'
     attn_implementation="flash_attention_2", diffusers' attention backend "flash" and ring-flash-attn's
     functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (alibi_slopes of each packed
-    sequence, dropout in the private functions) is a NotImplementedError: no other kernel takes the call.
+    sequence) is a NotImplementedError: no other kernel takes the call.
 
     Without a GPU this imports transformers, if it is there, and adds CPUs to the devices that it lets use it.
 
@@ -118,7 +118,7 @@ def flash_attn_func(
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
     options |= _slopes(alibi_slopes, q) | _dropout(dropout_p, q)
-    out, lse = attend(q, k, v, s_aux, return_attn_probs, **options)
+    out, lse = attend(q, k, v, s_aux, bool(return_attn_probs), **options)
     return _results(return_attn_probs, out, lse, q, k, s_aux, (q.shape[1], k.shape[1]), options)
 
 
@@ -205,10 +205,10 @@ def flash_attn_varlen_func(
         if known((longest := known_max(lengths)) > room):
             raise ValueError(f"block_table must have pages for {longest} keys, but has them for {room}")
         _check_pages(block_table, lengths, "k", k)
-        arguments = block_table, cu_seqlens_q, lengths, max_k, s_aux, return_attn_probs
+        arguments = block_table, cu_seqlens_q, lengths, max_k, s_aux, bool(return_attn_probs)
         out, lse = attend_pages(q, k, v, *arguments, **options)
     else:
-        arguments = cu_seqlens_q, cu_seqlens_k, return_attn_probs, seqused_k
+        arguments = cu_seqlens_q, cu_seqlens_k, bool(return_attn_probs), seqused_k
         out, lse = attend_sequences(q, k, v, s_aux, *arguments, **options)
     longest = (max_q, max_k) if block_table is None and seqused_k is None else None
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -374,27 +374,27 @@ def _slopes(alibi_slopes, q):
     return {"alibi_slopes": alibi_slopes}
 
 
-def _dropout(dropout_p, q):
+def _dropout(dropout_p, q, *rng_state):
+    """forward's options of dropout. The seed is drawn, or that of the rng_state which follows."""
     p = 0.0 if dropout_p is None else dropout_p
     if not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise ValueError(f"dropout_p must be None or a number from 0 to 1, but was {in_words(p)}")
-    return {"dropout_p": p, "dropout_seed": draw_seed(q)} if p else {}
+    if not p:
+        return {}
+    if rng_state:
+        _check("rng_state", *rng_state, q, (2,), (torch.int64,))
+    return {"dropout_p": p, "dropout_seed": rng_state[0][:1] if rng_state else draw_seed(q)}
 
 
 def _results(wanted, out, lse, q, k, s_aux, longest, options):
     """What return_attn_probs asks for: `wanted`. S_dmask is empty without dropout, or if longest is None."""
     if not wanted:
         return out
-    if "dropout_p" not in options or longest is None:
-        return out, lse, q.new_empty(0)
-    return out, lse, S_dmask(q, k, s_aux, *longest, **options)
-
-
-def _refuse(**missing):
-    for name, x in missing.items():
-        was = "a tensor" if isinstance(x, Tensor) else x or 0
-        if not (isinstance(was, (int, float)) and was <= 0):  # NaN is neither
-            raise NotImplementedError(f"{name} must be 0 or None, but was {was}: this function has none yet")
+    seed, empty = options.get("dropout_seed"), q.new_empty(0)
+    if wanted == "rng_state":  # the private functions: flash_attn's is (seed, offset)
+        seed = q.new_zeros(1, dtype=torch.int64) if seed is None else seed
+        return out, lse, empty, torch.nn.functional.pad(seed, (0, 1))
+    return out, lse, empty if seed is None or longest is None else S_dmask(q, k, s_aux, *longest, **options)
 
 
 def _check(name, x, q, shape, dtypes=None):

@@ -14,6 +14,7 @@ from reference import attention, gradients
 from test_backward import ERROR_BOUND as OF_GRADIENTS
 
 import minimal_attn
+from minimal_attn._dropout import draw_seed
 from minimal_attn.flash_attn import install, uninstall
 
 HALF_TYPES = [torch.float16, torch.bfloat16]
@@ -164,11 +165,57 @@ def test_packed_sequences(interface, forced_backend, dtype):
             close(x[rows].transpose(0, 1)[None], y, 2 * OF_GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout(interface, forced_backend, dtype, packed):
+    """rng_state holds the seed: the backward pass drops the same weights."""
+    backend, p = forced_backend, 0.25
+    q, k, v = (x.transpose(1, 2).contiguous() for x in backend.qkv(B=1, dtype=dtype))
+    do, into = backend.randn(*q.shape, dtype=dtype), [torch.empty_like(x) for x in (q, k, v)]
+    tensors, bounds, documents, name = (q, k, v), (), {}, ""
+    if packed:
+        cu_q, cu_k = (backend.ints(0, n // 3, n) for n in (70, 90))
+        bounds, name = (cu_q, cu_k, 47, 60), "varlen_"
+        documents = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        do, *into, q, k, v = (x[0] for x in (do, *into, q, k, v))
+    rest = p, 0.2, True, -1, -1, 0.0, None
+    forward, backward = (getattr(interface, f"_flash_attn_{name}{way}ward") for way in ("for", "back"))
+    torch.manual_seed(5)
+    o, lse, empty, rng_state = forward(q, k, v, *bounds, *rest, return_softmax=True)
+    torch.manual_seed(5)
+    assert empty.numel() == 0 and rng_state.tolist() == [int(draw_seed(q)), 0]
+    before = torch.get_rng_state()
+    backward(do, q, k, v, o, lse, *into, *bounds, *rest, deterministic=False, rng_state=rng_state)
+    assert torch.equal(torch.get_rng_state(), before)
+    options = dict(softmax_scale=0.2, causal=True, dropout_p=p, dropout_seed=rng_state[:1]) | documents
+    heads = [x.transpose(1, 2) for x in tensors]
+    close(o.view_as(tensors[0]).transpose(1, 2), attention(*heads, **options).o, 2 * ERROR_BOUND[dtype])
+    expected = gradients(do.view_as(tensors[0]).transpose(1, 2), *heads, **options)
+    for x, like, y in zip(into, tensors, expected, strict=True):
+        close(x.view_as(like).transpose(1, 2), y, 2 * OF_GRADIENTS[dtype])
+    call = do, q, k, v, o, lse, *into, *bounds, *rest, False
+    with pytest.raises(TypeError, match="^rng_state must be a tensor, but was None"):
+        backward(*call)
+    with pytest.raises(ValueError, match=r"^rng_state must have shape \(2,\), but has shape \(1,\)$"):
+        backward(*call, rng_state=rng_state[:1])
+
+
+def test_no_dropout(interface, forced_backend):
+    """The generator stays, rng_state is 0, and the backward pass doesn't read it."""
+    q = forced_backend.randn(1, 5, 2, 8, dtype=torch.bfloat16)
+    before, rest = torch.get_rng_state(), (0.0, 1.0, True, -1, -1, 0.0, None)
+    *results, rng_state = interface._flash_attn_forward(q, q, q, *rest, False)
+    assert rng_state.tolist() == [0, 0] and rng_state.dtype == torch.int64
+    interface._flash_attn_backward(q, q, q, q, *results[:2], None, None, None, *rest, False, None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_private_functions_refuse(interface, forced_backend):
     q = forced_backend.randn(1, 5, 2, 8, dtype=torch.bfloat16)
     forward = interface._flash_attn_forward
-    with pytest.raises(NotImplementedError, match="^dropout_p must be 0"):
-        forward(q, q, q, 0.1, 1.0, True, -1, -1, 0.0, None, False)
+    cu = forced_backend.ints(0, 5)
+    with pytest.raises(NotImplementedError, match="^leftpad_k must be None, but was a tensor"):
+        interface._flash_attn_varlen_forward(*[q[0]] * 3, cu, cu, 5, 5, 0.0, 1.0, True, leftpad_k=cu[:1])
     with pytest.raises(ValueError, match="^q must be torch.float16 or torch.bfloat16, but is torch.float32"):
         forward(*[q.float()] * 3, 0.0, 1.0, True, -1, -1, 0.0, None, False)
     with pytest.raises(TypeError, match="^dout must be a tensor, but was None"):
