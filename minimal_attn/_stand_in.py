@@ -226,7 +226,7 @@ def _flash_attn_backward(
         softmax_d (B, Hq, Nq): the sum of dout * out over a head dimension, float32. flash_attn's has padding.
     """
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    options |= flash_attn._slopes(alibi_slopes, q) | flash_attn._dropout(dropout_p, q, rng_state)
+    options |= flash_attn._slopes(alibi_slopes, q, q.shape[0]) | flash_attn._dropout(dropout_p, q, rng_state)
     return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, options)
 
 
@@ -257,7 +257,7 @@ def _flash_attn_varlen_backward(
 ):
     """_flash_attn_backward of packed sequences: softmax_lse and the result are (Hq, total_q)."""
     options = flash_attn._options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    options |= flash_attn._slopes(alibi_slopes, q) | flash_attn._dropout(dropout_p, q, rng_state)
+    options |= flash_attn._slopes(alibi_slopes, q, None) | flash_attn._dropout(dropout_p, q, rng_state)
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _differentiate(dout, q, k, v, out, softmax_lse, (dq, dk, dv), deterministic, options)
 

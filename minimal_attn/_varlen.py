@@ -14,7 +14,8 @@ from minimal_attn._forward import cast_by_autocast, forward
 from minimal_attn._sizes import divide_up, known
 
 _MAX_KEYS = 1 << 28  # of a batch, and more: binding/checks.h
-_TENSORS = "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "dropout_seed"  # among the options of `attend`
+# Among the options of `attend`.
+_TENSORS = "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "offset", "alibi_slopes", "dropout_seed"
 
 
 def attend(q, k, v, s_aux, wants_lse, deterministic=False, **options):
@@ -87,6 +88,24 @@ def attend_sequences(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, wants_lse, sequ
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = attend(q[None], k[None], v[None], s_aux, wants_lse, **options)
     return out[0], lse[0] if wants_lse else None
+
+
+def pad(x, cu_seqlens, longest):
+    """Packed sequences as (B, longest, H, d), 0 behind each one."""
+    row = cu_seqlens[:-1, None] + torch.arange(longest, device=x.device)
+    is_inside = (row < cu_seqlens[1:, None]) & (row >= 0) & (row < len(x))
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))[row.where(is_inside, len(x))]
+
+
+def unpad(x, cu_seqlens, total, empty=0.0):
+    """The rows of (B, N, H, ...), packed: `total` in all. Those of no sequence are `empty`."""
+    B, N = x.shape[:2]
+    row = torch.arange(total, device=x.device)
+    b = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    i = row - cu_seqlens[:-1][b.clamp(max=B - 1)]
+    index = (b * N + i).where((b < B) & (i >= 0) & (i < N), B * N)
+    rows = x.flatten(0, 1)
+    return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1), value=empty)[index]
 
 
 def _gather_index(lengths, total):
@@ -176,7 +195,8 @@ class _Deterministic(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_seed, out, lse, options):
+    def forward(q, k, v, s_aux, *others):  # _TENSORS, out, lse, options
+        out, lse, _ = others[-3:]
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
@@ -192,7 +212,7 @@ class _Deterministic(torch.autograd.Function):
         options |= dict(zip(_TENSORS, of_options, strict=True))
         parts = backward(*heads_first, lse, None, dlse=dlse, **options)
         dsinks = None if s_aux is None else gradient_of_sinks(do, out, lse, dlse, s_aux)
-        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * 7
+        return *(x.transpose(1, 2) for x in parts), dsinks, *[None] * (len(_TENSORS) + 3)
 
 
 def gradient_of_sinks(do, out, lse, dlse, sinks):

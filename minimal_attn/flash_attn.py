@@ -11,7 +11,7 @@ flash_attn/flash_attn_interface.py). What differs:
     num_splits              accepted and not used
     rotary_cos, rotary_sin  of any rotary dimension, in any dtype
     dropout_p               any from 0 to 1; which weights are dropped is minimal_attn.forward's choice
-    NotImplementedError     alibi_slopes of each packed sequence
+    NotImplementedError     alibi_slopes of each sequence beside a block_table
 
 What is copied. Nothing synchronises with a GPU, and memory is O(N d) but for S_dmask, which is for tests:
 
@@ -19,6 +19,7 @@ What is copied. Nothing synchronises with a GPU, and memory is O(N d) but for S_
     ..._varlen_func         nothing
     ..._with_kvcache        k and v into the cache; with rotary_cos q and k besides, rotated by PyTorch
     seqused_k               nothing; for gradients k and v
+    alibi_slopes (B, Hq)    of packed sequences: q, k and v, each sequence padded to max_seqlen
     block_table             the sequences' keys, up to the length of the table, where the backend doesn't read
     and cache_batch_idx     pages (minimal_attn.explain says so), and for gradients: up to max_seqlen_k each
 
@@ -35,7 +36,7 @@ from minimal_attn._dropout import draw_seed
 from minimal_attn._errors import as_int, check_range, in_words, is_known, known_max, known_min, refuse_grad
 from minimal_attn._forward import autocast_dtype, forward
 from minimal_attn._sizes import known
-from minimal_attn._varlen import S_dmask, attend, attend_pages, attend_sequences, rotate
+from minimal_attn._varlen import S_dmask, attend, attend_pages, attend_sequences, pad, rotate, unpad
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int32, torch.int64)
@@ -48,8 +49,8 @@ def install(replace: bool = False) -> None:
     (private functions included, which take half types alone), flash_attn.bert_padding, and the metadata of
     version 2.8.3. flash_attn.layers, .ops, .losses and others are not there. transformers'
     attn_implementation="flash_attention_2", diffusers' attention backend "flash" and ring-flash-attn's
-    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (alibi_slopes of each packed
-    sequence) is a NotImplementedError: no other kernel takes the call.
+    functions ran on it, on a CPU (5.24, 0.42.1, 0.1.8). What minimal_attn lacks (in the private functions
+    alibi_slopes of each packed sequence) is a NotImplementedError: no other kernel takes the call.
 
     Without a GPU this imports transformers, if it is there, and adds CPUs to the devices that it lets use it.
 
@@ -117,7 +118,7 @@ def flash_attn_func(
     """
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
     _check_qkv(q, k, v, ("B", "Nq", "Hq", "d"), ("B", "Nk", "Hkv", "d"), s_aux)
-    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p, q)
+    options |= _slopes(alibi_slopes, q, q.shape[0]) | _dropout(dropout_p, q)
     out, lse = attend(q, k, v, s_aux, bool(return_attn_probs), **options)
     return _results(return_attn_probs, out, lse, q, k, s_aux, (q.shape[1], k.shape[1]), options)
 
@@ -172,8 +173,8 @@ def flash_attn_varlen_func(
             most as many as cu_seqlens_k gives it. causal and window_size align the last query with the last
             of them. None: all. With it and a block_table cu_seqlens_k isn't read and may be None.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence. alibi_slopes must be
-            (Hq,), the same for all sequences.
+            return_attn_probs, s_aux: as in flash_attn_func, sequence by sequence. With alibi_slopes (B, Hq),
+            each sequence's own, all are padded to max_seqlen first. Not with a block_table.
 
     Returns:
         out (total_q, Hq, d); with return_attn_probs (out, softmax_lse (Hq, total_q), S_dmask). A row of no
@@ -185,11 +186,11 @@ def flash_attn_varlen_func(
     options = _options(softmax_scale, causal, window_size, softcap) | {"deterministic": bool(deterministic)}
     rows = ("total_k",) if block_table is None else ("pages", "page size")
     _check_qkv(q, k, v, ("total_q", "Hq", "d"), (*rows, "Hkv", "d"), s_aux)
-    options |= _slopes(alibi_slopes, q) | _dropout(dropout_p, q)
     _check("cu_seqlens_q", cu_seqlens_q, q, ("B + 1",), _INTS)
     B = cu_seqlens_q.shape[0] - 1
     if known(B < 1):
         raise ValueError(f"cu_seqlens_q must have shape (B + 1,), B at least 1, but has shape ({B + 1},)")
+    options |= _slopes(alibi_slopes, q, B if block_table is None else None) | _dropout(dropout_p, q)
     max_q = _checked_longest("q", max_seqlen_q, cu_seqlens_q, q.shape[0])
     if seqused_k is not None:
         _check("seqused_k", seqused_k, q, (B,), _INTS)
@@ -207,6 +208,16 @@ def flash_attn_varlen_func(
         _check_pages(block_table, lengths, "k", k)
         arguments = block_table, cu_seqlens_q, lengths, max_k, s_aux, bool(return_attn_probs)
         out, lse = attend_pages(q, k, v, *arguments, **options)
+    elif alibi_slopes is not None and alibi_slopes.dim() == 2:
+        lengths = cu_seqlens_k.diff().clamp(min=0)
+        lengths = lengths if seqused_k is None else lengths.minimum(seqused_k.clamp(min=0))
+        options |= dict(seqlens_k=lengths, offset=lengths - cu_seqlens_q.diff())
+        total_q, q = q.shape[0], pad(q, cu_seqlens_q, max_q)
+        k, v = (pad(x, cu_seqlens_k, max_k) for x in (k, v))
+        out, lse = attend(q, k, v, s_aux, bool(return_attn_probs), **options)
+        out = unpad(out, cu_seqlens_q, total_q)
+        lse = None if lse is None else unpad(lse.mT, cu_seqlens_q, total_q, -torch.inf).mT
+        return _results(return_attn_probs, out, lse, q, k, s_aux, (max_q, max_k), options)
     else:
         arguments = cu_seqlens_q, cu_seqlens_k, bool(return_attn_probs), seqused_k
         out, lse = attend_sequences(q, k, v, s_aux, *arguments, **options)
@@ -283,7 +294,7 @@ def flash_attn_with_kvcache(
     """
     options = _options(softmax_scale, causal, window_size, softcap)
     _check_qkv(q, k_cache, v_cache, ("B", "Nq", "Hq", "d"), ("C", "N", "Hkv", "d"), s_aux, "_cache")
-    slopes = _slopes(alibi_slopes, q)
+    slopes = _slopes(alibi_slopes, q, q.shape[0])
     refuse_grad("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, s_aux=s_aux)
     B, (C, N, Hkv, d) = q.shape[0], k_cache.shape
     if block_table is not None:
@@ -361,16 +372,16 @@ def _options(softmax_scale, causal, window_size, softcap):
     return options | {"softcap": softcap}
 
 
-def _slopes(alibi_slopes, q):
-    """forward's options of alibi_slopes. q is (B, N, Hq, d), or packed."""
+def _slopes(alibi_slopes, q, B):
+    """forward's options of alibi_slopes: (Hq,), or (B, Hq) unless B is None."""
     if alibi_slopes is None:
         return {}
-    is_packed, Hq = q.dim() == 3, q.shape[-2]
-    if is_packed and isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2:
-        must = "must be (Hq,) for packed sequences"
-        raise NotImplementedError(f"alibi_slopes {must}, but has shape {tuple(alibi_slopes.shape)}")
+    Hq = q.shape[-2]
     is_one = not isinstance(alibi_slopes, Tensor) or alibi_slopes.dim() != 2
-    _check("alibi_slopes", alibi_slopes, q, (Hq,) if is_one else (q.shape[0], Hq), (torch.float32,))
+    if not is_one and B is None:
+        must = "must be (Hq,) for packed sequences here"
+        raise NotImplementedError(f"alibi_slopes {must}, but has shape {tuple(alibi_slopes.shape)}")
+    _check("alibi_slopes", alibi_slopes, q, (Hq,) if is_one else (B, Hq), (torch.float32,))
     return {"alibi_slopes": alibi_slopes}
 
 

@@ -224,3 +224,57 @@ def test_flash_attn(forced_backend, dtype, deterministic):
     found = [torch.empty_like(x) for x in (q, k, v)]
     _stand_in._flash_attn_backward(do, q, k, v, o, lse, *found, **fixed, deterministic=deterministic)
     check_gradients(found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("uses", [False, True])
+def test_slopes_of_each_sequence(forced_backend, dtype, deterministic, uses):
+    """Packed sequences of any lengths, tokens of none in front and behind, NaN where no query looks."""
+    b = forced_backend
+    lengths_q, lengths_k, used = (5, 0, 30, 1, 7), (9, 4, 40, 0, 7), (9, 4, 33, 0, 2)
+    q, k, v = (x[0].transpose(0, 1) for x in b.qkv(B=1, Nq=48, Nk=66, dtype=dtype))
+    starts = [torch.tensor([n, *of]).cumsum(0).tolist() for n, of in ((2, lengths_q), (3, lengths_k))]
+    slopes, do = b.randn(5, 4), torch.randn_like(q)
+    options = dict(causal=True, softmax_scale=0.3, deterministic=deterministic, return_attn_probs=True)
+    options |= dict(seqused_k=b.ints(*used)) if uses else {}
+    k[:3] = v[:3] = k[63:] = v[63:] = q[:2] = q[45:] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse, _ = flash_attn.flash_attn_varlen_func(
+        *leaves, b.ints(*starts[0]), b.ints(*starts[1]), 30, 40, alibi_slopes=slopes, **options
+    )
+    found = torch.autograd.grad(o, leaves, do)
+    wanted_o, wanted_lse = torch.zeros_like(o).double(), torch.full_like(lse, -torch.inf)
+    wanted = [torch.zeros_like(x).double() for x in leaves]
+    for n, (i, j) in enumerate(zip(starts[0][:-1], starts[1][:-1], strict=True)):
+        rows, keys = slice(i, i + lengths_q[n]), slice(j, j + (used if uses else lengths_k)[n])
+        if not (lengths_q[n] and keys.stop > keys.start):
+            continue
+        heads = [
+            x.detach()[of].transpose(0, 1)[None] for x, of in zip(leaves, (rows, keys, keys), strict=True)
+        ]
+        given = dict(causal=True, softmax_scale=0.3, alibi_slopes=slopes[n])
+        exact = attention(*(x.double() for x in heads), **given)
+        wanted_o[rows], wanted_lse[:, rows] = exact.o[0].transpose(0, 1), (exact.m + exact.l.log())[0].float()
+        parts = gradients(do[rows].transpose(0, 1)[None], *heads, **given)
+        for x, y, of in zip(wanted, parts, (rows, keys, keys), strict=True):
+            x[of] = y[0].transpose(0, 1)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(o.double(), wanted_o, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-2, atol=1e-2)
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_error(x.double(), y) < bound
+
+
+def test_S_dmask_of_slopes_of_each_sequence(forced_backend):
+    """Sequences of one length are as a batch."""
+    b = forced_backend
+    q, k, v = (x.transpose(1, 2) for x in b.qkv(B=2, Nq=30, Nk=40))
+    options = dict(alibi_slopes=b.randn(2, 4), dropout_p=0.4, return_attn_probs=True)
+    torch.manual_seed(0)
+    o, lse, S = flash_attn.flash_attn_func(q, k, v, **options)
+    torch.manual_seed(0)
+    bounds = b.ints(0, 30, 60), b.ints(0, 40, 80), 30, 40
+    packed = flash_attn.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *bounds, **options)
+    torch.testing.assert_close(packed[0].view_as(o), o)
+    torch.testing.assert_close(packed[1].view(4, 2, 30).transpose(0, 1), lse)
+    torch.testing.assert_close(packed[2][:, :, :30], S[:, :, :30])

@@ -71,10 +71,12 @@ def test_alibi_slopes(backend, function):
     ):
         refuses(error, function, options | {"alibi_slopes": wrong}, "^alibi_slopes must " + match)
     of_sequences = options | {"alibi_slopes": slopes.expand(2, -1)}
+    function(**of_sequences)
+    refuses(ValueError, function, options | {"alibi_slopes": slopes.expand(3, -1)}, "^alibi_slopes must have")
     if function is flash_attn_varlen_func:
+        of_sequences |= {name: of_sequences[name][None] for name in "kv"}  # a page
+        of_sequences |= dict(block_table=backend.ints([0], [0]))
         refuses(NotImplementedError, function, of_sequences, r"^alibi_slopes must be \(Hq,\) for packed")
-    else:
-        function(**of_sequences)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
