@@ -452,9 +452,10 @@ def main(goal):
         say_if_remembered()
         depends_on = [facts["suffix"], facts["torch_home"], facts["torch"], compiler, targets, home]
         files = [*sources(".cpp", ".cu", ".cuh", ".h"), "bootstrap.py", "setup.py"]
+        files += filter(os.path.isfile, [os.environ.get("MINIMAL_ATTN_SCORE", "")])
         times = {file: os.stat(os.path.join(HERE, file)).st_mtime_ns for file in files}
         depends_on += [architectures(), times]
-        names = "SANITIZE", "TILES", "KERNELS"
+        names = "SANITIZE", "TILES", "KERNELS", "SCORE"
         depends_on += [os.environ.get(f"MINIMAL_ATTN_{name}") for name in names]
         write("configuration", json.dumps(depends_on) + "\n")
     write("python", f'#!/bin/sh\nexec {shlex.quote(facts["python"])} "$@"\n')
@@ -466,7 +467,8 @@ def clang_format(*arguments):
         say("there is no clang-format: C++ and CUDA aren't checked")
         return 0
     command = [sys.executable, "-c", "import clang_format; clang_format.clang_format()", *arguments]
-    return call(command + sources(".cpp", ".cu", ".cuh", ".h"), cwd=HERE)
+    files = sources(".cpp", ".cu", ".cuh", ".h") + glob.glob("examples/*/*.h", root_dir=HERE)
+    return call(command + files, cwd=HERE)
 
 
 if __name__ == "__main__":

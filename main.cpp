@@ -25,6 +25,7 @@
 #include "binding/casters.h"
 #include "binding/overload.h"
 #include "binding/sdpa.h"
+#include "scores.h"
 
 namespace minimal_attn {
 namespace {
@@ -86,6 +87,7 @@ pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTens
     std::string kernel = plan.kernel;
     if (found.prefix_kernel) kernel += std::string(" and for prefix_k ") + found.prefix_kernel;
     if (plan.grid > 0) kernel += found.mask;
+    if (*kScore && a.alibi_slopes) kernel += std::string(" with ") + kScore;
     return pybind11::dict("backend"_a = found.backend, "kernel"_a = kernel, "Br"_a = plan.Br, "Bc"_a = plan.Bc,
                           "d"_a = plan.D, "grid"_a = plan.grid, "threads"_a = plan.threads,
                           "shared_memory"_a = plan.shared_memory, "workspace"_a = plan.workspace,
@@ -198,6 +200,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("sdpa_calls", &sdpa::calls, "Calls of those operators since the import, by outcome");
     m.def("backends", &backend_names, "The backends that this build can run on, by name");
     m.def("cuda_architectures", &cuda_architectures, "What CUDA code was compiled for; empty in a CPU-only build");
+    m.def("score", [] { return kScore; }, "MINIMAL_ATTN_SCORE of the build, what alibi_slopes multiply; empty: ALiBi");
     m.def("has_all_tiles", &has_all_tiles, "Whether shared_memory_limit may be less than a Hopper GPU has");
     m.def("shared_memory_limit", &limit_shared_memory,
           "Let a block use at most so many bytes of shared memory, as a smaller GPU would; returns the last limit");

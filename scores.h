@@ -22,6 +22,9 @@
 #ifdef __CUDACC__
 #include "device.h"
 #endif
+#ifdef MINIMAL_ATTN_SCORE
+#include MINIMAL_ATTN_SCORE
+#endif
 
 namespace minimal_attn {
 
@@ -64,6 +67,15 @@ MINIMAL_ATTN_HOST_DEVICE Real whole(const Attention &a, Real t, float term) {
     return term == -INFINITY ? -INFINITY : a.terms.unit * t + term;
 }
 
+// What alibi_slopes add to a score, at the distance p_i - j: ALiBi, or what the header that MINIMAL_ATTN_SCORE names at
+// the build (setup.py) has in its place.
+#ifdef MINIMAL_ATTN_SCORE
+constexpr const char *kScore = MINIMAL_ATTN_SCORE;
+#else
+constexpr const char *kScore = "";
+MINIMAL_ATTN_HOST_DEVICE inline float term_of_distance(float slope, float distance) { return -slope * fabsf(distance); }
+#endif
+
 // What is added to the scores of query i of head h. Tiles may reach beyond the last query and the last key.
 struct TermsOfRow {
     const Terms &terms;
@@ -84,7 +96,7 @@ struct TermsOfRow {
         slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
         position = terms.positions ? terms.positions[b * range_rows(a) + i] : position_of_query(a, b, i);
     }
-    MINIMAL_ATTN_HOST_DEVICE float of_position(int j) const { return -slope * fabsf((float)(position - j)); }
+    MINIMAL_ATTN_HOST_DEVICE float of_position(int j) const { return term_of_distance(slope, (float)(position - j)); }
 #ifdef __CUDACC__
     // That of key j; T is q's type. cpu/terms.h computes those of many keys.
     template <class T>

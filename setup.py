@@ -15,6 +15,7 @@ Python then needs their library first, by LD_PRELOAD, as .ci/run gives it.
 MINIMAL_ATTN_WHEEL=1 adds a local version to wheels with CUDA code: 0.1.0+torch2.11.cu130.
 MINIMAL_ATTN_TILES=all builds for 9.0 also the tiles that smaller GPUs use, for tests of them on a Hopper GPU.
 With MINIMAL_ATTN_KERNELS=plain general GPU kernels (softcap, masks, dropout) are not built, which is faster.
+MINIMAL_ATTN_SCORE=examples/own_score/log_distance.h gives alibi_slopes the term of distance in that header.
 The CUDA toolkit is the one of CUDA_HOME, of nvcc on PATH or /usr/local/cuda, whichever first has the major
 version that torch was built with, else the one of PyPI's packages. CXX names the C++ compiler. VERBOSE=1
 shows the commands.
@@ -129,7 +130,7 @@ def cpp(cxx, cuda, targets):
         defines += ["-DWITH_CUDA", f'-DMINIMAL_ATTN_ARCHS="{" ".join(targets)}"']
         includes += [*cuda_includes(cuda), *package_includes()]
     flags = ["$optimize", f"-std={standard}", "-Wall", "-fPIC", "-fvisibility=hidden", *openmp(cxx)]
-    flags += sanitize()
+    flags += [*sanitize(), *own_score()]
     flags += ["-I."]  # where setup.py is
     flags += [f"-isystem{folder}" for folder in includes]  # not -I: warnings in there aren't ours
     return [*cxx, *flags, *defines, *COMPILE]
@@ -141,7 +142,7 @@ def cu(cxx, cuda, targets):
     flags += ["-std=c++17", "--expt-relaxed-constexpr", "-I."]
     flags += ["-diag-suppress=177"]  # functions that aren't called: Hopper's, when compiled for other GPUs
     flags += ["-Xcompiler=-Wall,-Wno-unused-function,-fPIC,-fvisibility=hidden", "-ccbin", cxx[-1]]
-    flags += kernel_choice()
+    flags += [*kernel_choice(), *own_score()]
     flags += ["--threads", str(min(os.cpu_count(), len(codes))), *(f"-gencode={code}" for code in codes)]
     if not any(os.path.isfile(f"{folder}/cuda_runtime.h") for folder in cuda_includes(cuda)):
         # nvcc of PyPI in .venv, while torch and with it these headers are somewhere else
@@ -183,6 +184,13 @@ def sanitize():
 def kernel_choice():
     flags = ["-DMINIMAL_ATTN_ALL_TILES"] * (os.environ.get("MINIMAL_ATTN_TILES") == "all")
     return flags + ["-DMINIMAL_ATTN_PLAIN"] * (os.environ.get("MINIMAL_ATTN_KERNELS") == "plain")
+
+
+def own_score():
+    header = os.environ.get("MINIMAL_ATTN_SCORE")
+    if header and not os.path.isfile(header):
+        die(f"MINIMAL_ATTN_SCORE={header} must be a header, seen from this folder, but there is none")
+    return [f'-DMINIMAL_ATTN_SCORE="{header}"'] if header else []
 
 
 def cuda_major():

@@ -107,7 +107,7 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
         const float distance[2] = {(float)(positions[0] - j), (float)(positions[8] - j)};
 #pragma unroll
         for (int x = 0; x < Count; ++x)
-            S[x] = fmaf(terms.unit, S[x], -slope * fabsf(distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
+            S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
         if (!may_hide(a)) return;
     }
     add_bias_and_mask<T>(S, terms,
@@ -135,7 +135,7 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
             const float distance[2] = {(float)(p.x - j), (float)(p.y - j)};
 #pragma unroll
             for (int y = x; y < x + 4; ++y)
-                S[y] = fmaf(terms.unit, S[y], -slope * fabsf(distance[y % 2] - y / 2 % 2 * 8));
+                S[y] = fmaf(terms.unit, S[y], term_of_distance(slope, distance[y % 2] - y / 2 % 2 * 8));
             if (x % 16 == 12) __syncwarp();
         }
         if (!may_hide(a)) return;

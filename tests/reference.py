@@ -5,7 +5,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy
+import pytest
 import torch
+
+from minimal_attn import _C
 
 
 class Attention(NamedTuple):
@@ -117,6 +120,17 @@ def weights_of_dropout(p, seed, B, Hq, Nq, Nk):
     return kept * (65536 / (65536 - of_65536))
 
 
+# What alibi_slopes add by the distance of query and key, for each score that a build may have (setup.py:
+# MINIMAL_ATTN_SCORE). examples/own_score/test.py adds its own.
+TERMS = {"": lambda slopes, distance: -slopes * distance.abs()}
+
+
+def term_of_distance(slopes, distance):
+    if _C.score() not in TERMS:
+        pytest.skip(f"alibi_slopes mean {_C.score()} in this build, which no reference knows")
+    return TERMS[_C.score()](slopes, distance)
+
+
 def attention(
     q,
     k,
@@ -155,7 +169,7 @@ def attention(
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
         distance = positions(B, Nq, Nk, **band)[..., None] - torch.arange(Nk)
-        s = s - alibi_slopes.to(dtype)[..., None, None] * distance.abs().to(s.device, dtype)
+        s = s + term_of_distance(alibi_slopes.to(dtype)[..., None, None], distance.to(s.device, dtype))
     for x in attn_mask, bias:
         if x is not None and x.dtype == torch.bool:
             seen = seen & x

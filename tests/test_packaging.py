@@ -227,6 +227,24 @@ def test_wheels_with_cuda_say_what_they_are_built_for(setup, monkeypatch):
     assert setup.local_version() == ""
 
 
+def test_own_score(machine, setup, monkeypatch):
+    """The header's name and its changes are a part of the configuration; one that is missing is named."""
+    environment = {"PYTHON": sys.executable, "TORCH_CUDA_ARCH_LIST": "none"}
+    header = machine.folder / "score.h"
+    found = []
+    for text in None, "", "changed":
+        if text is not None:
+            header.write_text(text)
+            environment["MINIMAL_ATTN_SCORE"] = str(header)
+        for _ in range(2):
+            machine.bootstrap(**environment)
+            found.append((machine.folder / "build" / "configuration").read_text())
+    assert found[0::2] == found[1::2] and len(set(found)) == 3
+    monkeypatch.setenv("MINIMAL_ATTN_SCORE", "no/such.h")
+    with pytest.raises(SystemExit, match="MINIMAL_ATTN_SCORE=no/such.h must be a header"):
+        setup.own_score()
+
+
 @pytest.mark.parametrize("entry", ["", "hopper", "9", "8.0+ptx", "compute_80+PTX"])
 def test_bad_entry_of_the_architecture_list(setup, entry):
     with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must have"):
