@@ -245,6 +245,32 @@ def test_own_score(machine, setup, monkeypatch):
         setup.own_score()
 
 
+OF_ONE_PAIR = """
+#include <cstdio>
+#include "scores.h"
+int main() {
+    const float slope = 2.f;
+    minimal_attn::Attention a{};
+    a.Nq = a.Nk = 10, a.terms.alibi_slopes = &slope;
+    const minimal_attn::TermsOfRow row(a, 0, 0, 1);
+    std::printf("%g %g %s", row.of_position(8), row.of_position(0), minimal_attn::kScore);
+}
+"""
+
+
+@pytest.mark.parametrize("score", ["", "examples/own_score/log_distance.h"])
+def test_scores_of_a_header(setup, monkeypatch, tmp_path, score):
+    """Compiled as setup.py tells compilers."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MINIMAL_ATTN_SCORE", score)
+    (tmp_path / "pair.cpp").write_text(OF_ONE_PAIR)
+    flags = ["-std=c++17", "-I.", *setup.own_score(), tmp_path / "pair.cpp", "-o", tmp_path / "pair"]
+    done = run(*setup.bootstrap.find_compiler(), *flags)
+    assert done.returncode == 0, done.stderr
+    expected = "-4.15888 -1.38629" if score else "-14 -2"
+    assert run(tmp_path / "pair").stdout.split() == [*expected.split(), *[score] * bool(score)]
+
+
 @pytest.mark.parametrize("entry", ["", "hopper", "9", "8.0+ptx", "compute_80+PTX"])
 def test_bad_entry_of_the_architecture_list(setup, entry):
     with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must have"):
