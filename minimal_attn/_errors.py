@@ -19,7 +19,7 @@ _ELSEWHERE = {
     "attention_mask": _MASKS,
     "block_mask": _MASKS,
     "mask": _MASKS,
-    "score_mod": "use softcap, alibi_slopes, bias or attn_mask; no score_mod yet",
+    "score_mod": "use softcap, alibi_slopes, bias or attn_mask, or build your own: examples/own_score",
     "attn_bias": "use bias",
     "dropout": "use dropout_p",
     "rng_state": "use dropout_seed",
