@@ -59,7 +59,7 @@ struct DropoutOfHead {
     // 16 bits for each: those of query i in x, of i + 8 in y; of key j the lower ones.
     MINIMAL_ATTN_HOST_DEVICE Words group(int i, int j) const {
         Words words = {(uint32_t)i ^ origin.x, (uint32_t)j ^ origin.y};
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__  // the compiler of host code warns of it
 #pragma unroll
 #endif
         for (int round = 0; round < kDropoutRounds; ++round) words = philox_round(words, key + round * kPhiloxStep);
