@@ -198,9 +198,10 @@ const char *launch_cpu_backward(const Gradient &g, const Plan &plan, void *memor
     cpu::in_threads(std::min<int64_t>(plan.grid, plan.threads), [&] {
         const auto own = allocate();
         const cpu::GradientBuffers buffers((float *)own.get(), a);
+        cpu::BiasSums sums(g);  // before an item is taken: other threads would wait for one that bad_alloc ended
         for (int64_t n; (n = next_item++) < plan.grid;) {
             const cpu::Item item = cpu::item_at(g, n);
-            cpu::BiasSums sums(g);
+            sums.clear();
             for (int64_t tile = item.tile0; tile < item.tile1; ++tile)
                 for (int64_t b = item.b0; b < item.b1; ++b)
                     for (int64_t h = item.h0; h < item.h1; ++h)

@@ -42,6 +42,7 @@ struct BiasSums {
           keys(g.dbias_stride.key ? Bc : 1),
           sums(g.dbias ? queries * heads * keys : 0) {}
 
+    void clear() { std::fill(sums.begin(), sums.end(), 0.); }
     double *row(int64_t query, int64_t head) {
         return sums.data() + ((queries > 1 ? query : 0) * heads + head % heads) * keys;
     }

@@ -211,6 +211,37 @@ def test_copy_that_is_too_large(backend):
     backend.check(*backend.qkv())
 
 
+LITTLE_MEMORY = """
+import re, resource, torch, minimal_attn
+
+torch.set_num_threads(4)
+q, k = torch.randn(1, 1, 100_000, 16, requires_grad=True), torch.randn(1, 1, 256, 16)
+bias = torch.zeros(100_000, 256, requires_grad=True)  # a thread's sums of its gradient take 51 MB
+ends = set()
+for megabytes in (1000, *range(120, 340, 15)):
+    o = minimal_attn.forward(q, k, k, bias=bias)
+    kilobytes = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (kilobytes * 2**10 + megabytes * 2**20, before[1]))
+    try:
+        torch.autograd.grad(o.sum(), [q, bias])
+        ends.add("right")
+    except (RuntimeError, MemoryError):
+        ends.add("memory")
+    resource.setrlimit(resource.RLIMIT_AS, before)
+print(*sorted(ends))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_threads_that_find_no_memory():
+    """In the gradient of a bias threads wait for each other, but not for one that found no memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["memory", "right"]
+
+
 def test_workspace_that_is_too_large(cuda_backend):
     backend = cuda_backend
     H, Nk = 2**14, 2**18
