@@ -204,7 +204,7 @@ def activate(*, strict: bool = False) -> Activation:
     PyTorch's fused operators take 4 dimensions. Inputs of 2, 3 or 5, and batches or key heads that broadcast,
     are served by forward. What else PyTorch computes in separate steps stays its own. So it is on CUDA with
     enable_gqa in float32: repeat the keys' heads, or call minimal_attn.scaled_dot_product_attention.
-    Forward-mode derivatives are refused by PyTorch's fused operators, and work with
+    Forward-mode and second derivatives are refused by PyTorch's fused operators and by forward, and work with
     torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which takes none of these kernels.
 
     Calls that go to PyTorch give a minimal_attn.FallbackWarning, once for each reason, and count in .calls.
