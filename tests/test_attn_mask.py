@@ -128,8 +128,8 @@ def masks_that_hide_tiles(b, N):
 
 def test_masks_that_hide_tiles(backend, dtype):
     """On a GPU the tables of ranges leave out what no query of a tile sees, on a CPU tiles themselves."""
-    q, k, v = backend.qkv(Nq=700, Nk=700, dtype=dtype)
-    for mask in masks_that_hide_tiles(backend, 700):
+    q, k, v = backend.qkv(Nq=450, Nk=450, dtype=dtype)
+    for mask in masks_that_hide_tiles(backend, 450):
         added = torch.where(mask, 0.0, -torch.inf).to(dtype)
         backend.check(q, k, v, attn_mask=mask)
         backend.check(q, k, v, attn_mask=mask, window_size=(300, 300))
