@@ -151,10 +151,10 @@ public:
             };
             return std::apply(call, options);
         };
-        if (should_compute_output(7))
+        if (task_should_compute_output(7))
             std::tie(results[0], results[1], results[2], results[7]) =
                 compute(typed_handle<Backward<GradientsAndBias>>("minimal_attn::backward_and_bias"));
-        else if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2))
+        else if (task_should_compute_output(0) || task_should_compute_output(1) || task_should_compute_output(2))
             std::tie(results[0], results[1], results[2]) =
                 compute(typed_handle<Backward<Gradients>>("minimal_attn::backward"));
         if (o_before.defined() || sinks_.defined()) {
@@ -163,7 +163,7 @@ public:
             results[3] = earlier.o, results[4] = earlier.l, results[5] = earlier.m, results[6] = earlier.sinks;
         }
         for (size_t i = 0; i < results.size(); ++i)
-            if (!should_compute_output(i)) results[i] = Tensor();
+            if (!task_should_compute_output(i)) results[i] = Tensor();
         return results;
     }
 

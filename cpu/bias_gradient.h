@@ -46,23 +46,26 @@ struct BiasSums {
     double *row(int64_t query, int64_t head) {
         return sums.data() + ((queries > 1 ? query : 0) * heads + head % heads) * keys;
     }
-    // n numbers of dS of a row, for keys from `first` of the tile on.
-    void add(int64_t query, int64_t head, int first, int n, const float *dS) {
+    // n numbers of dS of a row, for keys from `first` of the tile on. Inline, so that each instruction set has its own.
+    [[gnu::always_inline]] void add(int64_t query, int64_t head, int first, int n, const float *dS) {
         double *const sum = row(query, head);
         if (keys == 1)
             for (int c = 0; c < n; ++c) *sum += dS[c];
         else
             for (int c = 0; c < n; ++c) sum[first + c] += dS[c];
     }
+    // dbias is dense, so neighbouring keys are neighbours.
     template <class T>
     void store(const Gradient &g, const Item &item, T *dbias) {
         const PairStrides &stride = g.dbias_stride;
         const int64_t j0 = keys == 1 ? 0 : item.tile0 * Bc, n = keys == 1 ? 1 : std::min<int64_t>(Bc, g.a.Nk - j0);
         for (int64_t i = 0; i < queries; ++i)
-            for (int64_t h = 0; h < heads; ++h)
-                for (int64_t c = 0; c < n; ++c)
-                    dbias[item.b0 * stride.batch + (item.h0 * heads + h) * stride.head + i * stride.row +
-                          (j0 + c) * stride.key] = (float)row(i, h)[c];
+            for (int64_t h = 0; h < heads; ++h) {
+                const double *const sum = row(i, h);
+                T *const to =
+                    dbias + item.b0 * stride.batch + (item.h0 * heads + h) * stride.head + i * stride.row + j0;
+                for (int64_t c = 0; c < n; ++c) to[c] = (float)sum[c];
+            }
     }
 };
 

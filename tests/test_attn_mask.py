@@ -511,6 +511,23 @@ def test_gradient_of_bias_is_refused(backend):
         found.sum().backward()
 
 
+def test_gradient_of_bias_is_computed_where_it_is_wanted(backend):
+    """Not for a call of autograd.grad that doesn't name the bias."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (x.requires_grad_() for x in backend.qkv())
+    bias = backend.randn(70, 90).requires_grad_()
+    for wanted, operator in (
+        ([q, k, v], "backward"),
+        ([q, bias], "backward_and_bias"),
+        ([bias], "backward_and_bias"),
+    ):
+        o = backend.forward(q, k, v, bias=bias)
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(o.sum(), wanted)
+        assert [str(name) for name in counter.get_flop_counts()["Global"]] == [f"minimal_attn.{operator}"]
+
+
 def test_gradient_of_bias_by_torchs_tools(backend):
     """torch.compile, torch.func, vmap, checkpointing, nothing to compute."""
     q, k, v = backend.qkv()
