@@ -31,8 +31,7 @@ def main():
         todo = f"MINIMAL_ATTN_SCORE={HEADER} make build"
         sys.exit(f"alibi_slopes have the score of {score or 'ALiBi'} here, not of {HEADER.name}: {todo}")
     reference.TERMS[score] = term_of_distance
-    # second_order, which computes by operators of PyTorch, knows ALiBi alone.
-    names = "(test_alibi or alibi_slopes or with_masks) and not second_derivatives"
+    names = "test_alibi or alibi_slopes or with_masks"
     files = [f"{TESTS}/test_{name}.py" for name in ("alibi", "backward", "attn_mask")]
     sys.exit(pytest.main(["-q", "-k", names, *files, *sys.argv[1:]]))
 
