@@ -1,6 +1,6 @@
-// cpu/bias_gradient.h: the gradient of a bias is dS, summed over all pairs that share one of its numbers. The tiles of keys
-// whose pairs share numbers are an item, which one thread takes. So the sums are one thread's, in a fixed order. Without a
-// bias that wants a gradient an item is one tile.
+// cpu/bias_gradient.h: the gradient of a bias is dS, summed over all pairs that share one of its numbers. A work item is
+// all tiles of keys whose pairs share numbers. One thread computes a work item and adds up its sums, in a fixed order. If
+// no bias wants a gradient, a work item is one tile of keys.
 #pragma once
 
 namespace minimal_attn::cpu {

@@ -187,6 +187,7 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
             std::fill(row, row + begin, 0.f), std::fill(row + end, row + keys, 0.f);
         });
     const float scale = a.scores.scale;
+    const bool of_bias_is_wanted = !sums.sums.empty();
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, a.d_v, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
     fill_Z_of_tile(a, t, j0, vectors, buffers);
@@ -197,12 +198,12 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
             Vec &p = vec(P + lane * Bc + c), &ds = vec(dS + lane * Bc + c);
             if (buffers.Zij) ds *= vec(buffers.Zij + lane * Bc + c);
             ds = ds - D_of_row - D_low;
-            vec(of_bias + c) = p == 0.f ? Vec{} : p * ds;
+            if (of_bias_is_wanted) vec(of_bias + c) = p == 0.f ? Vec{} : p * ds;
             if (buffers.slopes) ds *= vec(buffers.slopes + lane * Bc + c);
             ds = p == 0.f ? Vec{} : scale * p * ds;
             if (buffers.Zij) p *= vec(buffers.Zij + lane * Bc + c);
         }
-        if (!sums.sums.empty()) sums.add(t.query(lane), t.head(lane), j0 - first_key, keys, of_bias);
+        if (of_bias_is_wanted) sums.add(t.query(lane), t.head(lane), j0 - first_key, keys, of_bias);
     }
     multiply_matrices(keys, D_v, t.rows, P, 1, Bc, buffers.dOi, D_v, buffers.dVj, D_v, true);
     multiply_matrices(keys, D, t.rows, dS, 1, Bc, buffers.Qi, D, buffers.dKj, D, true);

@@ -144,7 +144,7 @@ def S_dmask(q, k, s_aux, max_seqlen_q, max_seqlen_k, **options):
     first_q = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
     if "cu_seqlens_q" in options:
         _, own, begin, _ = keys_of_documents(options["cu_seqlens_k"], options["cu_seqlens_k"], k.shape[1])
-        key, first_q = own - begin, options["cu_seqlens_q"].clamp(0, q.shape[1])
+        key, first_q = own - begin, options["cu_seqlens_q"]
 
     def weights(**options):
         identity = key[:, None, None] == torch.arange(columns, device=q.device)
@@ -155,9 +155,7 @@ def S_dmask(q, k, s_aux, max_seqlen_q, max_seqlen_k, **options):
     P = weights(**options | dict(dropout_p=0.0, dropout_seed=None))
     largest = P.amax(-1, keepdim=True)
     S = torch.where(is_dropped, -P, P) / largest.where(largest != 0, 1)
-    row = first_q[:-1, None] + torch.arange(rows, device=q.device)
-    row = torch.where(row < first_q[1:, None], row, len(S))
-    return torch.nn.functional.pad(S, (0, 0, 0, 0, 0, 1))[row].transpose(1, 2)
+    return pad(S, first_q, rows).transpose(1, 2)
 
 
 def rotate(x, cos, sin, position, interleaved):
