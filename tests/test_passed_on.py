@@ -158,7 +158,10 @@ def test_separate_steps_are_told(randn, device, name):
         with minimal_attn.activate(strict=True) as activation:
             warned, actual = told(call)
         assert warned == [] and activation.calls == {"minimal_attn": 1}
-        torch.testing.assert_close(actual, expected)
+        atol = 4e-3 if expected.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            actual, expected, rtol=0.016 if expected.dtype == torch.bfloat16 else 1.3e-6, atol=atol
+        )
         return
     with minimal_attn.activate() as activation:
         torch.manual_seed(1)
