@@ -32,6 +32,12 @@ def has_fast_pairs(q: Tensor) -> bool:
     return q.device.type == "cpu" or (q.shape[-1] <= 256 and _has_fast_pairs(q.device, q.dtype))
 
 
+def has_fast_bias_gradient(q: Tensor, k: Tensor) -> bool:
+    """Whether, if has_fast_pairs, a bias's gradient needs no pass of its own (hopper: sums_bias)."""
+    fits = q.shape[-1] <= 128 and q.shape[2] > 64 and q.numel() // q.shape[-1] * k.shape[2] <= 1 << 31
+    return q.device.type == "cpu" or fits
+
+
 def _has_fast_pairs(device: torch.device, dtype: torch.dtype) -> bool:
     if (device, dtype) not in _known_of_pairs:
         like = torch.empty(1, 1, 8, 64, device=device, dtype=dtype)

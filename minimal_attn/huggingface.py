@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import minimal_attn
-from minimal_attn._backward import has_fast_backward, has_fast_pairs
+from minimal_attn._backward import has_fast_backward, has_fast_bias_gradient, has_fast_pairs
 from minimal_attn._fallback import passed_on
 from minimal_attn._forward import cast_by_autocast
 from minimal_attn.flash_attn import flash_attn_varlen_func
@@ -318,12 +318,12 @@ def _is_dropout_served(q, v, mask):
 
 
 def _is_served(q, k, mask):
-    """Whether the kernels take a mask or bias as it is, and are fast: not its gradient on a GPU."""
+    """Whether the kernels take a mask or bias as it is, and are fast, its gradient included."""
     pairs = (*q.shape[:3], k.shape[2])
     fits = mask.ndim == 4 and all(n in (1, of) for n, of in zip(mask.shape, pairs, strict=True))
-    wants_grad = mask.requires_grad and torch.is_grad_enabled() and q.device.type != "cpu"
+    wants_grad = mask.requires_grad and torch.is_grad_enabled()
     has_dtype = mask.dtype in (torch.bool, torch.float32, q.dtype)
-    return fits and has_dtype and not wants_grad and has_fast_pairs(q)
+    return fits and has_dtype and has_fast_pairs(q) and (not wants_grad or has_fast_bias_gradient(q, k))
 
 
 def _pass_on(module, query, key, value, mask, options):
