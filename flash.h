@@ -103,6 +103,19 @@ struct Terms {
     PairStrides mask_stride, bias_stride;
 };
 
+// What a bool mask says of 128 queries and 64 tiles of 128 keys. Bit n is the n-th tile: the mask shows a pair of it, or
+// it hides one.
+struct ShownTiles {
+    uint64_t shown, partial;
+};
+
+// Of a bool mask that heads share, on a GPU (ranges.h): tables in the memory of the others.
+struct MaskTables {
+    unsigned char *tiles;  // of each tile of 128 queries x 128 keys: a MaskTile
+    ShownTiles *shown;     // of each 128 queries, or null
+    bool skips_tiles;      // whether the kernel that computes the call reads `shown`
+};
+
 // Which weights are dropped: dropout.h computes it.
 struct Dropout {
     unsigned dropped;     // of 65536 weights, on average; 0: there is no dropout
@@ -178,6 +191,7 @@ struct Attention {
 
     int d_v;  // the columns of v and o: d in most models. Behind the rest, so that members keep their places in parameters
     Dropout dropout;
+    MaskTables mask_tables;
 };
 
 // The columns of a tile that has either's rows.
@@ -202,8 +216,8 @@ struct Gradient {
     Strides dq_stride, dk_stride, dv_stride;
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 
-    // The gradient of a bias (Terms), or null. A pass of its own computes it on a GPU: then there are no dq, dk, dv. It is
-    // dense, in q's dtype or float32; its strides are 0 where the bias is broadcast or has one number.
+    // The gradient of a bias (Terms), or null. It is dense, in q's dtype or float32; its strides are 0 where the bias is
+    // broadcast or has one number.
     void *dbias;
     Dtype dbias_dtype;
     PairStrides dbias_stride;
@@ -406,10 +420,11 @@ Plan plan_portable_backward(const Gradient &gradient, const Device &device);
 const char *launch_portable_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 namespace hopper {
 bool serves_backward(const Gradient &gradient);  // else portable does
+bool sums_bias(const Gradient &gradient);        // whether it computes dbias, too
 Plan plan_half_backward(const Gradient &gradient, const Device &device);
 const char *launch_half_backward(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 }  // namespace hopper
-// On all GPU backends (portable/bias_gradient.cu).
+// The gradient of a bias alone, on all GPU backends (portable/bias_gradient.cu).
 Plan plan_bias_cuda(const Gradient &gradient, const Device &device);
 const char *launch_bias_cuda(const Gradient &gradient, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_cpu_backward(const Gradient &gradient, const Device &device);

@@ -1,9 +1,10 @@
 // ranges.cu: the tables of ranges.h on a GPU. cpu/ranges.cpp fills them on a CPU.
 //
-//     trim_rows         `rows`, where all heads share an attn_mask: from the first to the last key that it shows; a warp
-//                         has a query
+//     look_at_mask        `mask_tables.tiles`, where all heads share a bool mask; a block has a tile
+//     trim_rows           then `rows`: from the first to the last key that it shows; `shown`; a warp has a query
 //     fill_query_tables   `rows`, `tiles`; a warp has a tile of queries, a lane two of its rows
 //     sort_tiles          sort_tiles_cuda's; a warp finds the place of a tile, by counting those before it
+//     cut_shown           `shown`, for backward passes: what `tiles` say of ranges, too; a thread has a word
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
 //
 // Uses ranges.h: range_of_row, position_of_query, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h:
@@ -33,46 +34,99 @@ __device__ Interval lane_before(Interval x, Interval last) {
     return {__shfl_sync(~0u, from.begin, lane), __shfl_sync(~0u, from.end, lane)};
 }
 
-// Tiles of keys that the mask hides from all of a tile's queries are not computed: rows end at the first and the last
-// visible key.
-__host__ __device__ bool trims_rows(const Attention &a) {
-    return a.terms.mask && (a.terms.mask_stride.head == 0 || a.Hq == 1);
+// A block's tile of 128 x 128 of the mask. A thread reads 16 keys of each 16th query, or, where they don't lie so, a key
+// of each query.
+__global__ void __launch_bounds__(kThreads)
+    look_at_mask(const __grid_constant__ Attention a, bool in_sixteens, int64_t first_block) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    static_assert(kThreads == kMaskTile);
+    const int64_t n = first_block + blockIdx.x, key_tiles = mask_tiles(a.Nk), query_tiles = mask_tiles(a.Nq);
+    const PairStrides &stride = a.terms.mask_stride;
+    const int i0 = int(n / key_tiles % query_tiles) * kMaskTile, j0 = int(n % key_tiles) * kMaskTile;
+    const unsigned char *const mask = a.terms.mask + n / key_tiles / query_tiles * stride.batch;
+    bool any = false, all = true;
+    if (in_sixteens && j0 + kMaskTile <= a.Nk) {
+        constexpr int kRows = kThreads / 8;  // at a time
+        uint4 loaded[kMaskTile / kRows];
+#pragma unroll
+        for (int n = 0; n < kMaskTile / kRows; ++n) {  // the last query again instead of those behind it
+            const int i = min(i0 + kRows * n + (int)threadIdx.x / 8, a.Nq - 1);
+            loaded[n] = __ldg((const uint4 *)(mask + i * stride.row + j0 + threadIdx.x % 8 * 16));
+        }
+        for (const uint4 &x : loaded) {
+            any |= (x.x | x.y | x.z | x.w) != 0;
+            all &= (__vcmpeq4(x.x, 0) | __vcmpeq4(x.y, 0) | __vcmpeq4(x.z, 0) | __vcmpeq4(x.w, 0)) == 0;
+        }
+    } else if (const int j = j0 + threadIdx.x; j < a.Nk) {
+#pragma unroll 8
+        for (int i = i0; i < min(i0 + kMaskTile, a.Nq); ++i) {
+            const bool is_visible = mask[i * stride.row + j * stride.key];
+            any |= is_visible, all &= is_visible;
+        }
+    }
+    any = __syncthreads_or(any), all = __syncthreads_and(all);
+    if (threadIdx.x == 0) a.mask_tables.tiles[n] = !any ? hides_all : all ? shows_all : hides_some;
 }
 
+// The keys that the mask shows of `keys`, those of query i in one tile. Four keys of each lane.
+__device__ Keys shown_in_tile(const Attention &a, int64_t b, int i, Keys keys, MaskTile tile) {
+    if (tile == shows_all || empty(keys)) return keys;
+    const PairStrides &stride = a.terms.mask_stride;
+    const unsigned char *const mask = a.terms.mask + b * stride.batch + i * stride.row;
+    Keys shown = {0, 0};
+#pragma unroll
+    for (int x = 0; x < kMaskTile; x += 32)
+        if (const int j = keys.begin + x + threadIdx.x % 32; j < keys.end && mask[j * stride.key])
+            shown = hull(shown, {j, j + 1});
+    return over_warp(shown, hull);
+}
+
+// Tiles of keys that the mask hides from all of a tile's queries are not computed.
 __global__ void __launch_bounds__(kThreads) trim_rows(const __grid_constant__ Attention a, int64_t first_block) {
     let_next_kernel_start();
     wait_for_kernel_before();
     const int64_t n = (first_block + blockIdx.x) * kWarps + threadIdx.x / 32;
     if (n >= a.B * a.Nq) return;
     const int64_t b = n / a.Nq;
-    const int i = (int)(n % a.Nq), lane = threadIdx.x % 32;
-    constexpr int kStep = 8 * 32;  // keys: so many loads at a time
-    const unsigned char *const mask =
-        a.terms.mask + b * a.terms.mask_stride.batch + i * a.terms.mask_stride.row + lane * a.terms.mask_stride.key;
+    const int i = (int)(n % a.Nq), lane = threadIdx.x % 32, end = mask_tiles(a.Nk);
+    const unsigned char *const tiles = a.mask_tables.tiles + (b * mask_tiles(a.Nq) + i / kMaskTile) * end;
+    // Of 32 tiles, a lane each.
+    const auto tile_of_lane = [&](int first) { return first + lane < end ? (MaskTile)tiles[first + lane] : hides_all; };
     const Keys keys = range_of_row(a, band_of(a, b), b, i);
-    const auto shown_from = [&](int j0) {
-        unsigned char x[kStep / 32];
-        Keys shown = {0, 0};
-#pragma unroll
-        for (int n = 0; n < kStep / 32; ++n) {
-            const int j = j0 + 32 * n;
-            x[n] = 0;
-            if (keys.begin <= j + lane && j + lane < keys.end) x[n] = mask[j * a.terms.mask_stride.key];
+    // The visible keys of the first or last tile that has some.
+    const auto find = [&](bool from_end) {
+        const int begin = keys.begin / kMaskTile / 32 * 32, last = (keys.end - 1) / kMaskTile / 32 * 32;
+        for (int x = begin; x <= last; x += 32) {
+            const int first = from_end ? last - (x - begin) : x;
+            const MaskTile mine = tile_of_lane(first);
+            for (unsigned left = __ballot_sync(~0u, mine != hides_all); left;) {
+                const int at = from_end ? 31 - __clz(left) : __ffs(left) - 1, j0 = (first + at) * kMaskTile;
+                left &= ~(1u << at);
+                const MaskTile tile = (MaskTile)__shfl_sync(~0u, (int)mine, at);
+                const Keys shown = shown_in_tile(a, b, i, intersection(keys, {j0, j0 + kMaskTile}), tile);
+                if (!empty(shown)) return shown;
+            }
         }
-#pragma unroll
-        for (int n = 0; n < kStep / 32; ++n)
-            if (x[n]) shown = hull(shown, {j0 + 32 * n + lane, j0 + 32 * n + lane + 1});
-        return over_warp(shown, hull);
+        return Keys{0, 0};
     };
-    Keys first = {0, 0}, last = {0, 0};
-    for (int j = keys.begin; j < keys.end && empty(first); j += kStep) first = shown_from(j);
-    for (int j = keys.end - kStep; !empty(first) && empty(last); j -= kStep) last = shown_from(j);
+    const Keys first = empty(keys) ? Keys{0, 0} : find(false), last = empty(first) ? first : find(true);
     // A row without a key is empty behind the last key: so ranges that grow still do.
     if (lane == 0) a.ranges.rows[b * range_rows(a) + i] = empty(first) ? Keys{keys.end, keys.end} : hull(first, last);
+    if (!a.mask_tables.shown || i % kMaskTile) return;
+    const auto bits = [&](int first, const auto &is_one) {
+        const uint64_t low = __ballot_sync(~0u, is_one(tile_of_lane(first)));
+        return low | (uint64_t)__ballot_sync(~0u, is_one(tile_of_lane(first + 32))) << 32;
+    };
+    for (int word = 0; word < words_of_shown(a); ++word) {
+        const ShownTiles found = {bits(64 * word, [](MaskTile x) { return x != hides_all; }),
+                                  bits(64 * word, [](MaskTile x) { return x != shows_all; })};
+        if (lane == 0) ((ShownTiles *)shown_tiles(a, b, i))[word] = found;
+    }
 }
 
 __device__ Keys seen_by_row(const Attention &a, const Band &band, int64_t b, int i) {
-    if (i < a.Nq && trims_rows(a)) return a.ranges.rows[b * range_rows(a) + i];
+    if (i < a.Nq && has_mask_tables(a)) return a.ranges.rows[b * range_rows(a) + i];
     return range_of_row(a, band, b, i);
 }
 
@@ -99,6 +153,29 @@ __global__ void __launch_bounds__(kThreads)
     }
     tile = {over_warp(tile.any, hull), over_warp(tile.all, intersection), __all_sync(~0u, tile.grows) != 0};
     if (threadIdx.x % 32 == 0) a.ranges.tiles[n] = tile;
+}
+
+// For backward passes: the tiles that 128 queries meet alone are shown, and those within the ranges of all are whole. A
+// thread has a word.
+__global__ void __launch_bounds__(kThreads) cut_shown(const __grid_constant__ Attention a, int64_t first_block) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const int64_t words = words_of_shown(a), n = (first_block + blockIdx.x) * kThreads + threadIdx.x;
+    const int64_t group = n / words, b = group / mask_tiles(a.Nq);
+    if (b >= a.B) return;
+    const int i0 = int(group % mask_tiles(a.Nq)) * kMaskTile, first = int(n % words) * 64;
+    const Ranges ranges = ranges_of(a, b);
+    const Keys any = keys_met(ranges, i0), all = keys_of_all(ranges, i0, min(i0 + kMaskTile, a.Nq));
+    // Bits of the tiles from `begin` to `end`.
+    const auto bits = [&](int begin, int end) {
+        const auto below = [&](int tile) {
+            return tile - first >= 64 ? ~uint64_t(0) : (uint64_t(1) << max(tile - first, 0)) - 1;
+        };
+        return begin < end ? below(end) & ~below(begin) : 0;
+    };
+    ShownTiles &word = a.mask_tables.shown[n];
+    word.shown &= empty(any) ? 0 : bits(any.begin / kMaskTile, mask_tiles(any.end));
+    word.partial |= ~bits(mask_tiles(all.begin), all.end / kMaskTile);
 }
 
 // Which of `queries` see key j, for two keys. The ranges grow. The four binary searches run side by side, since each
@@ -128,10 +205,11 @@ __global__ void __launch_bounds__(kThreads) fill_key_tables(const __grid_constan
     const Ranges ranges = ranges_of(a, b);
     const int j0 = (int)(n % key_tiles) * kRangeTile, lane = threadIdx.x % 32;
     Interval queries = {0, 0};
-    bool grows = true, any_blind = false;
+    bool grows = !a.mask_tables.shown, any_blind = false;  // kernels ask `shown` where ranges don't grow
 #pragma unroll 4
     for (int i = lane * kMeetTile; i < a.Nq; i += 32 * kMeetTile) {
-        if (meet(keys_met(ranges, i), {j0, j0 + kRangeTile})) queries = hull(queries, {i, i + kMeetTile});
+        if (a.mask_tables.shown ? is_shown(a, b, i, j0) : meet(keys_met(ranges, i), {j0, j0 + kRangeTile}))
+            queries = hull(queries, {i, i + kMeetTile});
         for (int i_tile = i; i_tile < i + kMeetTile; i_tile += kRangeTile) {
             grows &= ranges.tiles[i_tile / kRangeTile].grows;
             any_blind |= i_tile < a.Nq && tile_has_blind_query(ranges, i_tile);
@@ -181,8 +259,19 @@ cudaError_t launch(void (*kernel)(Attention, Parameters...), const Attention &a,
 }  // namespace
 
 const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *stream) {
-    cudaError_t error = trims_rows(a) ? launch(trim_rows, a, a.B * a.Nq, stream) : cudaSuccess;
+    cudaError_t error = cudaSuccess;
+    if (has_mask_tables(a)) {
+        const PairStrides &stride = a.terms.mask_stride;
+        const bool in_sixteens = stride.key == 1 && ((uintptr_t)a.terms.mask | stride.row | stride.batch) % 16 == 0;
+        const int64_t tiles = a.B * mask_tiles(a.Nq) * mask_tiles(a.Nk);
+        error = launch(look_at_mask, a, tiles * kWarps, stream, in_sixteens);
+        if (error == cudaSuccess) error = launch(trim_rows, a, a.B * a.Nq, stream);
+    }
     if (error == cudaSuccess) error = launch(fill_query_tables, a, a.B * range_tiles(a), stream);
+    if (error == cudaSuccess && backward && a.mask_tables.shown) {
+        const int64_t words = a.B * mask_tiles(a.Nq) * words_of_shown(a);
+        error = launch(cut_shown, a, (words + 31) / 32, stream);
+    }
     if (error == cudaSuccess && backward) error = launch(fill_key_tables, a, a.B * range_key_tiles(a), stream);
     return why_not(error);
 }

@@ -9,6 +9,8 @@
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
 //     seeing     of a key, if the ranges grow: the queries that see it
 //     positions  of a query, with ALiBi (scores.h): where it is among the keys
+//     mask_tables   of a bool mask that heads share: which tiles of 128 queries x 128 keys it hides, shows as a whole, or
+//                in part. `rows` begin and end with keys that it shows
 //
 // A tile of queries meets the keys from the first to the last one that any of its queries sees. So these have no gaps,
 // whatever the ranges are: this fixes which blocks add to dQ, and in which order. docs/ranges.md has a drawing.
@@ -108,6 +110,72 @@ MINIMAL_ATTN_HOST_DEVICE inline bool tile_has_blind_query(const Ranges &ranges, 
 // With a band the blind queries are the first and the last ones, and kernels don't ask.
 MINIMAL_ATTN_HOST_DEVICE inline bool tile_has_blind_query(const BandOf<int> &, int) { return false; }
 
+// ------------------------------------------------------------------------------ tiles of a mask
+
+constexpr int kMaskTile = kMeetTile;  // queries, and keys
+enum MaskTile : unsigned char { hides_all, hides_some, shows_all };
+
+MINIMAL_ATTN_HOST_DEVICE inline bool has_mask_tables(const Attention &a) {
+    return a.is_general && a.terms.mask && (a.terms.mask_stride.head == 0 || a.Hq == 1);
+}
+MINIMAL_ATTN_HOST_DEVICE inline int mask_tiles(int n) { return (n + kMaskTile - 1) / kMaskTile; }
+MINIMAL_ATTN_HOST_DEVICE inline int words_of_shown(const Attention &a) { return (mask_tiles(a.Nk) + 63) / 64; }
+
+// Of the 128 queries around i.
+MINIMAL_ATTN_HOST_DEVICE inline const ShownTiles *shown_tiles(const Attention &a, int64_t b, int i) {
+    return a.mask_tables.shown + (b * mask_tiles(a.Nq) + i / kMaskTile) * words_of_shown(a);
+}
+
+// Whether kernels that skip tiles compute the one of query i and key j.
+MINIMAL_ATTN_HOST_DEVICE inline bool is_shown(const Attention &a, int64_t b, int i, int j) {
+    const int tile = j / kMaskTile;
+    return !a.mask_tables.shown || shown_tiles(a, b, i)[tile / 64].shown >> tile % 64 & 1;
+}
+
+// Whether the mask shows all pairs of that tile.
+MINIMAL_ATTN_HOST_DEVICE inline bool is_shown_whole(const Attention &a, int64_t b, int i, int j) {
+    const int tile = j / kMaskTile;
+    return a.mask_tables.shown && !(shown_tiles(a, b, i)[tile / 64].partial >> tile % 64 & 1);
+}
+
+#ifdef __CUDACC__
+// A tile of keys, from j0 on, and whether the mask shows all of it. In one register.
+struct ShownTile {
+    int bits;
+    __device__ ShownTile(int j0 = 0, bool is_whole = false) : bits(2 * j0 + is_whole) {}
+    __device__ int j0() const { return bits >> 1; }
+    __device__ bool is_whole() const { return bits & 1; }
+};
+
+// The first of the tiles from key j0 on that is shown, or one beyond all keys.
+__device__ inline ShownTile next_shown(const Attention &a, int64_t b, int i, int j0) {
+    const ShownTiles *const words = shown_tiles(a, b, i);
+    const int tile = j0 / kMaskTile, end = words_of_shown(a);
+    uint64_t from_tile = ~uint64_t(0) << tile % 64;
+    for (int n = tile / 64; n < end; ++n, from_tile = ~uint64_t(0)) {
+        const ulonglong2 word = *(const ulonglong2 *)&words[n];
+        if (const uint64_t found = word.x & from_tile) {
+            const int bit = __ffsll(found) - 1;
+            return {(64 * n + bit) * kMaskTile, !(word.y >> bit & 1)};
+        }
+    }
+    return {kAllKeys.end - 1};
+}
+
+// How many of the tiles `tile` <= n < `end` are shown.
+__device__ inline int count_shown(const Attention &a, int64_t b, int i, int tile, int end) {
+    const ShownTiles *const words = shown_tiles(a, b, i);
+    int count = 0;
+    for (int n = tile / 64; 64 * n < end; ++n) {
+        uint64_t found = words[n].shown;
+        if (64 * n < tile) found &= ~uint64_t(0) << (tile - 64 * n);
+        if (64 * n + 64 > end) found &= ~(~uint64_t(0) << (end - 64 * n));
+        count += __popcll(found);
+    }
+    return count;
+}
+#endif
+
 // Nq bounds the result, as it does for a band.
 MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, int Nq, Keys keys) {
     Interval queries = {0, 0};
@@ -123,8 +191,12 @@ constexpr bool kHasGeneral = false;
 #else
 constexpr bool kHasGeneral = true;
 #endif
+// In hopper/, of general kernels that add terms or drop weights. There General is of those with softcap alone.
+struct WithTerms : General {};
 template <class Mask>
-constexpr bool kIsGeneral = std::is_same_v<Mask, General>;
+constexpr bool kIsGeneral = std::is_base_of_v<General, Mask>;
+template <class Mask>
+constexpr bool kHasTerms = std::is_same_v<Mask, WithTerms>;
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
 MINIMAL_ATTN_HOST_DEVICE inline General narrow(const General &ranges) { return ranges; }
@@ -247,6 +319,11 @@ inline int64_t place_ranges(Attention &a, bool backward, char *memory) {
     if (backward) take(a.ranges.meeting, a.B * range_key_tiles(a));
     take(a.ranges.tiles, a.B * range_tiles(a));
     if (a.terms.alibi_slopes) take(a.terms.positions, a.B * range_rows(a));
+    const int64_t groups = has_mask_tables(a) ? a.B * mask_tiles(a.Nq) : 0;
+    bytes = (bytes + 15) / 16 * 16;  // kernels read a ShownTiles at a time
+    if (a.mask_tables.skips_tiles) take(a.mask_tables.shown, groups * words_of_shown(a));
+    take(a.mask_tables.tiles, groups * mask_tiles(a.Nk));
+    bytes = (bytes + 1) / 2 * 2;  // for `batches`
     if (backward) take(a.ranges.batches, a.B);
     return bytes;
 }

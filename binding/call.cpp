@@ -311,6 +311,8 @@ void choose_tables(Attention &attention, const Arguments &a, const Backend &back
     attention.by_sequence = a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward &&
                             !needs_general(attention) && !portable::is_wide(attention);
     attention.is_general = needs_general(attention) && (backward || !backend.takes_decode(attention, gpu_of(a.q)));
+    attention.mask_tables.skips_tiles =
+        has_mask_tables(attention) && backend.skips_tiles && backend.skips_tiles(attention, backward);
 }
 
 #ifdef WITH_CUDA
@@ -425,9 +427,9 @@ void set_dbias(Gradient &g, const Tensor &dbias) {
     g.dbias_stride = {strides[0], strides[1], strides[2], strides[3]};
 }
 
-// The gradients of one part of a call: in q, k and v, or, where the backend has a pass for it, in the bias alone.
+// The gradients of one part of a call. dbias may be undefined.
 void differentiate_part(const Arguments &a, const Arguments &part, const Backend &backend, const BackwardInputs &in,
-                        const Gradients &results, const Tensor &dbias, bool of_bias_alone) {
+                        const Gradients &results, const Tensor &dbias) {
     Gradient g{describe(part, Returns::o, in.q, in.k, in.v, {})};
     choose_tables(g.a, part, backend, /*backward=*/true);
     g.o = in.o.const_data_ptr(), g.o_stride = strides_of(in.o);
@@ -435,20 +437,20 @@ void differentiate_part(const Arguments &a, const Arguments &part, const Backend
     g.lse = floats_of(in.lse), g.dlse = floats_of(in.dlse);
     g.is_complete = a.complete && !has_two_parts(a);
     g.deterministic = a.deterministic || at::globalContext().deterministicAlgorithms();
-    if (dbias.defined()) set_dbias(g, dbias);
-    if (of_bias_alone) {
-        g.a.is_general = true;  // plan_bias_cuda's kernel is
-    } else {
-        const auto &[dq, dk, dv] = results;
-        g.out_dtype = dtype_of(dq);
-        g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
-        g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
-        g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-    }
+    const auto &[dq, dk, dv] = results;
+    g.out_dtype = dtype_of(dq);
+    g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
+    g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
+    g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
+    const bool has_bias_pass = dbias.defined() && !backend.sums_bias(g);
+    if (dbias.defined() && !has_bias_pass) set_dbias(g, dbias);
     const auto ints = set_int32s(part, g.a);
-    const c10::DataPtr tables = make_tables(g.a, /*backward=*/true, in.q);
-    plan_and_launch(g, of_bias_alone ? backend.plan_bias : backend.plan_backward,
-                    of_bias_alone ? backend.launch_bias : backend.launch_backward, in.q);
+    c10::DataPtr tables = make_tables(g.a, /*backward=*/true, in.q);
+    plan_and_launch(g, backend.plan_backward, backend.launch_backward, in.q);
+    if (!has_bias_pass) return;
+    set_dbias(g, dbias);
+    if (!g.a.is_general) g.a.is_general = true, tables = make_tables(g.a, /*backward=*/true, in.q);  // as its kernel is
+    plan_and_launch(g, backend.plan_bias, backend.launch_bias, in.q);
 }
 
 void check_backward_memory(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
@@ -508,9 +510,7 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     check_backward_memory(a, do_, o, lse, dlse);
     const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
     const auto compute = [&](const Arguments &part, const Gradients &found, const Tensor &found_of_bias) {
-        const bool apart = dbias && backend->plan_bias;
-        differentiate_part(a, part, *backend, inputs, found, apart ? Tensor() : found_of_bias, false);
-        if (apart) differentiate_part(a, part, *backend, inputs, {}, found_of_bias, true);
+        differentiate_part(a, part, *backend, inputs, found, found_of_bias);
     };
     if (!has_two_parts(a)) return compute(a, results, of_bias), results;
     const Gradients window = dq.scalar_type() == at::kFloat ? results : allocate(at::kFloat);

@@ -1,6 +1,7 @@
 // backward.cu: the backward pass of float16 and bfloat16 on Hopper. Its kernels:
 //
 //     backward_fused.cu    d up to 128: dK, dV and dQ in one kernel; another one for large rows, and ranges that don't grow
+//     bias_gradient.cu     d up to 128: then the gradient of a bias, from the dS that the fused kernel stores
 //     backward_dk_dv.cu    d above 128: dK and dV
 //     backward_dq.cu       d above 128: then dQ
 //
@@ -15,6 +16,10 @@ namespace minimal_attn::hopper {
 // which would be ten times the memory of q, or more.
 bool serves_backward(const Gradient &g) {
     return g.a.dtype != Dtype::float32 && (most_columns(g.a) > 128 || g.a.Nq > 64);
+}
+
+bool sums_bias(const Gradient &g) {
+    return serves_backward(g) && most_columns(g.a) <= 128 && dS_bytes(g.a) <= kMostBytesOfdS;
 }
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {

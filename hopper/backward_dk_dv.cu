@@ -152,7 +152,7 @@ __device__ void load_of_thread(float (&x)[Count], const float4 (&from)[Fours][12
 }
 
 // dV:  S^T = Kj Qi^T,  P^T from it,  dVj += P^T dOi.      dK:  dP^T = Vj dOi^T,  dS^T from it,  dKj += dS^T Qi.
-template <class T, class Tile, class Mask, Sum which, bool with_terms>
+template <class T, class Tile, class Mask, Sum which>
 __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared, const KeySlice<Tile, Mask> &keys,
                              int j, float (&sum)[(which == Sum::dV ? Tile::D_v : Tile::D) / 2]) {
     constexpr bool is_dV = which == Sum::dV;
@@ -191,22 +191,22 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
         if constexpr (is_dV) {
             float slopes[Br / 2];  // of a general kernel with softcap. There dS^T is P^T times these times dP^T - D
             KeptWeights<Br / 2> kept;
-            if constexpr (kIsGeneral<Mask> && !with_terms) {
+            if constexpr (kIsGeneral<Mask> && !kHasTerms<Mask>) {
                 change<T, true>(p.a.scores, S);
 #pragma unroll
                 for (int x = 0; x < Br / 2; ++x) slopes[x] = slope_of(S[x]);
             }
-            if constexpr (with_terms) {
+            if constexpr (kHasTerms<Mask>) {
                 if (has_dropout(p.a)) kept.template draw<true>({p.a, keys.b, h}, j, i0);
                 add_terms_transposed<T>(S, p.a, keys.b, h, i0, j);
             }
             if (__builtin_expect(may_be_large, false)) subtract_m<T>(S, shared.m_l[of_S.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[of_S.stage()][1] + thread % 4 * 2, p.c);
             mask();
-            if constexpr (kIsGeneral<Mask> && !with_terms) multiply_elements(slopes, S);
-            const float (&P)[Br / 2] = kIsGeneral<Mask> && !with_terms ? slopes : S;
+            if constexpr (kIsGeneral<Mask> && !kHasTerms<Mask>) multiply_elements(slopes, S);
+            const float (&P)[Br / 2] = kIsGeneral<Mask> && !kHasTerms<Mask> ? slopes : S;
             P_ready.producer_acquire();
-            if (with_terms && has_dropout(p.a))
+            if (kHasTerms<Mask> && has_dropout(p.a))
                 store_with_signs(shared.P, P, kept, thread), kept.drop(S);
             else
                 store_of_thread(shared.P, P, thread);
@@ -215,17 +215,17 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
             P_ready.consumer_wait();
             float P[Br / 2];
             load_of_thread(P, shared.P, thread);
-            if (with_terms && has_dropout(p.a))
+            if (kHasTerms<Mask> && has_dropout(p.a))
 #pragma unroll
                 for (int x = 0; x < Br / 2; ++x)
                     S[x] = signbit(P[x]) ? 0.f : p.a.dropout.kept * S[x], P[x] = fabsf(P[x]);
             compute_dS<T>(S, P, shared.Di[of_S.stage()][0] + thread % 4 * 2);
-            if (with_terms && may_hide(p.a)) clear_hidden(S, P);
+            if (kHasTerms<Mask> && may_hide(p.a)) clear_hidden(S, P);
             mask();
         }
         pack_operand<T>(A, S);
         of_sum.consumer_wait();
-        if (with_terms && may_hide(p.a))
+        if (kHasTerms<Mask> && may_hide(p.a))
             zero_hidden_rows<Br, BytesOfSum / (Br * 128)>(
                 is_dV ? shared.dOi[of_sum.stage()] : shared.Qi[of_sum.stage()],
                 shared.m_l[is_dV ? of_S.stage() : of_sum.stage()][1], Tile::kZeroed + !is_dV);
@@ -252,7 +252,7 @@ __device__ void walk_queries(const KeyParameters &p, SharedStorage<Tile> &shared
     wgmma_wait<0>(sum);
 }
 
-template <class T, bool with_terms, class Tile, class Mask>
+template <class T, class Tile, class Mask>
 __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     const KeySlice<Tile, Mask> keys = keys_of_block<Tile, Mask>(p).of_warp();
     if (keys.steps < 1) return;
@@ -269,21 +269,21 @@ __device__ void consume(const KeyParameters &p, SharedStorage<Tile> &shared) {
     float sum[Tile::D / 2];  // dVj or dKj
     if constexpr (Tile::D_v == Tile::D) {
         if (is_dV)
-            walk_queries<T, Tile, Mask, Sum::dV, with_terms>(p, shared, keys, j, sum);
+            walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum);
         else
-            walk_queries<T, Tile, Mask, Sum::dK, with_terms>(p, shared, keys, j, sum);
+            walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
         store(sum);
     } else if (is_dV) {
         float sum_of_dV[Tile::D_v / 2];
-        walk_queries<T, Tile, Mask, Sum::dV, with_terms>(p, shared, keys, j, sum_of_dV);
+        walk_queries<T, Tile, Mask, Sum::dV>(p, shared, keys, j, sum_of_dV);
         store(sum_of_dV);
     } else {
-        walk_queries<T, Tile, Mask, Sum::dK, with_terms>(p, shared, keys, j, sum);
+        walk_queries<T, Tile, Mask, Sum::dK>(p, shared, keys, j, sum);
         store(sum);
     }
 }
 
-template <class T, class Tile, class Mask, bool with_terms>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dK_dV_kernel(const __grid_constant__ KeyParameters p) {
     auto &shared = shared_storage<SharedStorage<Tile>>();
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             load_keys_and_queries<Tile, Mask>(p, p.V, shared.Vj, shared.V_full, p.dO, {p.rows.D}, shared.dO, shared.dOi,
                                               shared.Di);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, with_terms, Tile, Mask>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -349,9 +349,10 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
             return "cuTensorMapEncodeTiled refused do";
         return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
-            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
-                return a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask, with_terms>
-                                                 : dK_dV_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto mask) {
+                using Mask = decltype(mask);
+                return a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask>
+                                                 : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;
             });
             // It sets tile_counter, which isn't read.
             return launch_kernels<Tile>({kernel}, p, plan, counters, stream);

@@ -98,7 +98,7 @@ __device__ void load_V(const GradientParameters &p, SharedStorage<Tile, Mask> &s
 // ------------------------------------------------------------------------------ consumer warpgroups
 
 // dPij of the next tile is issued when the product dSij Kj has ended: then the registers of dSij are free.
-template <class T, bool with_terms, class Tile, class Mask>
+template <class T, class Tile, class Mask>
 __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Bc = Tile::Bc;
     const int warpgroup = consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -158,13 +158,13 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             const bool masked = j0 < all_see.begin || j0 + Bc > all_see.end;
             wgmma_wait<1>(S);
             KeptWeights<Bc / 2> kept;
-            if constexpr (kIsGeneral<Mask> && !with_terms) {  // dP waits for no P, which takes the place of S
+            if constexpr (kIsGeneral<Mask> && !kHasTerms<Mask>) {  // dP waits for no P, which takes the place of S
                 change<T, true>(p.a.scores, S);
                 wgmma_wait<0>(dP);
 #pragma unroll
                 for (int x = 0; x < Bc / 2; ++x) dP[x] = slope_of(S[x]) * subtract_D<T>(dP[x], D_of_rows[x / 2 % 2]);
             }
-            if constexpr (with_terms) {  // beside dP
+            if constexpr (kHasTerms<Mask>) {  // beside dP
                 if (has_dropout(p.a)) kept.template draw<false>({p.a, work.b, work.h}, i, j0);
                 add_terms<T>(S, p.a, work.b, work.h, i, j0);
             }
@@ -176,21 +176,21 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
             }
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) S[x] = exp2_fast(fmaf(S[x], p.c, -log2_l[x / 2 % 2]));  // P
-            if constexpr (!kIsGeneral<Mask> || with_terms) wgmma_wait<0>(dP);
+            if constexpr (!kIsGeneral<Mask> || kHasTerms<Mask>) wgmma_wait<0>(dP);
             V.consumer_release();
-            if (with_terms && has_dropout(p.a)) kept.drop(dP);
-            const float of_kept = with_terms ? factor_of_kept(p.a) : 1.f;
+            if (kHasTerms<Mask> && has_dropout(p.a)) kept.drop(dP);
+            const float of_kept = kHasTerms<Mask> ? factor_of_kept(p.a) : 1.f;
 #pragma unroll
             for (int x = 0; x < Bc / 2; ++x) {  // dS
                 const float D = D_of_rows[x / 2 % 2];
-                dP[x] = S[x] * (with_terms         ? dP_less_D<T>(dP[x], D, of_kept)
+                dP[x] = S[x] * (kHasTerms<Mask>    ? dP_less_D<T>(dP[x], D, of_kept)
                                 : kIsGeneral<Mask> ? dP[x]
                                                    : subtract_D<T>(dP[x], D));
             }
-            if (with_terms && may_hide(p.a)) clear_hidden(dP, S);
+            if (kHasTerms<Mask> && may_hide(p.a)) clear_hidden(dP, S);
             if (masked) mask_columns(dP, {keys_of_row(work.mask, i), keys_of_row(work.mask, i + 8)}, j0, 0.f);
             pack_operand<T>(dS, dP);
-            if (with_terms && j0 < work.mask.keys.begin)  // rows before the first key may hold anything
+            if (kHasTerms<Mask> && j0 < work.mask.keys.begin)  // rows before the first key may hold anything
                 zero_rows_outside<Bc, Tile::Boxes>(shared.Kj[K_of_dQ.stage()], work.mask.keys.begin - j0, Bc,
                                                    Tile::kZeroed + warpgroup);
             if (n == needed && work.mask.keys.end < p.a.Nk)  // TMA has set rows from Nk on to 0
@@ -229,7 +229,7 @@ __device__ void consume(const GradientParameters &p, SharedStorage<Tile, Mask> &
     }
 }
 
-template <class T, class Tile, class Mask, bool with_terms>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     dQ_kernel(const __grid_constant__ GradientParameters p) {
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         if (threadIdx.x == 96) cudaGridDependencySynchronize();
     };
     // It is launched behind dK and dV. What it reads was written before these began.
-    run_roles<Tile, WaitsAt::end>(init_barriers, produce, [&] { consume<T, with_terms, Tile>(p, shared); });
+    run_roles<Tile, WaitsAt::end>(init_barriers, produce, [&] { consume<T, Tile>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -280,9 +280,9 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
             using Mask = Narrow<decltype(mask)>;
             const Plan plan =
                 make_plan<Tile, SharedStorage<Tile, Mask>>(a, {multiprocessors, 0}, "half backward, dQ", tile_of(a));
-            const auto kernel = with_or_without_terms<Mask>(a, [&](auto with_terms) {
-                return a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile, Mask, with_terms>
-                                                 : dQ_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto mask) {
+                using Mask = decltype(mask);
+                return a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile, Mask> : dQ_kernel<__nv_bfloat16, Tile, Mask>;
             });
             return launch_kernels<Tile>({kernel}, p, plan, Zeros(nullptr, 0, stream), stream);
         });

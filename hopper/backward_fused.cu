@@ -57,6 +57,7 @@
 // |---------------------|-----------------|--------------------|-------------------------------------------------|
 // | scheduler, loads    | 0 (thread 0)    | 24 or 40           | takes work tiles, loads Kj, Vj, all Qi and dOi  |
 // | adders of dQ        | 1, 2 (lane 0)   | 24 or 40           | store or add the dQi that their consumer staged |
+// |                     |                 |                    | and, for the gradient of a bias, store its dS   |
 // | rows                | 3               | 24 or 40           | computes log2_l and D of units; converts dQ     |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
@@ -72,6 +73,7 @@
 // | KV, Q, dO empty         | consumers                    | thread 0          | all products have read it     |
 // | dS full                 | both consumers               | both consumers    | dS of all keys is stored      |
 // | dS empty                | both consumers               | both consumers    | both products dQ have read dS |
+// | both, with stores_dS    | + adders at empty            | + adders at full  | TMA has read dS, too          |
 // | dQ full (per consumer)  | that consumer                | its adder         | dQi is staged                 |
 // | dQ empty (per consumer) | its adder                    | that consumer     | TMA has read dQi              |
 // | buffer full             | lane 0 of warp 3; TMA        | warp 3            | its buffer is loaded          |
@@ -142,6 +144,8 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile, M
         const KeySlice<Tile, Mask> keys(p, work, work);
         if (p.fills_rows) wait_for(p.filled[work.tile / p.Tc], p.units_of_group);
         keys.for_each_step([&](int h, int i0, bool is_first) {
+            if constexpr (kHasTerms<Mask>)
+                Q.producer_acquire(), shared.is_whole[Q.stage()] = is_shown_whole(p.a, keys.b, i0, keys.j0);
             load_query_tile<Tile>(p, keys.b, h, i0, p.Q, {p.rows.m, p.rows.log2_l}, Q, shared.Qi, shared.m_l);
             load_query_tile<Tile>(p, keys.b, h, i0, p.dO, {p.rows.D}, dO, shared.dOi, shared.Di);
             if (!is_first) return;
@@ -157,17 +161,32 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile, M
 
 // ------------------------------------------------------------------------------ adders of dQ
 
+// For the gradient of a bias: dS^T of the consumer's 64 keys, behind which dQ of this step comes.
+template <class Tile, class Mask>
+__device__ void store_dS(const FusedParameters &p, FusedStorage<Tile, Mask> &shared, Pipeline<Tile::dSStages> &dS,
+                         const KeySlice<Tile, Mask> &keys, int consumer, int h, int i0) {
+    dS.consumer_wait();
+    for (int box = 0; box < Tile::QueryBoxes && !keys.unseen; ++box)
+        tma_store(p.dS.map, shared.dS[dS.stage()][box] + consumer * (64 * 128), i0 + 64 * box, keys.j0 + 64 * consumer,
+                  h * p.dS.head, keys.b * p.dS.batch);
+    tma_store_wait_read();
+    dS.consumer_release();
+}
+
 // An adder stores or adds the parts of dQ that its consumer staged. In any order, the adder that sets a part's counter
 // from 0 to 1 stores, and sets it to 2 when the part is in global memory. From then on adders add. In order, the
 // counter is the number of tiles that have been stored or added, and an adder waits until it is tiles_before.
 template <class Tile, class Mask>
 __device__ void add_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &shared, int consumer) {
     Pipeline<1> dQ{shared.dQ[consumer]};
+    Pipeline<Tile::dSStages> dS{shared.dS_ready};
     // Adds n to the counter when all that this thread has sent is in global memory.
     const auto publish = [](int &counter, int n) { tma_store_wait(), fence_async_global(), add_release(counter, n); };
     for_each_key_work(shared, [&](const KeyWorkOf<Mask> &work) {
         const KeySlice<Tile, Mask> keys(p, work, work);
         keys.for_each_step([&](int h, int i0, bool) {
+            if constexpr (kHasTerms<Mask>)
+                if (p.stores_dS) store_dS(p, shared, dS, keys, consumer, h, i0);
             dQ.consumer_wait();
             // In any order, a walk of ranges that grow adds a few zeros: is_met would wait for memory.
             if (keys.unseen || ((p.in_order || !keys.grows()) && !keys.is_met(i0))) return dQ.consumer_release();
@@ -303,7 +322,12 @@ struct Hide<Tile, General> : Hide<Tile, Ranges> {
     }
 };
 
-template <class T, class Tile, class Mask, bool has_large_rows, bool with_terms>
+template <class Tile>
+struct Hide<Tile, WithTerms> : Hide<Tile, General> {
+    using Hide<Tile, General>::Hide;
+};
+
+template <class T, class Tile, class Mask, bool has_large_rows>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, Br = Tile::Br, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -329,7 +353,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            if constexpr (with_terms)
+            if constexpr (kHasTerms<Mask>)
                 if (may_hide(a))
                     return zero_hidden_rows<Br, Tile::Boxes>(tile, shared.m_l[Q.stage()][1], Tile::kZeroed + consumer);
             if constexpr (keys.is_ranges)
@@ -360,6 +384,8 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             uint32_t P[Br / 4], dS[Br / 4];
             KeptWeights<Br / 2> kept;
             Q.consumer_wait();
+            bool is_whole = false;
+            if constexpr (kHasTerms<Mask>) is_whole = shared.is_whole[Q.stage()];
             zero_blind(shared.Qi[Q.stage()], i0);
             ping_pong.wait_turn();
             issue_ABt<T, D>(S, descriptor(shared.Kj[consumer]), descriptor(shared.Qi[Q.stage()]));
@@ -368,25 +394,30 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if constexpr (kIsGeneral<Mask> && !with_terms) {  // dP^T waits for no P^T, which takes the place of S^T
+            if constexpr (kIsGeneral<Mask> &&
+                          !kHasTerms<Mask>) {  // dP^T waits for no P^T, which takes the place of S^T
                 change<T, true>(a.scores, S);
                 wgmma_wait<0>(dP);
                 multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
             }
-            if constexpr (with_terms) {  // beside dP^T
+            if constexpr (kHasTerms<Mask>) {  // beside dP^T
                 if (has_dropout(a)) kept.template draw<true>({a, keys.b, h}, j, i0);
-                add_terms_transposed<T>(S, a, keys.b, h, i0, j);
+                add_terms_transposed<T>(S, a, keys.b, h, i0, j, is_whole);
             }
             if (has_large_rows && (!kIsGeneral<Mask> || may_be_large))
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
-            hide(S, keys, i0, j);
-            if constexpr (with_terms) {  // dS^T comes before P^T, which is dropped, and needs no registers behind it
+            if (!is_whole) hide(S, keys, i0, j);
+            if constexpr (kHasTerms<
+                              Mask>) {  // dS^T comes before P^T, which is dropped, and needs no registers behind it
                 wgmma_wait<0>(dP);
                 if (has_dropout(a)) kept.drop(dP);
                 subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2, factor_of_kept(a));
-                multiply_elements(dP, S), hide(dP, keys, i0, j);
-                if (may_hide(a)) clear_hidden(dP, S);
+                multiply_elements(dP, S);
+                if (!is_whole) {
+                    hide(dP, keys, i0, j);
+                    if (may_hide(a)) clear_hidden(dP, S);
+                }
                 pack_kept<T>(P, S, kept, has_dropout(a));
             } else {
                 pack_operand<T>(P, S);
@@ -394,9 +425,9 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();  // keeps what follows behind the products
-            if constexpr (kIsGeneral<Mask> && !with_terms)
+            if constexpr (kIsGeneral<Mask> && !kHasTerms<Mask>)
                 multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
-            else if constexpr (!with_terms)
+            else if constexpr (!kHasTerms<Mask>)
                 compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
             pack_operand<T>(dS, dP);
             dS_written.producer_acquire();
@@ -438,7 +469,7 @@ __device__ bool takes_large_rows(const FusedParameters &p) {
 
 // Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m
 // for all rows, made d 128 6 to 9 % slower (docs/backward.md).
-template <class T, class Tile, class Mask, bool has_large_rows, bool with_terms>
+template <class T, class Tile, class Mask, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
     wait_for_kernel_before();
@@ -449,7 +480,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         init_pipeline(shared.tile_queue, warps + Tile::Consumers);
         init_pipeline(shared.KV, warps, 2 * Tile::Consumers), init_pipeline(shared.buffer_ready, 1);
         init_pipeline(shared.Q, warps, 1 + Tile::QueryBoxes), init_pipeline(shared.dO, warps, 1 + Tile::QueryBoxes);
-        init_pipeline(shared.dS_ready, warps, warps);
+        init_pipeline(shared.dS_ready, warps + (kHasTerms<Mask> && p.stores_dS ? Tile::Consumers : 0), warps);
         for (auto &dQ : shared.dQ) init_pipeline(dQ, 1, 4);
     };
     const auto produce = [&] {
@@ -459,7 +490,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
         for (int consumer = 0; consumer < Tile::Consumers; ++consumer)
             if (threadIdx.x == 32 + 32 * consumer) add_dQ(p, shared, consumer);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask, has_large_rows, with_terms>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T, Tile, Mask, has_large_rows>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ the launch
@@ -489,21 +520,21 @@ auto kernel_for(const Attention &a) {
     return with_mask_and_scores(a, [&](auto mask) {
         using Any = Narrow<decltype(mask)>;
         using Mask = std::conditional_t<kIsRanges<Any> && !has_large_rows, GrowingRanges, Any>;
-        return with_or_without_terms<Mask>(a, [&](auto with_terms) {
-            return a.dtype == Dtype::float16
-                       ? fused_backward_kernel<__half, Tile, Mask, has_large_rows, with_terms>
-                       : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows, with_terms>;
+        return with_or_without_terms<Mask>(a, [&](auto mask) {
+            using Mask = decltype(mask);
+            return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
+                                             : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows>;
         });
     });
 }
 
-// The workspace behind GradientRows: counters, dQ, then dK and dV of slices. The counters are tile_counter, any_large,
+// The workspace behind GradientRows: counters, dQ, dK and dV of slices, then dS. The counters are tile_counter, any_large,
 // units_taken, `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a
 // split tile. Zeros may place them in memory of its own instead.
 template <class Tile>
 struct Workspace {
     Split split;
-    int64_t key_heads, units, parts, counter_bytes, slices_begin, bytes;
+    int64_t key_heads, units, parts, counter_bytes, slices_begin, dS_begin, bytes;
     Workspace(const Gradient &g, int multiprocessors)
         : split(best_split<Tile>(g.a, multiprocessors, g.deterministic)),
           key_heads(g.a.B * g.a.Hkv),
@@ -511,7 +542,8 @@ struct Workspace {
           parts(units * Tile::D / 64),
           counter_bytes((3 + 2 * key_heads + parts + split.warps<Tile>() + 63) / 64 * 256),
           slices_begin(counter_bytes + parts * (64 * 64 * 4)),
-          bytes(slices_begin + split.bytes<Tile>()) {}
+          dS_begin(slices_begin + split.bytes<Tile>()),
+          bytes(dS_begin + (g.dbias ? dS_bytes(g.a) : 0)) {}
 };
 
 }  // namespace
@@ -563,9 +595,15 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
             !make_tensor_map(p.dQ, Dtype::float32, p.dQ_data, {a.Hq * head, head, Tile::D}, a.B, a.Hq, rows.head_stride,
                              Tile::D, 64))
             return "cuTensorMapEncodeTiled refused o or do";
+        void *const dS = (char *)memory + workspace.dS_begin;
+        p.stores_dS = g.dbias;
+        if (p.stores_dS && !make_tensor_map(p.dS, a.dtype, dS, dS_stride(a), a.B, a.Hq, a.Nk, a.Nq, 64))
+            return "cuTensorMapEncodeTiled refused the workspace";
         const int work_tiles = workspace.split.work_tiles();
-        if (a.is_general) return launch_kernels<Tile>({with_large_rows}, p, plan, counters, stream, 64, work_tiles);
-        return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64, work_tiles);
+        if (!a.is_general)
+            return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64, work_tiles);
+        const char *why = launch_kernels<Tile>({with_large_rows}, p, plan, counters, stream, 64, work_tiles);
+        return why || !p.stores_dS ? why : launch_dS_sums(g, dS, stream);
     });
 }
 

@@ -42,6 +42,8 @@ struct FusedStorage {
     KeyWorkOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];
+    // With terms, of each Qi: whether an attn_mask shows the tile of scores as a whole, and no range cuts it.
+    std::conditional_t<kIsRanges<Mask>, int[Tile::QStages], char> is_whole;
 };
 
 struct FusedParameters : KeyParameters {
@@ -56,6 +58,8 @@ struct FusedParameters : KeyParameters {
     int units_of_group;                          // of all query heads of a key head
     int units;                                   // of all heads
     int *units_taken, *added, *filled, *stored;  // counters
+    TensorMap dS;                                // dS^T, for the gradient of a bias, if the kernel stores_dS
+    bool stores_dS;
 };
 
 // use(work) for each work tile of this block.

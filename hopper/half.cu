@@ -43,6 +43,7 @@
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
 // |             | PagedTile: a Kj or Vj from pages. pack_operand: Pij to the half type                                |
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
+// |             | ShownTile (ranges.h), next_tile: with terms, the next tile of keys that an attn_mask shows          |
 // |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
 // | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles         |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj outside of the batch's keys              |
@@ -110,6 +111,7 @@ struct SharedStorage {
     StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
     Barrier O_staged[Tile::Consumers];  // only for StoreO::through_V
     std::conditional_t<kIsRanges<Mask>, RangeEntries<Tile>[kQueueStages], char> ranges;
+    std::conditional_t<kIsGeneral<Mask>, ShownTile[Tile::Stages], char> behind;  // of each Kj: the next tile
 };
 
 // Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V
@@ -183,11 +185,12 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 // A general kernel changes the products Sij here (scores.h). Then the mask hides keys. Where the state is wanted, each
 // thread tracks its largest scores: m may be stale, the maximum of earlier tiles (stale_softmax). Most tiles skip both
 // the mask and the tracking by one branch.
-template <class T, bool with_terms, class Mask, int Count>
+template <class T, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
-                                   const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible) {
-    if constexpr (with_terms)
-        add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0);
+                                   const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible,
+                                   bool is_whole = false) {
+    if constexpr (kHasTerms<Mask>)
+        add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0, is_whole);
     else if constexpr (kIsGeneral<Mask>)
         change<T, true>(a.scores, Sij);
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
@@ -215,7 +218,7 @@ __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], S
 // Whether scores change beside the exponentials, unless the mask hides some or the state is wanted. Else they change
 // before, as where there are terms. With the polynomial of float16 three consumers have no registers for it.
 template <class T, class Tile, class Mask>
-constexpr bool kChangesLate = kIsGeneral<Mask> && (kApproximates<T> || Tile::Consumers == 2);
+constexpr bool kChangesLate = kIsGeneral<Mask> && !kHasTerms<Mask> && (kApproximates<T> || Tile::Consumers == 2);
 
 // Steps 10 and 11 by the maximum of earlier tiles, for the scores Begin to End of a thread. Adds them to sum. If they
 // change here, Sij are products. In float16 `largest`, of their absolute values, tells whether all were near 0 (scores.h).
@@ -240,10 +243,10 @@ constexpr float kMostByStaleMax = 256.f;
 
 // A thread computes so many exponentials before the wait for Pij Vj. Three consumers have no registers for more than 2.
 // With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time. Beside terms 22 spill.
-template <class Tile, bool with_terms>
-constexpr int kEarly = Tile::Consumers > 2 || with_terms ? 2 : 22;
+template <class Tile, class Mask>
+constexpr int kEarly = Tile::Consumers > 2 || kHasTerms<Mask> ? 2 : 22;
 
-template <class T, bool with_terms, class Tile, class Mask>
+template <class T, class Tile, class Mask>
 __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr int D = Tile::D, D_v = Tile::D_v, Bc = Tile::Bc;
     const Attention &a = p.a;
@@ -258,7 +261,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     float Oi[D_v / 2], Sij[Bc / 2];
     uint32_t Pij[Bc / 4];
     SoftmaxState softmax;
-    constexpr bool changes_late = kChangesLate<T, Tile, Mask> && !with_terms;
+    constexpr bool changes_late = kChangesLate<T, Tile, Mask>;
     const float last = changes_late ? opaque(kLast) : 0.f;  // for changed_near_0
 
     // Waits for the next work tile and starts its first Sij. Without a next work tile the product is of stale tiles and
@@ -278,29 +281,37 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         const int i0 = work.i0 + 64 * warpgroup, end = work.visible.end, my_end = end_of_keys(work, i0);
         const Keys fully_visible = fully_visible_keys(p, work, i0);
         int j0 = work.visible.begin;
-        K.consumer_release();
+        // With terms the next tile is the next one that a mask shows; thread 0 has published it.
+        ShownTile shown = {}, behind = {};
+        const auto next = [&] { return kHasTerms<Mask> ? shown.j0() : j0 + Bc; };
+        const auto read_next = [&](ShownTile &tile) {
+            if constexpr (kHasTerms<Mask>) tile = shared.behind[K.stage()];
+        };
+        read_next(shown);
+        K.consumer_release(kHasTerms<Mask> ? (float)shown.bits : 0.f);
         softmax = SoftmaxState();
         const auto drop_from = [&](int j) {
             return [&, j](float (&P)[Bc / 2]) {
-                if constexpr (with_terms)
+                if constexpr (kHasTerms<Mask>)
                     if (has_dropout(a))
                         for_each_weight<false, Bc / 2>({a, work.b, work.h}, work.i0 + row, j,
                                                        [&](int x, bool is_kept) { P[x] = is_kept ? P[x] : 0.f; });
             };
         };
-        mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0, fully_visible);
+        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0));
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
 
-        if constexpr (kIsPaged<Mask> || with_terms)  // rows before the first key may hold anything
+        if constexpr (kIsPaged<Mask> || kHasTerms<Mask>)  // rows before the first key may hold anything
             if (j0 < work.mask.keys.begin) {
                 V.consumer_wait();
                 zero_rows_outside<Bc, Tile::VBoxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,
                                                     Tile::kVZeroed + warpgroup);
             }
-        for (; j0 + Bc < my_end; j0 += Bc) {  // step 5: for j
+        for (; next() < my_end; j0 = next(), shown = behind) {  // step 5: for j
             K.consumer_wait();
+            read_next(behind);
             ping_pong.wait_turn();
             issue_ABt<T, D>(Sij, descriptor(shared.Qi[warpgroup][Q.stage()]),
                             descriptor(shared.Kj[K.stage()]));  // step 9 for j + 1
@@ -309,22 +320,21 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             ping_pong.pass_turn();
             wgmma_wait<1>(Sij);
             if constexpr (changes_late)
-                needs_max |= a.l || j0 + Bc < fully_visible.begin || j0 + 2 * Bc > fully_visible.end;
+                needs_max |= a.l || next() < fully_visible.begin || next() + Bc > fully_visible.end;
             else
-                mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
+                mask_and_track_max<T>(Sij, softmax, a, work, row, next(), fully_visible, shown.is_whole());
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
             if (!needs_max)
-                stale_softmax<T, 0, kEarly<Tile, with_terms>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores,
-                                                                            last);
+                stale_softmax<T, 0, kEarly<Tile, Mask>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
             K.consumer_release(sum[0] + sum[1]);  // the sum keeps ptxas from moving the wait up
             wgmma_wait<0>(Oi);
             V.consumer_release();
             if (!needs_max) {
-                stale_softmax<T, kEarly<Tile, with_terms>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c,
-                                                                                 a.scores, last);
-                drop_from(j0 + Bc)(P);
+                stale_softmax<T, kEarly<Tile, Mask>, Bc / 2, changes_late>(P, sum, largest, Sij, softmax, c, a.scores,
+                                                                           last);
+                drop_from(next())(P);
                 pack_operand<T>(Pij, P);
             }
             bool fits = !needs_max && sum[0] + sum[1] <= kMostByStaleMax;  // false for NaN
@@ -332,9 +342,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
-                if constexpr (changes_late)
-                    mask_and_track_max<T, with_terms>(Sij, softmax, a, work, row, j0 + Bc, fully_visible);
-                needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0 + Bc));
+                if constexpr (changes_late) mask_and_track_max<T>(Sij, softmax, a, work, row, next(), fully_visible);
+                needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(next()));
                 rescale(Oi, softmax);
             }
         }
@@ -351,12 +360,14 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
                                                 Tile::kVZeroed + warpgroup);
         issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));
         ping_pong.pass_turn();
-        const bool is_last = j0 + Bc >= end;
+        const bool is_last = next() >= end;
         if (!is_last) {  // tiles that only other warpgroups need
             wgmma_wait<0>(Oi);
             V.consumer_release();
-            for (j0 += Bc; j0 < end; j0 += Bc) {
-                K.skip_stage();
+            for (j0 = next(); j0 < end; j0 = next()) {
+                K.consumer_wait();
+                read_next(shown);
+                K.consumer_release();
                 ping_pong.wait_turn();
                 ping_pong.pass_turn();
                 V.skip_stage();
@@ -365,7 +376,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         if constexpr (begins_early) begin_work_tile();
         wgmma_wait<begins_early ? 1 : 0>(Oi);
         if (is_last) V.consumer_release();
-        if constexpr (with_terms)
+        if constexpr (kHasTerms<Mask>)
 #pragma unroll
             for (float &o : Oi) o *= factor_of_kept(a);
 
@@ -394,7 +405,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
     }
 }
 
-template <class T, class Tile, class Mask, bool with_terms>
+template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     half_hopper_kernel(const __grid_constant__ Parameters p) {
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
@@ -407,13 +418,17 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared);
+        if constexpr (kHasTerms<Mask>) {
+            if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared, shared.behind);
+        } else {
+            if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared);
+        }
         if (threadIdx.x == 32) load_Q_and_store_O(p, shared);
         if (threadIdx.x == 64) load_V_and_store_O(p, shared);
         if constexpr (kIsRanges<Mask>)
             if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
     };
-    run_roles<Tile>(init_barriers, produce, [&] { consume<T, with_terms>(p, shared); });
+    run_roles<Tile>(init_barriers, produce, [&] { consume<T>(p, shared); });
 }
 
 // ------------------------------------------------------------------------------ step 1: the sizes of the tiles
@@ -496,9 +511,11 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             if (!exists) return "this tile has no such kernel";
             using Mask = std::conditional_t<exists, Wanted, std::conditional_t<Tile::only_terms, General, Ranges>>;
             const auto kernel = with_or_without_terms<Mask>(a, [&](auto wanted) {
-                constexpr bool with_terms = Tile::only_terms || (wanted && Tile::has_terms);
-                return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask, with_terms>
-                                                 : half_hopper_kernel<__nv_bfloat16, Tile, Mask, with_terms>;
+                using Wanted = decltype(wanted);
+                constexpr bool with_terms = Tile::only_terms || (kHasTerms<Wanted> && Tile::has_terms);
+                using Any = std::conditional_t<with_terms, WithTerms, Mask>;
+                return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Any>
+                                                 : half_hopper_kernel<__nv_bfloat16, Tile, Any>;
             });
             if (a.by_sequence) p.tile_counter = &a.sequences.counts->tiles_taken;
             const Zeros counter(workspace, std::min<int64_t>(plan.workspace, sizeof(int)), stream);

@@ -32,11 +32,12 @@ struct PagedTile {
     }
 };
 
-// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load.
+// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load. With terms `behind` gets
+// the tile that follows, for consumers, unless it is null.
 template <class Tile, class Mask, int Stages, int Bytes, class BeforeLoad>
 __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const WorkTileOf<Mask> &work,
                            Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
-                           const BeforeLoad &before_load) {
+                           const BeforeLoad &before_load, ShownTile *behind = nullptr) {
     constexpr int Rows = Tile::Bc, Boxes = Bytes / (Rows * 128);
     if constexpr (kIsPaged<Mask>)
         if (p.rows_of_piece) {
@@ -48,9 +49,12 @@ __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const W
             }
             return;
         }
-    for (int j0 = work.visible.begin; j0 < work.visible.end; j0 += Rows) {
+    ShownTile next;
+    for (int j0 = work.visible.begin; j0 < work.visible.end; j0 = kHasTerms<Mask> ? next.j0() : j0 + Rows) {
         before_load();
+        if constexpr (kHasTerms<Mask>) next = next_tile<Tile>(p.a, work, j0);
         pipeline.producer_acquire();
+        if (kHasTerms<Mask> && behind) behind[pipeline.stage()] = next;
         load_tile<Rows, Boxes>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b, pipeline.full());
         pipeline.advance();
     }
@@ -101,12 +105,12 @@ __device__ void schedule(const Parameters &p, SharedStorage &shared) {
 // With a band thread 0 is the scheduler, too. It takes a work tile after the last load of Kj of the one before. That is
 // as late as possible: blocks end together (d 256, N 8192 causal: 5 %).
 template <class Tile, class Mask, class SharedStorage>
-__device__ void load_K(const Parameters &p, SharedStorage &shared) {
+__device__ void load_K(const Parameters &p, SharedStorage &shared, ShownTile *behind = nullptr) {
     Pipeline tile_queue{shared.tile_queue};
     Pipeline K{shared.K};
     if constexpr (kIsRanges<Mask>)
         return for_each_work_tile(shared, [&](const auto &work, const auto &) {
-            if (work.b >= 0) load_tiles<Tile>(p, p.K, work, K, shared.Kj, [] {});
+            if (work.b >= 0) load_tiles<Tile>(p, p.K, work, K, shared.Kj, [] {}, behind);
         });
     const TileScheduler<Tile, Mask> scheduler{p};
     for (int n = -1;; tile_queue.advance()) {

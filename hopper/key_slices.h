@@ -19,6 +19,7 @@ __device__ inline KeyWork key_work(const KeyParameters &p, int n) {
 template <class Tile, class Mask>
 struct KeySlice : KeyTile<Tile, Mask> {
     using Base = KeyTile<Tile, Mask>;
+    using Base::b, Base::may_skip, Base::p;
     using Base::band, Base::grows, Base::i0, Base::i1, Base::is_met, Base::is_ranges, Base::j0, Base::mask;
     int start;      // the query where the walk of each head begins
     int all_steps;  // of the tile
@@ -59,6 +60,9 @@ struct KeySlice : KeyTile<Tile, Mask> {
     // In order: how many tiles of keys add to dQi of the queries from i on before this one. They are all that the same
     // queries see of later keys.
     __device__ int tiles_before(int i) const {
+        if constexpr (may_skip)
+            if (p.a.mask_tables.shown)
+                return count_shown(p.a, b, i, j0 / kMaskTile + 1, mask_tiles(keys_met(mask(), i).end));
         if constexpr (is_ranges)
             return (keys_met(mask(), i).end - 1 - j0) / Tile::Bc;
         else

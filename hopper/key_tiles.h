@@ -130,11 +130,15 @@ struct KeyTile : KeyEntry<Mask> {
     // Whether the tile of queries from i on meets these keys. Of a band all from i0 to i1 do; of ranges that grow, all in
     // which a query sees a key.
     __device__ bool is_met(int i) const {
+        if constexpr (may_skip)
+            if (p.a.mask_tables.shown) return unseen || is_shown(p.a, opaque(b), i, j0);
         if constexpr (is_ranges)
             return unseen || meet(keys_met(mask(), i), {j0, j0 + Tile::Bc});
         else
             return true;
     }
+    // Whether tables of an attn_mask may say which tiles of queries meet these keys.
+    static constexpr bool may_skip = kHasTerms<Mask> && Tile::AddsDQ;
 };
 
 // Loads a tile of Qi with m_i and log2_l_i, or of dOi with Di. A box of the tensor map has 64 rows.

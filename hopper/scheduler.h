@@ -64,6 +64,19 @@ struct alignas(16) WorkTileOf {
     int key_head;                                                  // the head of K and V that head h reads
 };
 
+// Whether tiles of keys are those of a mask's tables, and hidden ones are skipped.
+template <class Tile, class Mask>
+__device__ bool skips_tiles(const Attention &a) {
+    return kHasTerms<Mask> && Tile::Br == kMaskTile && Tile::Bc == kMaskTile && a.mask_tables.shown;
+}
+// The tile of keys behind the one from j0 on.
+template <class Tile, class Mask>
+__device__ ShownTile next_tile(const Attention &a, const WorkTileOf<Mask> &work, int j0) {
+    if constexpr (kHasTerms<Mask>)
+        if (skips_tiles<Tile, Mask>(a)) return next_shown(a, work.b, work.i0, j0 + Tile::Bc);
+    return {j0 + Tile::Bc, false};
+}
+
 // The band comes from p if possible: computing it in 64 bits would delay the first load of a work tile.
 __device__ inline BandOf<int> band_of_batch(const Parameters &p, int b) {
     return p.same_band ? p.band : narrow(band_of(p.a, b));
@@ -132,9 +145,8 @@ struct TileScheduler {
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
         // hopper/terms.h reads two neighbours at once, and hopper/dropped.h wants multiples of 16. Keys before keys.begin may
         // be anything: with dropout consumers set them to 0.
-        if (kIsGeneral<Mask> && (has_terms(p.a) || has_dropout(p.a)))
-            visible.begin = max(visible.begin / 16 * 16, has_dropout(p.a) ? 0 : mask.keys.begin);
-        if (Tile::AlignKeys) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
+        if (kHasTerms<Mask>) visible.begin = max(visible.begin / 16 * 16, has_dropout(p.a) ? 0 : mask.keys.begin);
+        if (Tile::AlignKeys || skips_tiles<Tile, Mask>(p.a)) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};
     }
@@ -172,7 +184,7 @@ Order order_of(const Attention &a, int multiprocessors) {
     const bool is_short = is_masked(a) && has_same_band(a) && a.Nk <= kShortKeys && heads <= heads_in_L2;
     const int rounds = is_short && a.dtype != Dtype::float32 ? kFixedRoundsIfShort : kFixedRounds;
     if (tiles <= rounds * grid) return {grid, false, heads};
-    if (!is_masked(a)) return {grid, false, 1};
+    if (!is_masked(a) && !a.terms.mask) return {grid, false, 1};
     return {grid, true, clamp(std::min(kInterleavedTilesPerBlock * grid / Tr, heads_in_L2), int64_t(1), heads)};
 }
 

@@ -7,18 +7,19 @@
 // A bias or ALiBi gives the bits of `whole`, which large_rows.cu calls.
 #pragma once
 #include "hopper/tma.h"
+#include "ranges.h"
 #include "scores.h"
 
 namespace minimal_attn::hopper {
 
-// use(std::bool_constant): of general kernels there are those with softcap, and those with terms or dropout; both at once are
+// use(a Mask): of general kernels there are those with softcap, and those with terms or dropout; both at once are
 // portable's. In one kernel for all ptxas spilled accumulators, of calls with softcap, too; with a branch at the top it
 // serialised products (C7512).
 template <class Mask, class Use>
 auto with_or_without_terms(const Attention &a, const Use &use) {
     if constexpr (kIsGeneral<Mask>)
-        if (has_terms(a) || has_dropout(a)) return use(std::true_type());
-    return use(std::false_type());
+        if (has_terms(a) || has_dropout(a)) return use(WithTerms());
+    return use(Mask());
 }
 
 // Whether a term may be -inf. Then P = 0, and the score's dP may be anything.
@@ -82,7 +83,7 @@ __device__ void add_numbers(float (&S)[Count], float unit, const Numbers<Number>
 
 // numbers_of<Number>(tensor, strides) tells where they are.
 template <class T, int Count, class NumbersOf>
-__device__ void add_bias_and_mask(float (&S)[Count], const Terms &terms, const NumbersOf &numbers_of) {
+__device__ void add_bias_and_mask(float (&S)[Count], const Terms &terms, bool is_whole, const NumbersOf &numbers_of) {
     const float unit = terms.alibi_slopes ? 1.f : terms.unit;  // ALiBi has multiplied by it
     if (terms.bias && terms.bias_is_float32) {
         add_numbers(S, unit, numbers_of((const float *)terms.bias, terms.bias_stride));
@@ -92,12 +93,13 @@ __device__ void add_bias_and_mask(float (&S)[Count], const Terms &terms, const N
 #pragma unroll
         for (float &s : S) s *= unit;
     }
-    if (terms.mask) add_numbers(S, unit, numbers_of(terms.mask, terms.mask_stride));
+    if (terms.mask && !is_whole) add_numbers(S, unit, numbers_of(terms.mask, terms.mask_stride));
 }
 
-// Rows are queries i and i + 8; the tile's keys begin at j0. Products become whole scores.
+// Rows are queries i and i + 8; the tile's keys begin at j0. Products become whole scores. is_whole: a mask shows the
+// tile as a whole, so it isn't read.
 template <class T, int Count>
-__device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, int i, int j0) {
+__device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, int i, int j0, bool is_whole = false) {
     const Terms &terms = a.terms;
     if (!has_terms(a)) return;  // but dropout
     if (terms.alibi_slopes) {
@@ -110,7 +112,7 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
             S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms,
+    add_bias_and_mask<T>(S, terms, is_whole,
                          [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
                              x += b * stride.batch + h * stride.head + j0 * stride.key;
                              const bool in_pairs = terms.in_pairs && j0 % 2 == 0 && j0 + 2 * Count <= a.Nk;
@@ -123,7 +125,8 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
 
 // Rows are keys j and j + 8; the tile's queries begin at i0.
 template <class T, int Count>
-__device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int b, int h, int i0, int j) {
+__device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int b, int h, int i0, int j,
+                                     bool is_whole = false) {
     const Terms &terms = a.terms;
     if (!has_terms(a)) return;
     if (terms.alibi_slopes) {
@@ -140,7 +143,7 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
         }
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms,
+    add_bias_and_mask<T>(S, terms, is_whole,
                          [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
                              x += b * stride.batch + h * stride.head + i0 * stride.row;
                              return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},

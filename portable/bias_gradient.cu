@@ -1,7 +1,7 @@
-// bias_gradient.cu: the gradient of a bias (scores.h) on all GPU backends. It is dS, summed over all pairs that share one
-// of the bias's numbers, which are many where it is broadcast. A block owns a tile of 64 x 64 of these numbers. It walks the
-// batches, heads and tiles of scores that share them, in a fixed order, keeps the sums in registers and writes them
-// once: no atomics, and the same bits on every run.
+// bias_gradient.cu: the gradient of a bias (scores.h) on a GPU, where no kernel of the other gradients stores dS
+// (docs/scores.md). It is dS, summed over all pairs that share one of the bias's numbers, which are many where it is
+// broadcast. A block owns a tile of 64 x 64 of these numbers. It walks the batches, heads and tiles of scores that share
+// them, in a fixed order, keeps the sums in registers and writes them once: no atomics, and the same bits on every run.
 //
 //     role       | warps | does
 //     every warp | 8     | loads a part of all operands; computes S^T, dP^T and dS^T of 32 keys and 16 queries
@@ -13,7 +13,9 @@
 //
 // The barriers are those of add_product (rows_tile.cuh), and one before the sums are read. m, log2_l and D of the rows
 // are those of the other gradients: gradient_rows.cu and large_rows.cu compute them first. Uses rows_tile.cuh: add_product;
-// scores.h: TermsOfRow, changed_in; gradient_rows.h: GradientRows; device.h: launch_all, launch_overlapping.
+// bias_sums.cuh: Part, Sum, store_sums; scores.h: TermsOfRow, changed_in; gradient_rows.h: GradientRows; device.h:
+// launch_all, launch_overlapping.
+#include "portable/bias_sums.cuh"
 #include "portable/gradient_rows.h"
 #include "portable/rows_tile.cuh"
 
@@ -22,25 +24,7 @@ namespace {
 
 constexpr int kTile = RowsTile::Br;
 static_assert(RowsTile::Br == RowsTile::Bc);
-
-// The block's own one of n, or all n where the bias is broadcast.
-struct Part {
-    int begin, end;
-    __device__ Part(int64_t &index, int64_t stride, int64_t n) {
-        begin = stride ? (int)(index % n) : 0, end = stride ? begin + 1 : (int)n;
-        if (stride) index /= n;
-    }
-};
 MINIMAL_ATTN_HOST_DEVICE inline int64_t tiles_of(int64_t n) { return (n + kTile - 1) / kTile; }
-
-// Kahan's sum: a number may be shared by thousands of tiles.
-struct Sum {
-    float sum = 0.f, lost = 0.f;
-    __device__ void add(float x) {
-        const float y = x - lost, next = sum + y;
-        lost = (next - sum) - y, sum = next;
-    }
-};
 
 // What P and dS of a query need (gradient_rows.h).
 template <class T>
@@ -93,25 +77,6 @@ __device__ void add_dS(const Gradient &g, const GradientRows &rows, const Genera
             const float dS = row.dS(score(S[m][n][e]), score(exact[m][n][e]), Z * dP[m][n][e], c);
             sums[m][n][e].add(is_seen ? dS : 0.f);  // a hidden one may be NaN
         }
-    }
-}
-
-// Sums of the tile that begins at i0 and j0, in shared memory, to HBM: over all rows or keys where these are broadcast.
-template <class T>
-__device__ void store_sums(const Gradient &g, const float (&sums)[kTile][kTile + 1], int64_t b, int64_t h, int i0,
-                           int j0) {
-    const PairStrides &stride = g.dbias_stride;
-    const int rows = stride.row ? min(kTile, g.a.Nq - i0) : 1, keys = stride.key ? min(kTile, g.a.Nk - j0) : 1;
-    for (int at = threadIdx.x; at < rows * keys; at += RowsTile::Threads) {
-        const int row = at / keys, key = at % keys;
-        Sum all;
-        for (int x = stride.row ? row : 0; x < (stride.row ? row + 1 : kTile); ++x)
-            for (int y = stride.key ? key : 0; y < (stride.key ? key + 1 : kTile); ++y) all.add(sums[x][y]);
-        const int64_t to = b * stride.batch + h * stride.head + (i0 + row) * stride.row + (j0 + key) * stride.key;
-        if (g.dbias_dtype == Dtype::float32)
-            ((float *)g.dbias)[to] = all.sum;
-        else
-            convert(all.sum, ((T *)g.dbias)[to]);
     }
 }
 

@@ -138,6 +138,85 @@ def test_masks_that_hide_tiles(backend, dtype):
         check(backend, torch.randn_like(q), q, k, v, bias=added, attn_mask=mask.T)
 
 
+def masks_of_tiles(b, B, N):
+    """Of tiles of 128 x 128, as hopper's kernels skip: at random, diagonals, stripes, keys that none sees,
+    rows without a key, half tiles.
+    """
+    n = -(-N // 128)
+    i, j = torch.arange(n, device=b.device).unsqueeze(1), torch.arange(n, device=b.device)
+    for tiles in (
+        b.randn(n, n) < -0.7,
+        b.randn(B, 1, n, n) < 0.3,
+        i == j,
+        (i + j) % 3 == 0,
+        ((j == 0) | (j == n - 1)).expand(n, n),
+        (i % 2 == 1) & (j % 2 == 0),
+        (i != j) & (i > 0),
+    ):
+        mask = tiles.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :N, :N]
+        yield mask
+        yield mask & (b.randn(N, N) < 1)
+        yield mask.roll((64, 30), (-2, -1))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("N", [700, 1024])
+def test_tiles_that_hopper_skips(cuda_backend, dtype, N, d):
+    """Both passes; deterministic gradients, whose dQ counts the tiles that come; beside other options."""
+    backend = cuda_backend
+    q, k, v = backend.qkv(B=2, Hq=2, Hkv=1, Nq=N, Nk=N, d=d, dtype=dtype)
+    do = torch.randn_like(q)
+    for n, mask in enumerate(masks_of_tiles(backend, 2, N)):
+        for backward in False, True:
+            if backend.name == "hopper":
+                kernel = backend.explain(q, k, v, backward=backward, attn_mask=mask).kernel
+                assert ("skip" in kernel) == (d <= 128 and dtype != torch.float32)
+        options = [
+            {},
+            dict(causal=True),
+            dict(leftpad_k=backend.ints(3, 250)),
+            dict(window_size=(300, 200)),
+            dict(alibi_slopes=backend.randn(2) / 100),
+            dict(softcap=3.0),
+            dict(prefix_k=backend.ints(140, 3), causal=True, window_size=(100, 0)),
+        ][n % 7]
+        backend.check(q, k, v, attn_mask=mask, **options)
+        torch.use_deterministic_algorithms(n % 2 == 1)
+        try:
+            check(backend, do, q, k, v, attn_mask=mask, **options)
+            if n % 4 == 0:
+                check_gradient_of_bias(
+                    backend, do, q, k, v, "bias", backend.randn(2, N, N), attn_mask=mask, **options
+                )
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_a_graph_reads_the_mask_anew(cuda_backend, dtype):
+    """Which tiles are skipped is found out on the device, at each replay."""
+    b = cuda_backend
+    q, k, v = (x.requires_grad_() for x in b.qkv(Nq=500, Nk=500, dtype=dtype))
+    masks = [x for x in masks_of_tiles(b, 2, 500) if x.dim() == 2]
+    mask, do = masks[0].clone(), torch.randn_like(q)
+
+    def step():
+        o = b.forward(q, k, v, attn_mask=mask)
+        return o, *torch.autograd.grad(o, (q, k, v), do)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for x in masks[1::4]:
+        mask.copy_(x)
+        graph.replay()
+        expected = step()
+        assert torch.equal(replayed[0], expected[0])
+        for actual, other in zip(replayed[1:], expected[1:], strict=True):
+            torch.testing.assert_close(actual, other, rtol=2e-2, atol=1e-2)
+
+
 def strided_masks(b, shape):
     """The same numbers in other memory: transposed, expanded, with gaps, backwards in the batch."""
     B, Hq, Nq, Nk = shape
@@ -431,7 +510,9 @@ def shape_of(letters, B, H, Q, K):
 
 
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("shape", [(2, 4, 2, 70, 90, 64), (3, 6, 2, 33, 200, 48), (1, 71, 1, 20, 65, 8)])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 2, 70, 90, 64), (3, 6, 2, 33, 200, 48), (1, 71, 1, 20, 65, 8), (9, 2, 2, 140, 150, 32)]
+)
 def test_gradient_of_bias(backend, dtype, shape, shared):
     B, Hq, Hkv, Nq, Nk, d = shape
     q, k, v = backend.qkv(B, Hq, Hkv, Nq, Nk, d, dtype=dtype)
