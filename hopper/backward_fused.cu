@@ -73,7 +73,8 @@
 // | KV, Q, dO empty         | consumers                    | thread 0          | all products have read it     |
 // | dS full                 | both consumers               | both consumers    | dS of all keys is stored      |
 // | dS empty                | both consumers               | both consumers    | both products dQ have read dS |
-// | both, with stores_dS    | + adders at empty            | + adders at full  | TMA has read dS, too          |
+// | dS full, for a bias     |                              | adders, too       | they store it by TMA          |
+// | dS empty, for a bias    | adders, too                  |                   | TMA has read dS               |
 // | dQ full (per consumer)  | that consumer                | its adder         | dQi is staged                 |
 // | dQ empty (per consumer) | its adder                    | that consumer     | TMA has read dQi              |
 // | buffer full             | lane 0 of warp 3; TMA        | warp 3            | its buffer is loaded          |
@@ -414,10 +415,8 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 if (has_dropout(a)) kept.drop(dP);
                 subtract_D_of_columns<T>(dP, shared.Di[dO.stage()][0] + thread % 4 * 2, factor_of_kept(a));
                 multiply_elements(dP, S);
-                if (!is_whole) {
-                    hide(dP, keys, i0, j);
-                    if (may_hide(a)) clear_hidden(dP, S);
-                }
+                if (!is_whole) hide(dP, keys, i0, j);
+                if (may_hide(a) && (!is_whole || a.terms.bias)) clear_hidden(dP, S);
                 pack_kept<T>(P, S, kept, has_dropout(a));
             } else {
                 pack_operand<T>(P, S);

@@ -20,7 +20,7 @@ struct SumParameters {
     Gradient g;
     const void *dS;
     Divisor key_tiles, query_tiles, Hq, B;
-    bool sees_all;  // whether no pair is hidden, but by a bias: that has stored 0
+    bool sees_all;  // whether no pair is hidden, but by a bias: there dS is 0
 };
 
 // Adds dS of the queries i to i + 7 and key j of a head, where they are visible.
@@ -33,7 +33,7 @@ __device__ void add_visible(const Attention &a, int b, int i, int j, const T *dS
 #pragma unroll
     for (int y = 0; y < kQueriesOfThread; ++y) {
         const Keys seen = all_see ? tile.all : ranges.rows[i + y];
-        if (seen.begin <= j && j < seen.end) sums[y].add((float)dS[y]);
+        if (i + y < a.Nq && seen.begin <= j && j < seen.end) sums[y].add((float)dS[y]);
     }
 }
 
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) sum_dS_kernel(const __grid_constant_
                         continue;
                     }
 #pragma unroll
-                    for (int y = 0; y < kQueriesOfThread; ++y) sums[y].add((float)dS[y]);
+                    for (int y = 0; y < kQueriesOfThread; ++y)
+                        if (i + y < a.Nq) sums[y].add((float)dS[y]);  // behind them dS was never stored
                 }
             }
         }
@@ -92,7 +93,7 @@ const char *launch_dS_sums(const Gradient &g, const void *dS, CUstream_st *strea
     const auto tiles_of = [](int n, int tile) { return (n + tile - 1) / tile; };
     const SumParameters p{g,         dS,       tiles_of(a.Nk, kKeys),         tiles_of(a.Nq, kQueries),
                           (int)a.Hq, (int)a.B, !is_masked(a) && !a.terms.mask};
-    // kMostBytesOfdS bounds it by 2^20.
+    // kMostBytesOfdS bounds it by 2^25.
     const int64_t blocks = (stride.batch ? a.B : 1) * (stride.head ? a.Hq : 1) * (stride.row ? (int)p.query_tiles : 1) *
                            (stride.key ? (int)p.key_tiles : 1);
     // A bias of each head's own needs one load, and so fewer registers.

@@ -524,6 +524,33 @@ def test_gradient_of_bias(backend, dtype, shape, shared):
         check_gradient_of_bias(backend, do, q, k, v, name, bias, **options)
 
 
+@pytest.mark.parametrize("shared", ["11K", "1", "QK"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradient_of_bias_beside_memory_of_nan(backend, dtype, shared, masked):
+    """Memory that an earlier tensor has left, of queries that are no multiple of 8, reaches no sum."""
+    shape = {"11K": (1, 1, 90), "1": (1,), "QK": (70, 90)}[shared]
+    q, k, v = backend.qkv(2, 4, 2, 70, 90, 64, dtype=dtype)
+    options = dict(attn_mask=backend.randn(70, 90) < 1) if masked else {}
+    for size in 1 << 18, 1 << 20, 1 << 22:
+        left = torch.full((size,), torch.nan, device=backend.device)
+        del left
+        check_gradient_of_bias(
+            backend, torch.randn_like(q), q, k, v, "bias", backend.randn(*shape), **options
+        )
+
+
+def test_a_bias_hides_beside_a_mask_that_shows(backend, dtype):
+    """What -inf in the bias hides may be large, though the mask shows the whole tile."""
+    q, k, v = backend.qkv(1, 2, 2, 256, 256, 64, dtype=dtype)
+    bias, mask = backend.randn(256, 256), torch.ones(256, 256, dtype=torch.bool, device=backend.device)
+    bias[:, 40:60] = -torch.inf
+    v[:, :, 40:60] = torch.finfo(dtype).max / 2
+    do, leaves = torch.randn_like(q), [x.requires_grad_() for x in (q, k, v, bias)]
+    o = backend.forward(q, k, v, bias=bias, attn_mask=mask)
+    found = torch.autograd.grad(o, leaves, do)
+    assert all(x.isfinite().all() for x in (o, *found)) and not found[3][:, 40:60].any()
+
+
 @pytest.mark.parametrize("d", [96, 128, 256])
 def test_gradient_of_bias_of_large_heads(backend, dtype, d):
     q, k, v = backend.qkv(d=d, Nq=130, Nk=150, dtype=dtype)
