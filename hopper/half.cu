@@ -367,7 +367,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             for (j0 = next(); j0 < end; j0 = next()) {
                 K.consumer_wait();
                 read_next(shown);
-                __syncwarp();  // all lanes have read it
+                if constexpr (kHasTerms<Mask>) __syncwarp();  // all lanes have read it
                 K.consumer_release();
                 ping_pong.wait_turn();
                 ping_pong.pass_turn();
