@@ -509,14 +509,12 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
     }
     check_backward_memory(a, do_, o, lse, dlse);
     const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
-    const auto compute = [&](const Arguments &part, const Gradients &found, const Tensor &found_of_bias) {
-        differentiate_part(a, part, *backend, inputs, found, found_of_bias);
-    };
-    if (!has_two_parts(a)) return compute(a, results, of_bias), results;
+    if (!has_two_parts(a)) return differentiate_part(a, a, *backend, inputs, results, of_bias), results;
     const Gradients window = dq.scalar_type() == at::kFloat ? results : allocate(at::kFloat);
     const Gradients prefix = allocate(at::kFloat);
     const Tensor bias_of_window = allocate_bias(at::kFloat), bias_of_prefix = allocate_bias(at::kFloat);
-    compute(a, window, bias_of_window), compute(second_part_of(a), prefix, bias_of_prefix);
+    differentiate_part(a, a, *backend, inputs, window, bias_of_window);
+    differentiate_part(a, second_part_of(a), *backend, inputs, prefix, bias_of_prefix);
     at::add_out(dq, std::get<0>(window), std::get<0>(prefix));
     at::add_out(dk, std::get<1>(window), std::get<1>(prefix));
     at::add_out(dv, std::get<2>(window), std::get<2>(prefix));
