@@ -86,7 +86,7 @@ def _is_tuple(x, length, is_element):
 def _is_number(x):
     try:  # but not strings, which float() reads
         return hasattr(x, "__float__") and not isinstance(x, bool) and float(x) is not None
-    except (ValueError, OverflowError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
 
 

@@ -264,8 +264,8 @@ def forward(
         raise wrong_call("forward", "q, k, v", surplus, unknown)
     if return_lse is True or out is not None:
         check_results(state, return_state, return_lse, out)
-    if dropout_seed is None and dropout_p and isinstance(q, Tensor):
-        dropout_seed = draw_seed(q)
+    if dropout_seed is None and dropout_p is not None:
+        dropout_seed = draw_seed(q, dropout_p)
     position, offsets = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     o = l = m = None
     if state is not None:

@@ -394,7 +394,7 @@ def _dropout(dropout_p, q, *rng_state):
         return {}
     if rng_state:
         _check("rng_state", *rng_state, q, (2,), (torch.int64,))
-    return {"dropout_p": p, "dropout_seed": rng_state[0][:1] if rng_state else draw_seed(q)}
+    return {"dropout_p": p, "dropout_seed": rng_state[0][:1] if rng_state else draw_seed(q, p)}
 
 
 def _results(wanted, out, lse, q, k, s_aux, longest, options):

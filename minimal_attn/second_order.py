@@ -44,8 +44,8 @@ def forward(
     unknown = {name: None for name in options if name not in _OPTIONS}
     if unknown or surplus:
         raise wrong_call("second_order.forward", "q, k, v", surplus, unknown)
-    if options.get("dropout_p") and options.get("dropout_seed") is None and isinstance(q, Tensor):
-        options["dropout_seed"] = draw_seed(q)
+    if options.get("dropout_seed") is None:
+        options["dropout_seed"] = draw_seed(q, options.get("dropout_p"))
     if q.dtype == torch.float64:
         options.pop("backend", None)
         if options.get("dropout_p") is not None:

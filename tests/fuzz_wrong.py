@@ -267,7 +267,7 @@ def bad_scale(call, name):
 
 def bad_dropout(call, name):
     numbers = -0.1, -1e-300, 1.1, 2, -1, 1e300, 10**400, float("nan"), float("inf"), -float("inf")
-    set_argument(call, name, call.choice(*numbers, "0.1", 1j, [0.5], object(), (), b"0", {}))
+    set_argument(call, name, call.choice(*numbers, "0.1", 1j, [0.5], object(), (), b"0", {}, numpy.ones(2)))
 
 
 def bad_seed(call, name):

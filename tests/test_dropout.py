@@ -327,7 +327,7 @@ def test_flash_attn(forced_backend, dtype, deterministic, packed):
     else:
         o, documents = flash_attn.flash_attn_func(*leaves, **options), {}
     torch.manual_seed(5)
-    seed = draw_seed(q)
+    seed = draw_seed(q, 0.1)
     heads_first = [x.detach().transpose(1, 2) for x in leaves]
     options = dict(dropout_p=0.25, dropout_seed=seed, causal=True, **documents)
     check_o(o.transpose(1, 2), attention(*heads_first, **options), dtype)
@@ -355,7 +355,7 @@ def test_S_dmask(forced_backend, dtype, packed):
     else:
         S, places = flash_attn.flash_attn_func(q, k, v, s_aux=sinks, **call)[2], [((0, 70), (0, 300))]
     torch.manual_seed(5)
-    Z = weights_of_dropout(p, draw_seed(q), len(q), 4, 70, 300).to(q.device)
+    Z = weights_of_dropout(p, draw_seed(q, p), len(q), 4, 70, 300).to(q.device)
     identity = torch.eye(300, device=q.device).expand(len(q), 2, 300, 300)
     P = attention(q.transpose(1, 2), k.transpose(1, 2), identity, **options, **documents).o  # P I = P
     exact = torch.where(Z > 0, P, -P) / P.amax(-1, keepdim=True).clamp(min=1e-300)

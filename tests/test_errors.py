@@ -245,6 +245,12 @@ def test_other_types(backend, name, wrong):
     refuses(backend, TypeError, rf"^{name} must be ", re.escape(str(wrong)), **{name: wrong})
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+def test_several_numbers(backend, name):
+    for wrong in [1.0, 2.0], numpy.ones(2), numpy.zeros(2), torch.zeros(2), torch.ones(2, device="meta"):
+        refuses(backend, TypeError, rf"^{name} must be a number or None, but was ", **{name: wrong})
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_lists_and_arrays(backend, name):
     numbers = zeros(backend, 2, 2, 7, 8).cpu()
@@ -256,9 +262,9 @@ def test_lists_and_arrays(backend, name):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_sparse_and_quantized(backend, name):
     tensor = zeros(backend, 2, 2, 7, 8)
-    refuses(
-        backend, TypeError, rf"^{name} must be a dense tensor", "sparse_coo", **{name: tensor.to_sparse()}
-    )
+    for options in {}, {"dropout_p": 0.5}, {"dropout_p": -1}:  # a seed is drawn as q's device has it
+        wrong = {name: tensor.to_sparse()}
+        refuses(backend, TypeError, rf"^{name} must be a dense tensor", "sparse_coo", **wrong, **options)
     if backend.device.type == "cpu":
         quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
         todo = rf"^{name} must be a dense tensor, but was a quantized one, .*dequantize"
@@ -271,9 +277,9 @@ def test_nested(backend, layout):
     nested = torch.nested.nested_tensor([torch.zeros(7, 2, 8)] * 2, layout=layout, device=backend.device)
     todo = "was a nested one", "to_padded_tensor", "seqlens_k"
     for name in "q", "k", "v":
-        refuses(
-            backend, TypeError, rf"^{name} must be a dense tensor", *todo, **{name: nested.transpose(1, 2)}
-        )
+        for dropout_p in 0, 0.5:
+            wrong = {name: nested.transpose(1, 2), "dropout_p": dropout_p}
+            refuses(backend, TypeError, rf"^{name} must be a dense tensor", *todo, **wrong)
 
 
 def test_sinks(backend):
