@@ -67,8 +67,14 @@ std::array<SymInt, 2> value_of(const std::pair<Number<int64_t>, Number<int64_t>>
     return {x.first.value, x.second.value};
 }
 
+Returns returns_of(const Arguments &a, bool return_state, bool return_lse) {
+    return return_lse ? Returns::lse : a.o || return_state ? Returns::state : Returns::o;
+}
+
 // What Python calls while not compiling: the same operator.
-std::variant<Tensor, Lse, State> call_operator(const Arguments &a, Returns returns, const MaybeTensor &out) {
+std::variant<Tensor, Lse, State> call_operator(const Arguments &a, bool return_state, bool return_lse,
+                                               const MaybeTensor &out) {
+    const Returns returns = returns_of(a, return_state, return_lse);
     const auto call = [&](const auto &operation, const auto &...out) {
         return std::apply([&](const auto &...all) { return operation(all..., out...); }, forward_arguments_of(a));
     };
@@ -78,8 +84,10 @@ std::variant<Tensor, Lse, State> call_operator(const Arguments &a, Returns retur
     return call(Overload<Forward<Tensor>>::call);
 }
 
-pybind11::dict explain_call(const Arguments &a, Returns returns, const MaybeTensor &out, bool backward) {
+pybind11::dict explain_call(const Arguments &a, bool return_state = false, bool return_lse = false,
+                            const MaybeTensor &out = {}, bool backward = false) {
     using namespace pybind11::literals;
+    const Returns returns = returns_of(a, return_state, return_lse);
     const Explanation found = explain(a, returns, out ? &*out : nullptr, backward);
     pybind11::dict others;
     for (const auto &[name, why] : found.others) others[name.c_str()] = why;
@@ -99,10 +107,6 @@ void check_rows(const Tensor &t) {
                       "a result must have contiguous rows, but has strides ", t.strides());
 }
 
-Returns returns_of(const Arguments &a, bool return_state, bool return_lse) {
-    return return_lse ? Returns::lse : a.o || return_state ? Returns::state : Returns::o;
-}
-
 // The operator's arguments, then what decides the result.
 template <class Types>
 struct PythonFunctions;
@@ -110,28 +114,19 @@ template <class... Types>
 struct PythonFunctions<void(Types...)> {
     static auto forward(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
                         Flag return_state, Flag return_lse, const MaybeTensor &out) {
-        const auto call = [&](const Arguments &a) {
-            return call_operator(a, returns_of(a, return_state, return_lse), out);
-        };
-        return call(Arguments{q, k, v, value_of(all)...});
+        return call_operator({q, k, v, value_of(all)...}, return_state, return_lse, out);
     }
     static auto explain(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
                         Flag return_state, Flag return_lse, const MaybeTensor &out, Flag backward) {
-        const auto call = [&](const Arguments &a) {
-            return explain_call(a, returns_of(a, return_state, return_lse), out, backward);
-        };
-        return call(Arguments{q, k, v, value_of(all)...});
+        return explain_call({q, k, v, value_of(all)...}, return_state, return_lse, out, backward);
     }
     // For rings: results go to the caller's tensors, and autograd and autocast know nothing of them. Their dtypes and
     // sizes aren't checked: with lse o has q's dtype; with l and m, which are contiguous, it is float32.
     static void forward_into(const Tensor &q, const Tensor &k, const Tensor &v, typename FromPython<Types>::type... all,
                              const Tensor &o, const MaybeTensor &l, const MaybeTensor &m, const MaybeTensor &lse) {
         check_rows(o);
-        const auto call = [&](const Arguments &a) {
-            run(a, lse ? Returns::lse : Returns::state, nullptr,
-                {o, l.value_or(Tensor()), m.value_or(Tensor()), lse.value_or(Tensor())});
-        };
-        call(Arguments{q, k, v, value_of(all)...});
+        run({q, k, v, value_of(all)...}, lse ? Returns::lse : Returns::state, nullptr,
+            {o, l.value_or(Tensor()), m.value_or(Tensor()), lse.value_or(Tensor())});
     }
 };
 template <class Types>
@@ -142,10 +137,7 @@ struct PythonBackward<void(Types...)> {
                               const Tensor &lse, const MaybeTensor &dlse, typename FromPython<Types>::type... options,
                               const Tensor &dq, const Tensor &dk, const Tensor &dv) {
         check_rows(dq), check_rows(dk), check_rows(dv);
-        const auto call = [&](const Arguments &a) {
-            differentiate(a, do_, o, lse, dlse, dq.scalar_type(), {dq, dk, dv});
-        };
-        call(Arguments{q, k, v, value_of(options)...});
+        differentiate({q, k, v, value_of(options)...}, do_, o, lse, dlse, dq.scalar_type(), {dq, dk, dv});
     }
 };
 using Python = PythonFunctions<OwnTypes>;
@@ -165,8 +157,7 @@ std::variant<pybind11::dict, std::string> explain_sdpa(const Tensor &query, cons
                                                        Flag enable_gqa) {
     pybind11::dict found;
     const sdpa::Call call{query, key, value, attn_mask, dropout_p, is_causal, value_of(scale), enable_gqa};
-    const auto outcome = sdpa::serve(
-        call, [&](const Arguments &a, const auto &) { found = explain_call(a, Returns::o, {}, /*backward=*/false); });
+    const auto outcome = sdpa::serve(call, [&](const Arguments &a, const auto &) { found = explain_call(a); });
     if (outcome == sdpa::served) return found;
     return sdpa::kOutcomes[outcome].name;
 }

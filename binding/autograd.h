@@ -86,12 +86,9 @@ template <class T>
 T kept(const T &option) {
     return option;
 }
-template <class Options>
-struct KeptOptions;
-template <class... Types>
-struct KeptOptions<void(Types...)> {
-    using type = std::tuple<decltype(kept(std::declval<const std::decay_t<Types> &>()))...>;
-};
+inline auto kept_options(const Arguments &a) {
+    return std::apply([](const auto &...all) { return std::tuple{kept(all)...}; }, options_of(a));
+}
 
 // The node of a call. Its edges are those of q, k, v, o, l, m, sinks and what is added to scores, in this order.
 class AttentionNode : public torch::autograd::Node {
@@ -100,7 +97,7 @@ public:
         : q(a.q, false),
           k(a.k, false),
           v(a.v, false),
-          options(std::apply([](const auto &...all) { return Kept{kept(all)...}; }, options_of(a))),
+          options(kept_options(a)),
           o_in(a.o, false),
           l_in(a.l, false),
           m_in(a.m, false),
@@ -168,10 +165,9 @@ public:
     }
 
 private:
-    using Kept = KeptOptions<OptionTypes>::type;
     // Hooks of saved tensors see them in this order.
     SavedVariable q, k, v;
-    Kept options;
+    decltype(kept_options(std::declval<Arguments>())) options;
     SavedVariable o_in, l_in, m_in, sinks, o, l, m, lse;
 };
 

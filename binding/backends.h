@@ -53,12 +53,6 @@ bool hopper_passes_on(const Attention &a) {
     return a.dtype == Dtype::bfloat16 && a.is_general && !is_approximated(a);
 }
 
-// The tiles of d above 128 aren't those of a mask's tables.
-bool hopper_skips_tiles(const Attention &a, bool backward) {
-    const bool is_fused = !backward || hopper::serves_backward({a});
-    return a.dtype != Dtype::float32 && most_columns(a) <= 128 && is_fused && !hopper_passes_on(a);
-}
-
 // In half types TMA reads pages of a multiple of 16 keys. half.cu, to which wide calls are passed on, reads none.
 bool hopper_reads_pages(const Attention &a, const Device &device) {
     if (hopper_takes_decode(a, device)) return true;
@@ -79,7 +73,12 @@ const char *launch_hopper(const Attention &a, const Plan &plan, void *workspace,
 }
 
 bool hopper_serves_backward(const Gradient &g) { return hopper::serves_backward(g) && !hopper_passes_on(g.a); }
-bool hopper_sums_bias(const Gradient &g) { return hopper::sums_bias(g) && !hopper_passes_on(g.a); }
+bool hopper_sums_bias(const Gradient &g) { return hopper_serves_backward(g) && hopper::sums_bias(g); }
+// The tiles of d above 128 aren't those of a mask's tables.
+bool hopper_skips_tiles(const Attention &a, bool backward) {
+    const bool serves = backward ? hopper_serves_backward({a}) : a.dtype != Dtype::float32 && !hopper_passes_on(a);
+    return serves && most_columns(a) <= 128;
+}
 
 Plan plan_hopper_backward(const Gradient &g, const Device &device) {
     return hopper_serves_backward(g) ? hopper::plan_half_backward(g, device) : plan_portable_backward(g, device);
@@ -89,6 +88,8 @@ const char *launch_hopper_backward(const Gradient &g, const Plan &plan, void *wo
     return hopper_serves_backward(g) ? hopper::launch_half_backward(g, plan, workspace, stream)
                                      : launch_portable_backward(g, plan, workspace, stream);
 }
+
+bool sums_no_bias(const Gradient &) { return false; }
 #endif
 
 constexpr int kRowsAlikeOfPortable = 16;
@@ -104,10 +105,8 @@ struct Backend {
     const char *(*launch)(const Attention &, const Plan &, void *workspace, CUstream_st *);  // null, or why not
     Plan (*plan_backward)(const Gradient &, const Device &);
     const char *(*launch_backward)(const Gradient &, const Plan &, void *workspace, CUstream_st *);
-    // Whether launch_backward computes Gradient::dbias, too. Else a pass of its own does.
-    bool (*sums_bias)(const Gradient &);
-    Plan (*plan_bias)(const Gradient &, const Device &) = nullptr;
-    const char *(*launch_bias)(const Gradient &, const Plan &, void *workspace, CUstream_st *) = nullptr;
+    // Whether launch_backward computes Gradient::dbias, too; null: it always does. Else plan_bias_cuda's pass does.
+    bool (*sums_bias)(const Gradient &) = nullptr;
     // Whether decode.cu takes the call. Null where no kernel reads the tables of sequences.h, or is general (scores.h).
     bool (*takes_decode)(const Attention &, const Device &) = nullptr;
     // Whether the kernels of a general call skip tiles that a mask hides (ranges.h). Null: none does.
@@ -119,22 +118,19 @@ struct Backend {
 const std::vector<Backend> &backends() {
     static const auto serves_all = [](const Tensor &) { return std::string(); };
     static const auto always = [](const Attention &, const Device &) { return true; };
-    static const auto sums_bias = [](const Gradient &) { return true; };
-    static const auto sums_no_bias = [](const Gradient &) { return false; };
     static const std::vector<Backend> list = {
 #ifdef WITH_CUDA
         {"hopper", at::kCUDA, refusal_of_hopper, has_aligned_rows, hopper_reads_pages, plan_hopper, launch_hopper,
-         plan_hopper_backward, launch_hopper_backward, hopper_sums_bias, plan_bias_cuda, launch_bias_cuda,
-         hopper_takes_decode, hopper_skips_tiles, 64},  // rows of a warpgroup
+         plan_hopper_backward, launch_hopper_backward, hopper_sums_bias, hopper_takes_decode, hopper_skips_tiles,
+         64},  // rows of a warpgroup
         {"portable", at::kCUDA, serves_all, has_contiguous_rows, portable::takes_decode, plan_portable, launch_portable,
-         plan_portable_backward, launch_portable_backward, sums_no_bias, plan_bias_cuda, launch_bias_cuda,
-         portable::takes_decode, nullptr, kRowsAlikeOfPortable},  // rows of a warp
+         plan_portable_backward, launch_portable_backward, sums_no_bias, portable::takes_decode, nullptr,
+         kRowsAlikeOfPortable},  // rows of a warp
         {"paper", at::kCUDA, serves_all, has_contiguous_rows, always, plan_paper, launch_paper, plan_paper_backward,
-         launch_paper_backward, sums_no_bias, plan_bias_cuda, launch_bias_cuda, nullptr, nullptr,
-         1},  // a row skips tiles of keys that it doesn't see
+         launch_paper_backward, sums_no_bias, nullptr, nullptr, 1},  // a row skips tiles of keys that it doesn't see
 #endif
         {"cpu", at::kCPU, serves_all, has_contiguous_rows, always, plan_cpu, launch_cpu, plan_cpu_backward,
-         launch_cpu_backward, sums_bias},
+         launch_cpu_backward},
     };
     return list;
 }

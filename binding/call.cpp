@@ -337,6 +337,11 @@ void run_by_sequence(Attention &attention, const Backend &backend, const Tensor 
 void run_by_sequence(Attention &, const Backend &, const Tensor &) {}
 #endif
 
+// q, k, v, or what a backward pass reads besides.
+Tensor readable(const Backend &backend, const Tensor &t) {
+    return t.numel() == 0 || backend.reads(t) ? t : aligned_copy(t);
+}
+
 // Whether the backend reads k and v page by page, in each part. Else gather() copies them first.
 bool reads_pages(const Arguments &a, const Backend &backend, const Tensor &block_table) {
     if (has_two_parts(a) && !a.sees_prefix && !reads_pages(second_part_of(a), backend, block_table)) return false;
@@ -361,14 +366,13 @@ Results run(const Arguments &a, Returns returns, const Tensor *out, Results resu
     check_data(a, out);
 
     // What is copied here lives until the launch is queued; the allocator keeps the order of the stream.
-    const auto readable = [&](const Tensor &t) { return t.numel() == 0 || backend->reads(t) ? t : aligned_copy(t); };
     Tensor block_table = int32_of(a.block_table), k = a.k, v = a.v;
     if (a.block_table && !reads_pages(a, *backend, block_table)) {
         k = gather(k, block_table), v = gather(v, block_table);
         block_table = Tensor();
     }
-    const Tensor q = readable(a.q);
-    k = readable(k), v = readable(v);
+    const Tensor q = readable(*backend, a.q);
+    k = readable(*backend, k), v = readable(*backend, v);
     const auto compute = [&](const Arguments &part, Returns returns, const Results &before, const Results &results) {
         Attention attention = describe(part, returns, q, k, v, block_table);
         choose_tables(attention, part, *backend);
@@ -410,13 +414,6 @@ namespace {
 // What the backward passes of a call read. As in run(), what is copied here lives until the launch is queued.
 struct BackwardInputs {
     Tensor q, k, v, do_, o, lse, dlse;
-    BackwardInputs(const Arguments &a, const Backend &backend, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                   const MaybeTensor &dlse) {
-        const auto readable = [&](const Tensor &t) { return backend.reads(t) ? t : aligned_copy(t); };
-        q = readable(a.q), k = readable(a.k), v = readable(a.v);
-        this->do_ = readable(do_.to(q.scalar_type())), this->o = readable(o.to(q.scalar_type()));
-        this->lse = lse.contiguous(), this->dlse = dlse ? dlse->contiguous() : Tensor();
-    }
 };
 
 // Where the kernels write the gradient of a bias, in its shape or a broadcast one.
@@ -428,10 +425,10 @@ void set_dbias(Gradient &g, const Tensor &dbias) {
 }
 
 // The gradients of one part of a call. dbias may be undefined.
-void differentiate_part(const Arguments &a, const Arguments &part, const Backend &backend, const BackwardInputs &in,
-                        const Gradients &results, const Tensor &dbias) {
-    Gradient g{describe(part, Returns::o, in.q, in.k, in.v, {})};
-    choose_tables(g.a, part, backend, /*backward=*/true);
+void differentiate_part(const Arguments &a, const Backend &backend, const BackwardInputs &in, const Gradients &results,
+                        const Tensor &dbias) {
+    Gradient g{describe(a, Returns::o, in.q, in.k, in.v, {})};
+    choose_tables(g.a, a, backend, /*backward=*/true);
     g.o = in.o.const_data_ptr(), g.o_stride = strides_of(in.o);
     g.do_ = in.do_.const_data_ptr(), g.do_stride = strides_of(in.do_);
     g.lse = floats_of(in.lse), g.dlse = floats_of(in.dlse);
@@ -442,22 +439,17 @@ void differentiate_part(const Arguments &a, const Arguments &part, const Backend
     g.dq = dq.mutable_data_ptr(), g.dq_stride = strides_of(dq);
     g.dk = dk.mutable_data_ptr(), g.dk_stride = strides_of(dk);
     g.dv = dv.mutable_data_ptr(), g.dv_stride = strides_of(dv);
-    const bool has_bias_pass = dbias.defined() && !backend.sums_bias(g);
+    const bool has_bias_pass = dbias.defined() && backend.sums_bias && !backend.sums_bias(g);
     if (dbias.defined() && !has_bias_pass) set_dbias(g, dbias);
-    const auto ints = set_int32s(part, g.a);
+    const auto ints = set_int32s(a, g.a);
     c10::DataPtr tables = make_tables(g.a, /*backward=*/true, in.q);
     plan_and_launch(g, backend.plan_backward, backend.launch_backward, in.q);
+#ifdef WITH_CUDA
     if (!has_bias_pass) return;
     set_dbias(g, dbias);
     if (!g.a.is_general) g.a.is_general = true, tables = make_tables(g.a, /*backward=*/true, in.q);  // as its kernel is
-    plan_and_launch(g, backend.plan_bias, backend.launch_bias, in.q);
-}
-
-void check_backward_memory(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
-                           const MaybeTensor &dlse) {
-    check_inputs(a);
-    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}}) check_memory(*t, name);
-    if (dlse) check_memory(*dlse, "dlse");
+    plan_and_launch(g, plan_bias_cuda, launch_bias_cuda, in.q);
+#endif
 }
 
 void check_bias_gradient(const Arguments &a) {
@@ -507,14 +499,18 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
         if (dbias) dbias->zero_();
         return results;
     }
-    check_backward_memory(a, do_, o, lse, dlse);
-    const BackwardInputs inputs(a, *backend, do_, o, lse, dlse);
-    if (!has_two_parts(a)) return differentiate_part(a, a, *backend, inputs, results, of_bias), results;
+    check_inputs(a);
+    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}, {&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}})
+        check_memory(*t, name);
+    const auto of_q = [&](const Tensor &t) { return readable(*backend, t.to(q.scalar_type())); };
+    const BackwardInputs inputs = {
+        of_q(q), of_q(k), of_q(v), of_q(do_), of_q(o), lse.contiguous(), dlse ? dlse->contiguous() : Tensor()};
+    if (!has_two_parts(a)) return differentiate_part(a, *backend, inputs, results, of_bias), results;
     const Gradients window = dq.scalar_type() == at::kFloat ? results : allocate(at::kFloat);
     const Gradients prefix = allocate(at::kFloat);
     const Tensor bias_of_window = allocate_bias(at::kFloat), bias_of_prefix = allocate_bias(at::kFloat);
-    differentiate_part(a, a, *backend, inputs, window, bias_of_window);
-    differentiate_part(a, second_part_of(a), *backend, inputs, prefix, bias_of_prefix);
+    differentiate_part(a, *backend, inputs, window, bias_of_window);
+    differentiate_part(second_part_of(a), *backend, inputs, prefix, bias_of_prefix);
     at::add_out(dq, std::get<0>(window), std::get<0>(prefix));
     at::add_out(dk, std::get<1>(window), std::get<1>(prefix));
     at::add_out(dv, std::get<2>(window), std::get<2>(prefix));

@@ -50,6 +50,34 @@ inline void check_like_q(const Tensor &q, const Tensor &t, const char *name, at:
                       name_of(t.scalar_type()));
 }
 
+// The same for a tensor of o's shape, (B, Hq, Nq, d_v), and for one number of each of its rows.
+inline void check_like_o(const Arguments &a, const Tensor &t, const char *name, at::ScalarType dtype) {
+    check_like_q(a.q, t, name, dtype);
+    const auto q = a.q.sym_sizes();
+    const std::array<SymInt, 4> shape = {q[0], q[1], q[2], a.v.sym_size(3)};
+    TORCH_CHECK_VALUE(has_shape(t, shape), name, " must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape),
+                      ", but has shape ", t.sym_sizes());
+}
+inline void check_of_rows(const Arguments &a, const Tensor &t, const char *name) {
+    check_like_q(a.q, t, name, at::kFloat);
+    const auto shape = a.q.sym_sizes().slice(0, 3);
+    TORCH_CHECK_VALUE(has_shape(t, shape), name, " must have shape (B, Hq, Nq) = ", shape, ", but has shape ",
+                      t.sym_sizes());
+}
+
+// Of a batch, in pages or not.
+inline SymInt number_of_keys(const Arguments &a) {
+    return a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2);
+}
+
+// Whether a shape broadcasts to `pairs`, (B, Hq, Nq, Nk). fits(n, all): n is 1 or all.
+template <class Fits>
+bool broadcasts(c10::SymIntArrayRef shape, const std::array<SymInt, 4> &pairs, const Fits &fits) {
+    bool all_fit = shape.size() <= 4;
+    for (size_t i = 0; i < shape.size() && all_fit; ++i) all_fit = fits(shape[i], pairs[4 - shape.size() + i]);
+    return all_fit;
+}
+
 // What the shapes of q and k betray, for an error: heads and tokens in each other's place.
 inline const char *hint_at_layout(const Arguments &a) {
     const SymInt Hkv = a.k.sym_size(2);
@@ -185,14 +213,11 @@ inline void check_pairs(const Arguments &a, const MaybeTensor &t, const char *na
                       may_be_bool ? "bool (True: visible), float32 or q's " : "float32 or q's ", name_of(of_q),
                       " (added to scores), but is ", name_of(dtype));
     check_like_q(a.q, *t, name, dtype);
-    const SymInt Nk = a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2);
-    const std::array<SymInt, 4> pairs = {a.q.sym_size(0), a.q.sym_size(1), a.q.sym_size(2), Nk};
-    const auto shape = t->sym_sizes();
-    bool fits = shape.size() <= 4;
-    for (size_t i = 0; i < shape.size() && fits; ++i)
-        fits = holds(shape[i].sym_eq(1) | shape[i].sym_eq(pairs[4 - shape.size() + i]));
-    TORCH_CHECK_VALUE(fits, name, " must broadcast to (B, Hq, Nq, Nk) = ", c10::SymIntArrayRef(pairs),
-                      ", but has shape ", shape);
+    const std::array<SymInt, 4> pairs = {a.q.sym_size(0), a.q.sym_size(1), a.q.sym_size(2), number_of_keys(a)};
+    const auto fits = [](const SymInt &n, const SymInt &all) { return holds(n.sym_eq(1) | n.sym_eq(all)); };
+    TORCH_CHECK_VALUE(broadcasts(t->sym_sizes(), pairs, fits), name,
+                      " must broadcast to (B, Hq, Nq, Nk) = ", c10::SymIntArrayRef(pairs), ", but has shape ",
+                      t->sym_sizes());
 }
 
 // What is added to scores, if anything.
@@ -227,12 +252,6 @@ inline void check_options(const Arguments &a) {
                       "attn_mask must be bool with a bias, but is ", name_of(a.attn_mask->scalar_type()));
 }
 
-// o's, (B, Hq, Nq, d_v).
-inline std::array<SymInt, 4> shape_of_o(const Arguments &a) {
-    const auto q = a.q.sym_sizes();
-    return {q[0], q[1], q[2], a.v.sym_size(3)};
-}
-
 inline void check_sinks(const Arguments &a) {
     if (!a.sinks) return;
     const auto dtype = a.sinks->scalar_type();
@@ -244,27 +263,15 @@ inline void check_sinks(const Arguments &a) {
 
 inline void check_state(const Arguments &a) {
     check_sinks(a);
-    const Tensor &q = a.q;
     const bool any = a.o || a.l || a.m, all = a.o && a.l && a.m;
     TORCH_CHECK_VALUE(any == all, "state must be (o, l, m), all three, but some are missing");
     if (!any) return;
-    check_like_q(q, *a.o, "state's o", at::kFloat);
-    TORCH_CHECK_VALUE(has_shape(*a.o, shape_of_o(a)),
-                      "state's o must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape_of_o(a)),
-                      ", but has shape ", a.o->sym_sizes());
-    for (const auto &[t, name] : {std::pair{&*a.l, "state's l"}, {&*a.m, "state's m"}}) {
-        check_like_q(q, *t, name, at::kFloat);
-        TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes().slice(0, 3)), name,
-                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
-                          t->sym_sizes());
-    }
+    check_like_o(a, *a.o, "state's o", at::kFloat);
+    check_of_rows(a, *a.l, "state's l"), check_of_rows(a, *a.m, "state's m");
 }
 
 inline void check_out(const Arguments &a, const Tensor &out) {
-    check_like_q(a.q, out, "out", a.q.scalar_type());
-    TORCH_CHECK_VALUE(has_shape(out, shape_of_o(a)),
-                      "out must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape_of_o(a)), ", but has shape ",
-                      out.sym_sizes());
+    check_like_o(a, out, "out", a.q.scalar_type());
     const auto size = out.sym_sizes(), stride = out.sym_strides();
     bool is_own = may_hold(size[3].sym_eq(1) | stride[3].sym_eq(1));
     for (int i = 0; i < 3; ++i) is_own = is_own && may_hold(size[i].sym_le(1) | stride[i].sym_ne(0));
@@ -274,20 +281,11 @@ inline void check_out(const Arguments &a, const Tensor &out) {
 // The arguments that backward has and forward has not.
 inline void check_gradients(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
                             const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype) {
-    const Tensor &q = a.q;
-    const auto dtype = q.scalar_type();
-    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}}) {
-        check_like_q(q, *t, name, t->scalar_type() == at::kFloat ? at::kFloat : dtype);
-        TORCH_CHECK_VALUE(has_shape(*t, shape_of_o(a)), name,
-                          " must have shape (B, Hq, Nq, d_v) = ", c10::SymIntArrayRef(shape_of_o(a)),
-                          ", but has shape ", t->sym_sizes());
-    }
-    for (const auto &[t, name] : {std::pair{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}}) {
-        check_like_q(q, *t, name, at::kFloat);
-        TORCH_CHECK_VALUE(has_shape(*t, q.sym_sizes().slice(0, 3)), name,
-                          " must have shape (B, Hq, Nq) = ", q.sym_sizes().slice(0, 3), ", but has shape ",
-                          t->sym_sizes());
-    }
+    const auto dtype = a.q.scalar_type();
+    for (const auto &[t, name] : {std::pair{&do_, "do"}, {&o, "o"}})
+        check_like_o(a, *t, name, t->scalar_type() == at::kFloat ? at::kFloat : dtype);
+    check_of_rows(a, lse, "lse");
+    if (dlse) check_of_rows(a, *dlse, "dlse");
     TORCH_CHECK_VALUE(!out_dtype || *out_dtype == at::kFloat || *out_dtype == dtype,
                       "out_dtype must be float32 or q's ", name_of(dtype), ", but was ",
                       name_of(out_dtype.value_or(dtype)));
@@ -355,8 +353,7 @@ inline void check_values(const MaybeTensor &cu_seqlens, const SymInt &total, con
 inline void check_inputs(const Arguments &a) {
     for_each_tensor(a, check_memory);
     check_values(a.cu_seqlens_q, a.q.sym_size(2), "cu_seqlens_q");
-    check_values(a.cu_seqlens_k, a.block_table ? a.block_table->sym_size(1) * a.k.sym_size(2) : a.k.sym_size(2),
-                 "cu_seqlens_k");
+    check_values(a.cu_seqlens_k, number_of_keys(a), "cu_seqlens_k");
     for (const auto &[t, name] : {std::pair{&a.prefix_k, "prefix_k"}, {&a.seqused_k, "seqused_k"}}) {
         if (!*t || !(*t)->is_cpu() || (*t)->numel() == 0) continue;
         const int64_t least = (*t)->to(at::kLong).min().item<int64_t>();

@@ -20,7 +20,7 @@ const char *tables_of(const Attention &a) {
 
 // Why each backend but `taken` isn't taken, by name. `plan_of` gives a backend's plan of the call.
 template <class PlanOf>
-Reasons why_not_others(const Arguments &a, const Backend &taken, const PlanOf &plan_of) {
+Reasons why_not_others(const Arguments &a, const Backend &taken, const Plan &taken_plan, const PlanOf &plan_of) {
     const Tensor &q = a.q;
     Reasons others;
 #ifndef WITH_CUDA
@@ -40,7 +40,7 @@ Reasons why_not_others(const Arguments &a, const Backend &taken, const PlanOf &p
             if (q.numel() == 0) return "there is nothing to compute";
             const Plan plan = plan_of(other);
             if (plan.error) return c10::str("this build has no code for q's GPU: ", plan.error);
-            const Plan taken_plan = plan_of(taken);  // names of kernels differ as pointers, not always as text
+            // Names of kernels differ as pointers, not always as text.
             if (plan.kernel == taken_plan.kernel && plan.tile == taken_plan.tile && plan.grid == taken_plan.grid)
                 return "runs the same kernel as " + taken.name;
             return is_slower ? "is slower than " + taken.name : c10::str("backend=\"", a.backend, "\" was given");
@@ -107,7 +107,7 @@ Explanation explain(const Arguments &a, Returns returns, const Tensor *out, bool
         found.prefix_kernel = prefix.kernel;
         found.plan.workspace = std::max(found.plan.workspace, prefix.workspace);
     }
-    found.others = why_not_others(a, *taken, plan_of);
+    found.others = why_not_others(a, *taken, found.plan, plan_of);
     return found;
 }
 

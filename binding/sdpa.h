@@ -217,15 +217,14 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_cuda_backward(
 
 #ifdef WITH_CUDA
 // Whether PyTorch would give a call with a mask to cuDNN's kernel, its first choice for half types on Hopper.
-inline bool takes_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_mask, double dropout_p,
-                        bool is_causal, std::optional<double> scale, bool enable_gqa) {
-    const auto type = q.scalar_type();
-    const bool may = q.is_cuda() && k.is_cuda() && v.is_cuda() && attn_mask.is_cuda() && !is_causal &&
-                     (type == at::kHalf || type == at::kBFloat16) && k.scalar_type() == type &&
-                     v.scalar_type() == type && q.dim() == 4 && k.dim() == 4 && v.dim() == 4 &&
-                     at::globalContext().userEnabledCuDNNSDP();
+inline bool takes_cudnn(const Call &c) {
+    const auto type = c.q.scalar_type();
+    bool may = c.attn_mask && c.attn_mask->is_cuda() && !c.is_causal && (type == at::kHalf || type == at::kBFloat16) &&
+               at::globalContext().userEnabledCuDNNSDP();
+    for (const Tensor *t : {&c.q, &c.k, &c.v}) may = may && t->is_cuda() && t->scalar_type() == type && t->dim() == 4;
     if (!may) return false;
-    const auto choice = at::cuda::_fused_sdp_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+    const auto choice =
+        at::cuda::_fused_sdp_choice(c.q, c.k, c.v, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa);
     return choice == (int64_t)at::SDPBackend::cudnn_attention;
 }
 
@@ -250,11 +249,11 @@ inline Tensor padded_bias(Tensor bias, const Tensor &q, const Tensor &k) {
 // A call that takes_cudnn, computed by PyTorch's other kernels. In cuDNN's a row that a bool mask hides gets the
 // softmax over all keys, since PyTorch writes -65504 for False there (torch 2.11). A float32 mask of half types gives
 // NaN.
-inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &attn_mask,
-                            double dropout_p, std::optional<double> scale, bool enable_gqa) {
-    const bool is_bool = attn_mask.scalar_type() == at::kBool;
+inline Tensor without_cudnn(const Call &c) {
+    const auto &[q, k, v] = std::tie(c.q, c.k, c.v);
+    const bool is_bool = c.attn_mask->scalar_type() == at::kBool;
     const Tensor bias =
-        is_bool ? at::where(attn_mask.logical_not(), -INFINITY, at::scalar_tensor(0., q.options())) : attn_mask;
+        is_bool ? at::where(c.attn_mask->logical_not(), -INFINITY, at::scalar_tensor(0., q.options())) : *c.attn_mask;
     // Under torch.vmap, in which there may be torch.func.grad, PyTorch's rule for the other kernel expects a mask with
     // the batch of q.
     constexpr c10::DispatchKeySet kWrapped{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
@@ -262,7 +261,7 @@ inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
     // Separate steps add a float32 mask as it is. Rounded to a half type, a bias of large numbers would be another one.
     if (bias.scalar_type() != q.scalar_type() || is_wrapped || !at::globalContext().userEnabledMemEfficientSDP())
         return std::get<0>(
-            at::_scaled_dot_product_attention_math(q, k, v, bias, dropout_p, false, {}, scale, enable_gqa));
+            at::_scaled_dot_product_attention_math(q, k, v, bias, c.dropout_p, false, {}, c.scale, c.enable_gqa));
     const auto repeated = [&](const Tensor &t) {  // the kernel has no grouped heads
         const SymInt Hq = q.sym_size(1), Hkv = t.sym_size(1);
         return with_aligned_rows(Hq == Hkv ? t : t.repeat_interleave_symint(Hq / Hkv, 1));
@@ -270,7 +269,7 @@ inline Tensor without_cudnn(const Tensor &q, const Tensor &k, const Tensor &v, c
     const bool wants_grad = q.requires_grad() || k.requires_grad() || v.requires_grad() || bias.requires_grad();
     return std::get<0>(at::_scaled_dot_product_efficient_attention(
         with_aligned_rows(q), repeated(k), repeated(v), padded_bias(bias, q, k),
-        wants_grad && at::GradMode::is_enabled(), dropout_p, false, scale));
+        wants_grad && at::GradMode::is_enabled(), c.dropout_p, false, c.scale));
 }
 #endif
 
@@ -305,39 +304,40 @@ inline Tensor attention(const Tensor &q, const Tensor &k, const Tensor &v, const
         return o;
     }
 #ifdef WITH_CUDA
-    if (attn_mask && takes_cudnn(q, k, v, *attn_mask, dropout_p, is_causal, scale, enable_gqa))
-        return without_cudnn(q, k, v, *attn_mask, dropout_p, scale, enable_gqa);
+    if (takes_cudnn(call)) return without_cudnn(call);
 #endif
     return at::native::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
 // A call that minimal_attn.scaled_dot_product_attention passes on. Autocast has not cast the arguments yet.
-inline Tensor by_pytorch(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
-                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+inline Tensor by_pytorch(const Call &c) {
 #ifdef WITH_CUDA
-    if (attn_mask && q.is_cuda()) {
+    if (c.attn_mask && c.q.is_cuda()) {
         const bool casts = at::autocast::is_autocast_enabled(at::kCUDA);  // before the guard, which turns it off
         const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
         const auto cast = [&](const Tensor &t) {
             const auto type = at::autocast::get_autocast_dtype(at::kCUDA);
             return casts ? at::autocast::cached_cast(type, t, at::kCUDA) : t;
         };
-        const Tensor q_ = cast(q), k_ = cast(k), v_ = cast(v), attn_mask_ = cast(*attn_mask);
-        if (takes_cudnn(q_, k_, v_, attn_mask_, dropout_p, is_causal, scale, enable_gqa))
-            return without_cudnn(q_, k_, v_, attn_mask_, dropout_p, scale, enable_gqa);
+        const Tensor q = cast(c.q), k = cast(c.k), v = cast(c.v);
+        const MaybeTensor mask = cast(*c.attn_mask);
+        const Call as_cast{q, k, v, mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa};
+        if (takes_cudnn(as_cast)) return without_cudnn(as_cast);
     }
 #endif
-    return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+    return at::scaled_dot_product_attention(c.q, c.k, c.v, c.attn_mask, c.dropout_p, c.is_causal, c.scale,
+                                            c.enable_gqa);
 }
 
 // minimal_attn.scaled_dot_product_attention, the operator.
 inline Tensor function(const Tensor &q, const Tensor &k, const Tensor &v, const MaybeTensor &attn_mask,
                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa, bool strict) {
     Tensor o;
-    const Outcome outcome = attend({q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa}, o);
+    const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
+    const Outcome outcome = attend(call, o);
     if (outcome == served) return o;
     if (strict) tell(outcome, strict, /*stacklevel=*/3);
-    o = by_pytorch(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+    o = by_pytorch(call);
     tell(outcome, strict, /*stacklevel=*/3);  // not before, since PyTorch may refuse the arguments
     return o;
 }

@@ -97,12 +97,11 @@ struct Call {
     double dropout_p;
     bool is_causal;
     std::optional<double> scale;
-    bool enable_gqa = true;                // operators don't ask
-    bool may_look = true;                  // at attn_mask's numbers
-    MaybeTensor key_ranges{};              // of attn_mask: outcome_of looks
-    MaybeTensor pairs{};                   // attn_mask, if it gives no key_ranges
-    MaybeTensor seed{};                    // of dropout; without it a call with dropout isn't served
-    bool forward_takes_mask = q.is_cpu();  // serve() sets it. PyTorch's operators have masks served on a CPU alone
+    bool enable_gqa = true;    // operators don't ask
+    bool may_look = true;      // at attn_mask's numbers
+    MaybeTensor key_ranges{};  // of attn_mask: outcome_of looks
+    MaybeTensor pairs{};       // attn_mask, if it gives no key_ranges
+    MaybeTensor seed{};        // of dropout; without it a call with dropout isn't served
 };
 
 // Autograd passes an undefined mask.
@@ -148,18 +147,17 @@ inline MaybeTensor ranges_of_mask(const Call &c) {
 // Whether forward takes attn_mask as it is.
 inline bool is_mask_of_pairs(const Call &c) {
     const auto type = c.attn_mask->scalar_type();
-    const auto shape = c.attn_mask->sym_sizes();
+    const bool has_type = type == at::kBool || type == at::kFloat || type == c.q.scalar_type();
     const std::array<SymInt, 4> pairs = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
-    bool fits = (type == at::kBool || type == at::kFloat || type == c.q.scalar_type()) && shape.size() >= 2 &&
-                shape.size() <= 4;
-    for (size_t i = 0; i < shape.size() && fits; ++i)
-        fits = is(shape[i], 1) || !differ(shape[i], pairs[4 - shape.size() + i]);
-    return fits;
+    const auto fits = [](const SymInt &n, const SymInt &all) { return is(n, 1) || !differ(n, all); };
+    return has_type && c.attn_mask->dim() >= 2 && broadcasts(c.attn_mask->sym_sizes(), pairs, fits);
 }
 
-// Of (B, H, N, d). On a CPU a mask's contents decide. On a GPU looking would synchronise, and kernels look.
-inline Outcome outcome_of(Call &c) {
-    if (has_mask(c) && (c.is_causal || c.attn_mask->device() != c.q.device() || !c.forward_takes_mask)) return mask;
+// Of (B, H, N, d). On a CPU a mask's contents decide. On a GPU looking would synchronise, and kernels look; there
+// PyTorch's operators have no masks served, but minimal_attn::forward has.
+inline Outcome outcome_of(Call &c, bool by_forward = false) {
+    const bool takes_mask = by_forward || c.q.is_cpu();
+    if (has_mask(c) && (c.is_causal || c.attn_mask->device() != c.q.device() || !takes_mask)) return mask;
     if (c.dropout_p != 0 && !(c.seed && c.dropout_p > 0 && c.dropout_p <= 1)) return dropout;
     const auto type = c.q.scalar_type();
     if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return dtype;
@@ -304,7 +302,7 @@ inline bool takes_pairs(const Call &c) {
 // without a mask and with d up to 128 (docs/dropout.md).
 inline bool serves_dropout(const Call &c) {
     if (c.dropout_p == 0) return false;
-    const bool is_wide = TORCH_GUARD_OR_FALSE(c.q.sym_size(-1).sym_gt(128));
+    const bool is_wide = TORCH_GUARD_OR_FALSE(c.q.sym_size(-1).sym_gt(128) | c.v.sym_size(-1).sym_gt(128));
     return c.q.is_cpu() || ((is_wide || has_mask(c)) && takes_pairs(c));
 }
 
@@ -332,9 +330,8 @@ Outcome serve(const Call &c, const Use &use, bool draws_seed = false) {
         if (!(of_views = mask_of(c, *views))) return mask;
     }
     Call call{views->q, views->k, views->v, of_views, c.dropout_p, c.is_causal, c.scale, c.enable_gqa, may_look};
-    call.forward_takes_mask = true;
     if (serves_dropout(c)) call.seed = at::empty({1}, c.q.options().dtype(at::kLong));
-    if (const Outcome outcome = outcome_of(call)) return outcome;
+    if (const Outcome outcome = outcome_of(call, /*by_forward=*/true)) return outcome;
     if (wants_grad && at::GradMode::is_enabled() && !has_fast_backward(wider(call))) return slow_gradients;
     if (call.seed && draws_seed) call.seed = at::randint_like(*call.seed, int64_t(1) << 62);  // PyTorch's generator
     with_arguments(call, Aligned::first, [&](const Arguments &a) { use(a, views->shape); });

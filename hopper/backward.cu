@@ -18,9 +18,7 @@ bool serves_backward(const Gradient &g) {
     return g.a.dtype != Dtype::float32 && (most_columns(g.a) > 128 || g.a.Nq > 64);
 }
 
-bool sums_bias(const Gradient &g) {
-    return serves_backward(g) && most_columns(g.a) <= 128 && dS_bytes(g.a) <= kMostBytesOfdS;
-}
+bool sums_bias(const Gradient &g) { return most_columns(g.a) <= 128 && dS_bytes(g.a) <= kMostBytesOfdS; }
 
 Plan plan_half_backward(const Gradient &g, const Device &device) {
     Plan plan = most_columns(g.a) <= 128 ? plan_fused(g, device) : plan_dK_dV(g, device);

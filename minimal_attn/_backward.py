@@ -14,42 +14,41 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
 
-def has_fast_backward(q: Tensor) -> bool:
-    """Whether gradients of tensors like q have a fast kernel. If not, drop-ins leave them to PyTorch."""
-    return q.device.type == "cpu" or _has_fast_backward(q.device, q.dtype, q.shape[-1] > 256)
+def has_fast_backward(q: Tensor, v: Tensor) -> bool:
+    """Whether gradients of tensors like q and v have a fast kernel. Else drop-ins leave them to PyTorch."""
+    sizes = (512,) if _widest(q, v) > 256 else (64, 128, 256)
+    return q.device.type == "cpu" or _holds("has_fast_backward", q.device, q.dtype, sizes)
 
 
-def _has_fast_backward(device: torch.device, dtype: torch.dtype, is_wide: bool) -> bool:
-    if (device, dtype, is_wide) not in _known:
-        sizes = (512,) if is_wide else (64, 128, 256)
-        tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in sizes)
-        _known[device, dtype, is_wide] = all(map(_C.has_fast_backward, tensors))
-    return _known[device, dtype, is_wide]
+def has_fast_pairs(q: Tensor, v: Tensor) -> bool:
+    """Whether masks and biases are as fast as PyTorch's for q and v. If not, drop-ins pass them on."""
+    is_wide = _widest(q, v) > 256
+    return q.device.type == "cpu" or (not is_wide and _holds("has_fast_pairs", q.device, q.dtype, (64,)))
 
 
-def has_fast_pairs(q: Tensor) -> bool:
-    """Whether masks and biases are as fast as PyTorch's for tensors like q. If not, drop-ins pass them on."""
-    return q.device.type == "cpu" or (q.shape[-1] <= 256 and _has_fast_pairs(q.device, q.dtype))
-
-
-def has_fast_bias_gradient(q: Tensor, k: Tensor) -> bool:
+def has_fast_bias_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether, if has_fast_pairs, a bias's gradient needs no pass of its own (hopper: sums_bias)."""
-    fits = q.shape[-1] <= 128 and q.shape[2] > 64 and q.numel() // q.shape[-1] * k.shape[2] <= 1 << 31
+    rows = q.shape[0] * q.shape[1] * k.shape[2]
+    fits = _widest(q, v) <= 128 and q.shape[2] > 64 and rows * ((q.shape[2] + 7) // 8 * 16) <= 4 << 30
     return q.device.type == "cpu" or fits
 
 
-def _has_fast_pairs(device: torch.device, dtype: torch.dtype) -> bool:
-    if (device, dtype) not in _known_of_pairs:
-        like = torch.empty(1, 1, 8, 64, device=device, dtype=dtype)
-        _known_of_pairs[device, dtype] = _C.has_fast_pairs(like)
-    return _known_of_pairs[device, dtype]
+def _widest(q, v):
+    return max(q.shape[-1], v.shape[-1])
 
 
-_known: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
-_known_of_pairs: dict[tuple[torch.device, torch.dtype], bool] = {}
+def _holds(question: str, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
+    """What _C's function of this name answers, for tensors of all these head dimensions."""
+    key = question, device, dtype, sizes
+    if key not in _known:
+        tensors = (torch.empty(1, 1, 8, d, device=device, dtype=dtype) for d in sizes)
+        _known[key] = all(map(getattr(_C, question), tensors))
+    return _known[key]
+
+
+_known: dict[tuple, bool] = {}
 # What torch.compiler.assume_constant_result does, which imports the compiler in a second.
-_has_fast_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_has_fast_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_holds._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backward(

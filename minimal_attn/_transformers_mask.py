@@ -105,6 +105,16 @@ class Mask:
         self.tensors = {}  # by dtype and options
         self.packings = []  # (arguments of packed or by_positions, the Mask that they made)
 
+    @property
+    def is_packed(self):
+        """Whether each query has a range of keys of its own."""
+        return self.documents is not None or "key_ranges" in self.bounds
+
+    @property
+    def is_moved(self):
+        """Whether the bounds count keys in other places than the tensor."""
+        return self.is_packed or self.order is not None
+
     def tensor(self, dtype=torch.bool):
         """The mask as transformers has it, made once: bool for its sdpa function, else to add to scores.
 

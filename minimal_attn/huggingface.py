@@ -143,7 +143,7 @@ def attention(
     options = {name: x for name, x in options.items() if x is not None}
     mask = _in_documents(module, attention_mask, q, k, causal, options)
     mask = _of_indices(mask, q, k, options)
-    mask = _as_tensor(mask, q, k, options)
+    mask = _as_tensor(mask, q, k, v, options)
     why = _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options)
     _count(why or "served")
     if why:
@@ -248,18 +248,17 @@ def _of_indices(mask, q, k, options):
     return _both(mask, seen[:, None, :, :-1])
 
 
-def _as_tensor(mask, q, k, options):
+def _as_tensor(mask, q, k, v, options):
     """A Mask's tensor if the kernels take that but not its bounds, else the mask.
 
     Bounds may count keys in another order, or those of all rows. A position_bias has them in their places.
     """
-    if not isinstance(mask, Mask) or not has_fast_pairs(q):
+    if not isinstance(mask, Mask) or not has_fast_pairs(q, v):
         return mask
-    is_moved = mask.documents or mask.order is not None or "key_ranges" in mask.bounds
-    if not (mask.why or (is_moved and "position_bias" in options)):
+    if not (mask.why or (mask.is_moved and "position_bias" in options)):
         return mask
     tensor = mask.full_tensor()
-    return tensor if _is_served(q, k, tensor) else mask
+    return tensor if _is_served(q, k, v, tensor) else mask
 
 
 def _both(mask, seen):
@@ -279,24 +278,23 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
     for name in options:
         if name not in _HARMLESS and name not in ("softcap", "position_bias"):
             return f"argument {name}"
-    is_packed = isinstance(mask, Mask) and (mask.documents or "key_ranges" in mask.bounds)
+    is_packed = isinstance(mask, Mask) and mask.is_packed
     wants_grad = any(t is not None and t.requires_grad for t in (q, k, v, s_aux))
     keeps_memory = is_packed or "softcap" in options  # elsewhere they are N x N matrices
-    is_fast = has_fast_backward(q if q.shape[-1] > v.shape[-1] else v)
-    if wants_grad and torch.is_grad_enabled() and not (keeps_memory or _strict or is_fast):
+    if wants_grad and torch.is_grad_enabled() and not (keeps_memory or _strict or has_fast_backward(q, v)):
         return "gradients, which PyTorch's kernels compute faster on this GPU"
     if isinstance(mask, Mask):
         if mask.why:
             return mask.why
         if mask.shape != (q.shape[0], 1, q.shape[2], k.shape[2]):
             return "a mask of another shape"
-    elif mask is not None and not _is_served(q, k, mask):
+    elif mask is not None and not _is_served(q, k, v, mask):
         return "a mask that is a tensor"
     elif mask is None and ("sliding_window" in options or (causal and q.shape[2] != 1)):
         return "no mask in a layer that is causal or has a window"
     if (bias := options.get("position_bias")) is not None:
-        is_moved = is_packed or (isinstance(mask, Mask) and mask.order is not None)  # keys have other places
-        if is_moved or bias.dtype == torch.bool or not _is_served(q, k, bias):
+        is_moved = isinstance(mask, Mask) and mask.is_moved
+        if is_moved or bias.dtype == torch.bool or not _is_served(q, k, v, bias):
             return "argument position_bias"
     if not (scaling is None or isinstance(scaling, (int, float))):
         return "a scale that is a tensor"
@@ -313,17 +311,18 @@ def _why_not(q, k, v, mask, causal, scaling, dropout, s_aux, options):
 
 def _is_dropout_served(q, v, mask):
     """As in binding/serving.h: on a GPU PyTorch's kernels are faster without a mask and with d up to 128."""
-    wide = max(q, v, key=lambda x: x.shape[-1])
-    return has_fast_pairs(wide) and (q.device.type == "cpu" or mask is not None or wide.shape[-1] > 128)
+    is_wide = max(q.shape[-1], v.shape[-1]) > 128
+    return has_fast_pairs(q, v) and (q.device.type == "cpu" or mask is not None or is_wide)
 
 
-def _is_served(q, k, mask):
+def _is_served(q, k, v, mask):
     """Whether the kernels take a mask or bias as it is, and are fast, its gradient included."""
     pairs = (*q.shape[:3], k.shape[2])
     fits = mask.ndim == 4 and all(n in (1, of) for n, of in zip(mask.shape, pairs, strict=True))
     wants_grad = mask.requires_grad and torch.is_grad_enabled()
     has_dtype = mask.dtype in (torch.bool, torch.float32, q.dtype)
-    return fits and has_dtype and has_fast_pairs(q) and (not wants_grad or has_fast_bias_gradient(q, k))
+    is_fast = has_fast_pairs(q, v) and (not wants_grad or has_fast_bias_gradient(q, k, v))
+    return fits and has_dtype and is_fast
 
 
 def _pass_on(module, query, key, value, mask, options):
