@@ -100,16 +100,16 @@ __device__ inline int load_acquire(const int &counter) {
     return x;
 }
 
-// Programmatic dependent launch, from compute capability 9.0 on: a kernel's blocks start while the kernel before ends, and
-// wait here until it has ended and its writes can be read.
+// Programmatic dependent launch, from compute capability 9.0 on: a kernel's blocks start while the kernel before ends,
+// and wait here until it has ended and its writes can be read.
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel's blocks may start once all blocks have called this. If that kernel reads before it waits, this one must
-// wait before.
+// The next kernel's blocks may start once all blocks have called this. If that kernel reads before it waits, this one
+// must wait before.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -165,16 +165,16 @@ constexpr bool is_last(TileList<First, More...>) {
 }
 
 // Allows a kernel's blocks all shared memory that the device has for one, and prefers it to L1. Each host thread tells
-// CUDA only once a device, since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code was
-// compiled for, 90 for 9.0.
+// CUDA only once a device, since that takes 0.6 us. ptx_version becomes the compute capability that the kernel's code
+// was compiled for, 90 for 9.0.
 cudaError_t allow_shared_memory(const void *kernel, int *ptx_version = nullptr);
 template <class... Parameters>
 cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int *ptx_version = nullptr) {
     return allow_shared_memory((const void *)kernel, ptx_version);
 }
 
-// Launches a kernel of which each block calls wait_for_kernel_before. Code for GPUs before 9.0 has no wait, so it doesn't
-// overlap.
+// Launches a kernel of which each block calls wait_for_kernel_before. Code for GPUs before 9.0 has no wait, so it
+// doesn't overlap.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t grid, int threads, int shared_memory,
                                CUstream_st *stream, const Arguments &...arguments) {
@@ -197,8 +197,8 @@ inline const char *why_not(cudaError_t error) {
 
 constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;  // of one launch
 
-// launch(first, grid), which returns an error, for all blocks, at most `most` of them at a time: `grid` blocks from number
-// `first` on.
+// launch(first, grid), which returns an error, for all blocks, at most `most` of them at a time: `grid` blocks from
+// number `first` on.
 template <class Launch>
 cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
     for (int64_t first = 0; first < blocks; first += most) {
@@ -209,9 +209,9 @@ cudaError_t launch_all(int64_t blocks, int64_t most, const Launch &launch) {
 }
 
 // A launch's counters, 0 when its kernel begins. They are the next part of the stream's array, which one memset clears
-// for at least four launches, mostly for hundreds: a memset each takes 1.2 us of host time and ends the overlap with the
-// kernel before. A memset clears the workspace instead in three cases: a graph, since its replays use a part again; no
-// array; many counters.
+// for at least four launches, mostly for hundreds: a memset each takes 1.2 us of host time and ends the overlap with
+// the kernel before. A memset clears the workspace instead in three cases: a graph, since its replays use a part again;
+// no array; many counters.
 struct Zeros {
     void *memory;                 // null for 0 bytes
     struct ZerosOfStream *array;  // the stream's, locked; or null

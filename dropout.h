@@ -41,8 +41,9 @@ MINIMAL_ATTN_HOST_DEVICE inline Words philox_round(Words counter, uint32_t key) 
 }
 constexpr int kDropoutRounds = 7;
 
-// Of one query head. One call of philox gives the numbers of a group: queries i and i + 8, keys j and j + 8, where i and
-// j lack the bit 8. In the fragments of tensor cores one thread has all of a group, whether rows are queries or keys.
+// Of one query head. One call of philox gives the numbers of a group: queries i and i + 8, keys j and j + 8, where i
+// and j lack the bit 8. In the fragments of tensor cores one thread has all of a group, whether rows are queries or
+// keys.
 struct DropoutOfHead {
     uint32_t key, dropped;
     Words origin;
@@ -74,8 +75,8 @@ struct DropoutOfHead {
 };
 
 #ifdef __CUDACC__
-// use(m, n, e, Zij) for a thread's numbers in the accumulators of mma.sync (mma.cuh). It has rows row0 + 8 r and columns
-// column0 + 8 n + 0, 1; the rows are queries, or the columns are. Tiles that begin at multiples of 16 are fast.
+// use(m, n, e, Zij) for a thread's numbers in the accumulators of mma.sync (mma.cuh). It has rows row0 + 8 r and
+// columns column0 + 8 n + 0, 1; the rows are queries, or the columns are. Tiles that begin at multiples of 16 are fast.
 template <bool columns_are_queries, int M, int N, class Use>
 __device__ void for_each_Z(const DropoutOfHead &head, int row0, int column0, const Use &use) {
     if ((row0 | column0 | (column0 + 1)) & 8) {

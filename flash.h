@@ -1,5 +1,5 @@
-// flash.h: the contract. What attention is computed, as one plain struct: binding/call.cpp fills it, the backends compute
-// it. No torch.
+// flash.h: the contract. What attention is computed, as one plain struct: binding/call.cpp fills it, the backends
+// compute it. No torch.
 //
 //     O = softmax(softmax_scale * Q K^T + mask) V,   and the softmax state (l, m) of Algorithm 1
 //
@@ -103,8 +103,8 @@ struct Terms {
     PairStrides mask_stride, bias_stride;
 };
 
-// What a bool mask says of 128 queries and 64 tiles of 128 keys. Bit n is the n-th tile: the mask shows a pair of it, or
-// it hides one.
+// What a bool mask says of 128 queries and 64 tiles of 128 keys, a bit for each tile. In `shown` it is 1 where the mask
+// shows a pair of the tile, in `partial` where it hides one. For backward passes ranges count, too (cut_shown).
 struct ShownTiles {
     uint64_t shown, partial;
 };
@@ -112,7 +112,7 @@ struct ShownTiles {
 // Of a bool mask that heads share, on a GPU (ranges.h): tables in the memory of the others.
 struct MaskTables {
     unsigned char *tiles;  // of each tile of 128 queries x 128 keys: a MaskTile
-    ShownTiles *shown;     // of each 128 queries, or null
+    ShownTiles *shown;     // of each 128 queries words_of_shown, or null
     bool skips_tiles;      // whether the kernel that computes the call reads `shown`
 };
 
@@ -133,9 +133,9 @@ struct Attention {
     Strides q_stride, k_stride, v_stride;
     float softmax_scale;  // of what kernels mask: a product, a tanh (then it is softcap) or a whole score (1): scores.h
 
-    // With a block_table (else null) k and v are (pages, Hkv, page_size, d or d_v). Key j of batch b is row j % page_size of
-    // the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries behind a batch's
-    // last key may be anything. KeyRows, below, finds a row.
+    // With a block_table (else null) k and v are (pages, Hkv, page_size, d or d_v). Key j of batch b is row j %
+    // page_size of the page block_table[b * block_table_stride + j / page_size], clamped to 0..pages - 1. Entries
+    // behind a batch's last key may be anything. KeyRows, below, finds a row.
     const int *block_table;  // on the device of q
     int64_t block_table_stride, pages;
     int page_size;
@@ -177,7 +177,8 @@ struct Attention {
 
     // If given (documents,), only the first prefix_k[n] keys of document n count. Positions don't change.
     const int *prefix_k;
-    // If given (documents,), document n has only its first seqused_k[n] keys, and its last query is at the last of them.
+    // If given (documents,), document n has only its first seqused_k[n] keys, and its last query is at the last of
+    // them.
     const int *seqused_k;
 
     // Whether documents are computed one by one, by the tables of sequences.h, and not by ranges.
@@ -216,16 +217,16 @@ struct Gradient {
     Strides dq_stride, dk_stride, dv_stride;
     bool deterministic;  // the same bits on every run. Without it hopper may add dQ in any order
 
-    // The gradient of a bias (Terms), or null. It is dense, in q's dtype or float32; its strides are 0 where the bias is
-    // broadcast or has one number.
+    // The gradient of a bias (Terms), or null. It is dense, in q's dtype or float32; its strides are 0 where the bias
+    // is broadcast or has one number.
     void *dbias;
     Dtype dbias_dtype;
     PairStrides dbias_stride;
 };
 
 // Whether a row's lse is large: rounding it to float32 changes P too much. So do scores that are rounded otherwise than
-// in the forward pass. Below 16 the error of P is less than 2e-6. With few keys there is hardly another error, so all rows
-// count as large. With softmax_scale 0 no score is rounded, and none is large. docs/numerics.md has more.
+// in the forward pass. Below 16 the error of P is less than 2e-6. With few keys there is hardly another error, so all
+// rows count as large. With softmax_scale 0 no score is rounded, and none is large. docs/numerics.md has more.
 MINIMAL_ATTN_HOST_DEVICE inline bool is_large(const Attention &a, float lse, float bound = 16.f) {
     return fabsf(lse) > (a.Nk <= 8 ? 0.f : bound) && fabsf(lse) < INFINITY && a.softmax_scale != 0.f;
 }
@@ -397,8 +398,8 @@ struct Plan {
     const char *error = nullptr;  // why this device can't run it
 };
 
-// The backends, which binding/backends.h lists. Each computes the whole contract on its device. A launch gets the plan's
-// workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
+// The backends, which binding/backends.h lists. Each computes the whole contract on its device. A launch gets the
+// plan's workspace, at a multiple of 256 bytes, and returns null, or why nothing was launched.
 Plan plan_paper(const Attention &attention, const Device &device);
 const char *launch_paper(const Attention &attention, const Plan &plan, void *workspace, CUstream_st *stream);
 Plan plan_cpu(const Attention &attention, const Device &device);

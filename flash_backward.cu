@@ -1,5 +1,5 @@
-// flash_backward.cu: Algorithm 4 of FlashAttention (arXiv:2205.14135), the backward pass, as it is printed. Read it after
-// flash.cu: comments that begin with a number are the paper's steps.
+// flash_backward.cu: Algorithm 4 of FlashAttention (arXiv:2205.14135), the backward pass, as it is printed. Read it
+// after flash.cu: comments that begin with a number are the paper's steps.
 //
 //     P = exp(S - lse), S = softmax_scale * Q K^T     computed again, a tile of Br queries x Bc keys at a time
 //     dV = P^T dO,  dP = dO V^T,  D = rowsum(dO o O),  dS = P o (dP - D)           o: number by number
@@ -102,8 +102,8 @@ __device__ void for_numbers(int rows, int columns, const Use &use) {
 }
 
 // use(row, column, number) for each number of the product A B, a sum of n terms. A thread computes patches of 4 x 4.
-// Their rows and columns are far apart, so that neighbouring threads read neighbours. Sums of 32 terms are added up: the
-// error of one long sum would be several times as large.
+// Their rows and columns are far apart, so that neighbouring threads read neighbours. Sums of 32 terms are added up:
+// the error of one long sum would be several times as large.
 template <class Sum = float, class Use>
 __device__ void multiply(int rows, int columns, int n, const Matrix &A, const Matrix &B, const Use &use) {
     const int down = (rows + 3) / 4, across = (columns + 3) / 4;
@@ -209,8 +209,8 @@ __device__ void normalize_rows(const Gradient &g, const AnyMask &mask, const Hea
             if (lane == 0 && row < rows) shared.m_i[row] = near_m == -INFINITY ? 0. : near_m;
         });
         __syncthreads();
-        // Again in float64, less the maximum of the float32 scores: the difference is small enough for a float32. Scores
-        // beyond 1e9 need a second subtraction, of what the float64 maximum is more.
+        // Again in float64, less the maximum of the float32 scores: the difference is small enough for a float32.
+        // Scores beyond 1e9 need a second subtraction, of what the float64 maximum is more.
         for (int subtraction = 0; subtraction < 2; ++subtraction) {
             multiply<double>(rows, keys, a.d, shared.Qi, shared.Kj.transposed(), [&](int row, int key, double QK) {
                 const double S = sign * unscaled<T>(a, QK, b, h, i0 + row, j0 + key) - shared.m_i[row];

@@ -7,8 +7,8 @@
 //     cut_shown           `shown`, for backward passes: what `tiles` say of ranges, too; a thread has a word
 //     fill_key_tables     `meeting`, `batches`, `seeing`, for backward passes only; a warp has a tile of keys
 //
-// Uses ranges.h: range_of_row, position_of_query, add_row, keys_met, tile_has_blind_query, hull, intersection; flash.h:
-// band_of; device.h: launch_all, launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
+// Uses ranges.h: range_of_row, position_of_query, add_row, keys_met, tile_has_blind_query, hull, intersection,
+// keys_of_all, has_mask_tables, mask_tiles, shown_tiles, words_of_shown, is_shown; flash.h: band_of; device.h: launch_all, launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
 #include "ranges.h"
 
 #include "device.h"
@@ -34,8 +34,8 @@ __device__ Interval lane_before(Interval x, Interval last) {
     return {__shfl_sync(~0u, from.begin, lane), __shfl_sync(~0u, from.end, lane)};
 }
 
-// A block's tile of 128 x 128 of the mask. A thread reads 16 keys of each 16th query, or, where they don't lie so, a key
-// of each query.
+// A block's tile of 128 x 128 of the mask. A thread reads 16 keys of each 16th query, or, where they don't lie so, a
+// key of each query.
 __global__ void __launch_bounds__(kThreads)
     look_at_mask(const __grid_constant__ Attention a, bool in_sixteens, int64_t first_block) {
     let_next_kernel_start();

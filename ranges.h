@@ -9,11 +9,12 @@
 //     batches    whether all ranges grow, as those of packed documents; whether a query is blind
 //     seeing     of a key, if the ranges grow: the queries that see it
 //     positions  of a query, with ALiBi (scores.h): where it is among the keys
-//     mask_tables   of a bool mask that heads share: which tiles of 128 queries x 128 keys it hides, shows as a whole, or
-//                in part. `rows` begin and end with keys that it shows
+//     mask_tables   of a bool mask that heads share: which tiles of 128 queries x 128 keys it hides, shows as a whole,
+//                or in part. `rows` begin and end with keys that it shows, and no batch counts as growing
 //
 // A tile of queries meets the keys from the first to the last one that any of its queries sees. So these have no gaps,
-// whatever the ranges are: this fixes which blocks add to dQ, and in which order. docs/ranges.md has a drawing.
+// whatever the ranges are: this fixes which blocks add to dQ, and in which order. docs/ranges.md has a drawing. But
+// kernels that skip tiles of a mask meet those that `mask_tables` shows.
 //
 // Ranges has the functions of a band: keys_of_row, keys_of_any, keys_of_all, queries_of_any. A kernel that is compiled
 // for both takes the type as `Mask`; AnyMask is either at run time.
@@ -184,7 +185,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Interval queries_of_any(const Ranges &ranges, in
     return {queries.begin, queries.end < Nq ? queries.end : Nq};
 }
 
-// The mask of general kernels, in which scores change, too (scores.h). MINIMAL_ATTN_KERNELS=plain builds none (setup.py).
+// The mask of general kernels, in which scores change, too (scores.h). MINIMAL_ATTN_KERNELS=plain builds none
+// (setup.py).
 struct General : Ranges {};
 #ifdef MINIMAL_ATTN_PLAIN
 constexpr bool kHasGeneral = false;
@@ -263,8 +265,8 @@ MINIMAL_ATTN_HOST_DEVICE inline Keys first_keys(const Attention &a, int n, Keys 
     return keys;
 }
 
-// The band of query i's document, with these bounds. i and j count from the first token of all. cu_seqlens of any values
-// are safe.
+// The band of query i's document, with these bounds. i and j count from the first token of all. cu_seqlens of any
+// values are safe.
 MINIMAL_ATTN_HOST_DEVICE inline Band band_of_document(const Attention &a, int i, int64_t band_first,
                                                       int64_t band_last) {
     int n = 0;  // the first document that ends behind i
@@ -337,8 +339,8 @@ const char *make_ranges_cuda(const Attention &a, bool backward, CUstream_st *str
 constexpr int kMostSorted = 1 << 13;
 const char *sort_tiles_cuda(const Attention &a, int Br, int *order, CUstream_st *stream);
 
-// key_ranges of B x N rows of a mask of n keys: those that are `visible`. False if a row's are no interval, or if others
-// aren't `hidden`. T is an unsigned integer of the size of the mask's type.
+// key_ranges of B x N rows of a mask of n keys: those that are `visible`. False if a row's are no interval, or if
+// others aren't `hidden`. T is an unsigned integer of the size of the mask's type.
 template <class T>
 bool find_ranges_cpu(const T *mask, T hidden, T visible, int64_t batch_stride, int64_t row_stride, int64_t B, int64_t N,
                      int n, int *ranges);

@@ -6,12 +6,13 @@
 //     s = s + bias(b, h, i, j)               if there is one
 //     s = -inf                               where attn_mask(b, h, i, j) is False
 //
-// If a call has a softcap, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap. If
-// it has a term of the pair (i, j), what follows sees the whole s, and softmax_scale is 1. The backward pass multiplies
-// dS by slope_of(t), and by scores.scale, the caller's softmax_scale, in the end.
+// If a call has a softcap, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap.
+// If it has a term of the pair (i, j), what follows sees the whole s, and softmax_scale is 1. The backward pass
+// multiplies dS by slope_of(t), and by scores.scale, the caller's softmax_scale, in the end.
 //
-// On a GPU a kernel is plain or general. A plain one has no code for this, nor for dropout (dropout.h). General is the mask type of the others
-// (ranges.h): their mask is always in tables, so each kernel has one general form. docs/scores.md has more.
+// On a GPU a kernel is plain or general. A plain one has no code for this, nor for dropout (dropout.h). General is the
+// mask type of the others (ranges.h): their mask is always in tables, so each kernel has one general form.
+// docs/scores.md has more.
 #pragma once
 
 #include <cmath>
@@ -35,8 +36,8 @@ MINIMAL_ATTN_HOST_DEVICE inline bool has_terms(const Attention &a) {
 MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return has_softcap(a) || has_terms(a); }
 MINIMAL_ATTN_HOST_DEVICE inline bool needs_general(const Attention &a) { return changes_scores(a) || has_dropout(a); }
 
-// t, from a product. Real is float or double. cpu/vector.h has both functions for vectors: each instruction set compiles
-// its own.
+// t, from a product. Real is float or double. cpu/vector.h has both functions for vectors: each instruction set
+// compiles its own.
 template <class Real>
 MINIMAL_ATTN_HOST_DEVICE Real changed(const Scores &scores, Real QK) {
     if constexpr (std::is_same_v<Real, double>)

@@ -85,7 +85,8 @@ __device__ Ends end_of_span(const Attention &a, int n) {
     return {clamp(a.cu_seqlens_q[n], 0, a.Nq), clamp(a.cu_seqlens_k[n], 0, a.Nk)};
 }
 
-// share_for's rule (decode.cu), for rows of different lengths: all blocks take about as long as the one with the longest.
+// share_for's rule (decode.cu), for rows of different lengths: all blocks take about as long as the one with the
+// longest.
 __device__ bool rows_fill(const Attention &a, const SequencePlan &plan, const Work &work) {
     if (plan.resident == 0 || work.few == 0 || work.most_chunks > kMostOfRow) return false;
     const int64_t rows_of_entry = a.Hkv * plan.row_tiles, rows = work.few * rows_of_entry;

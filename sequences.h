@@ -1,14 +1,14 @@
-// sequences.h: packed documents (cu_seqlens) that are computed one by one, each as a batch of its own. A tile of queries
-// of several documents meets all keys between their first and last one (ranges.h). Where documents have few queries
-// over many keys, as in serving, that is too many.
+// sequences.h: packed documents (cu_seqlens) that are computed one by one, each as a batch of its own. A tile of
+// queries of several documents meets all keys between their first and last one (ranges.h). Where documents have few
+// queries over many keys, as in serving, that is too many.
 //
 //     few      documents with few queries, for decode.cu. `first_item`: how many work items the entries before have, if
 //              items are chunks. If each query is an entry, a document has several, `entries`
 //     tiles    the other queries, and those of no document, in tiles of at most Br, for a kernel of bands
 //     counts   the lengths of both; whether decode.cu's items are whole rows; how many tiles hopper's blocks have taken
 //
-// If there are as many queries as documents, most of these have one. Then each query is an entry of `few`, and there are
-// no tiles. fill_sequences_cuda (sequences.cu) fills the tables once a call, for all heads. The host knows no
+// If there are as many queries as documents, most of these have one. Then each query is an entry of `few`, and there
+// are no tiles. fill_sequences_cuda (sequences.cu) fills the tables once a call, for all heads. The host knows no
 // lengths, so that one CUDA graph serves any. docs/sequences.md has more.
 #pragma once
 

@@ -1,5 +1,5 @@
-// call.cpp: a call's way to a backend: checks, memory for the results, flash.h's `Attention` or `Gradient`, the backend's
-// `Plan`, its launch.
+// call.cpp: a call's way to a backend: checks, memory for the results, flash.h's `Attention` or `Gradient`, the
+// backend's `Plan`, its launch.
 
 #define AT_PER_OPERATOR_HEADERS  // torch's headers then include what they need, not all operators: 5 s of compiling
 
@@ -101,7 +101,8 @@ void set_scores(Attention &attention, const Arguments &a) {
     attention.softmax_scale = softcap, attention.scores = {scale, softcap, ratio};
 }
 
-// Whether two neighbouring numbers may be read at once: those of neighbouring keys are neighbours, and lie at even places.
+// Whether two neighbouring numbers may be read at once: those of neighbouring keys are neighbours, and lie at even
+// places.
 bool lies_in_pairs(const Tensor &t) {
     const auto is_even = [&](int64_t dim) { return t.size(dim) == 1 || t.stride(dim) % 2 == 0; };
     return t.stride(3) == 1 && t.size(3) % 2 == 0 && is_even(0) && is_even(1) && is_even(2) &&
@@ -305,8 +306,8 @@ void choose_tables(Attention &attention, const Arguments &a, const Backend &back
                                                : "bias must be None",
                       " in backend \"", backend.name,
                       "\", but was given: this build has no kernels for it (MINIMAL_ATTN_KERNELS=plain)");
-    // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k no
-    // such ratio is known.
+    // Documents one by one. Where they have about as many keys as queries, ranges are faster. With pages or seqused_k
+    // no such ratio is known.
     const bool has_few_queries = a.seqused_k || a.block_table || has_many_keys(a.q.size(2), a.k.size(2));
     attention.by_sequence = a.cu_seqlens_q && !a.key_ranges && has_few_queries && !backward &&
                             !needs_general(attention) && !portable::is_wide(attention);

@@ -24,8 +24,8 @@ struct Results {
 // has is allocated.
 Results run(const Arguments &a, Returns returns, const Tensor *out = nullptr, Results results = {});
 
-// The same for gradients. Of `results`, too, what is missing is allocated. If `dbias` is given, it becomes the gradient of
-// what is added to scores, bias or an additive attn_mask, in its shape and dtype.
+// The same for gradients. Of `results`, too, what is missing is allocated. If `dbias` is given, it becomes the gradient
+// of what is added to scores, bias or an additive attn_mask, in its shape and dtype.
 Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, const Tensor &lse,
                         const MaybeTensor &dlse, std::optional<at::ScalarType> out_dtype, Gradients results = {},
                         Tensor *dbias = nullptr);
@@ -34,8 +34,8 @@ Gradients differentiate(const Arguments &a, const Tensor &do_, const Tensor &o, 
 // PyTorch compute them.
 bool has_fast_backward(const Tensor &q);
 
-// Whether calls like q's with an attn_mask or a bias are as fast as PyTorch's that take one: on a CPU, and in half types on
-// a Hopper GPU.
+// Whether calls like q's with an attn_mask or a bias are as fast as PyTorch's that take one: on a CPU, and in half
+// types on a Hopper GPU.
 bool has_fast_pairs(const Tensor &q);
 
 // What run, or with `backward` differentiate, would do: it checks the arguments and launches nothing.

@@ -1,8 +1,8 @@
 // checks.h: the checks that refuse bad arguments before anything is launched.
 //
 // Each error is one line: the argument's name, what it must be, what it was. All checks work on symbolic sizes, so that
-// Meta (shapes without data, torch.compile) refuses what the backends refuse. A size that depends on data is "unbacked":
-// an ordinary comparison of it can't be traced.
+// Meta (shapes without data, torch.compile) refuses what the backends refuse. A size that depends on data is
+// "unbacked": an ordinary comparison of it can't be traced.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// explain.h: what a call would do, and why no other backend does it. call.cpp includes it, behind the functions that make
-// a call: it plans by the same ones, and launches nothing.
+// explain.h: what a call would do, and why no other backend does it. call.cpp includes it, behind the functions that
+// make a call: it plans by the same ones, and launches nothing.
 #pragma once
 
 #include "binding/call.h"

@@ -159,7 +159,8 @@ struct Overload<Result(Args...)> {
     }
 };
 
-// The operators minimal_attn::backward and backward_and_bias, which also returns the gradient of what is added to scores.
+// The operators minimal_attn::backward and backward_and_bias, which also returns the gradient of what is added to
+// scores.
 template <class Options>
 struct BackwardOperator;
 

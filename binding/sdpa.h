@@ -6,8 +6,8 @@
 // directly: the dispatcher would come back here.
 //
 // Three more operators are replaced. The function itself gives masks and dropout to minimal_attn::forward, or avoids
-// cuDNN's kernel for masks. The separate steps, which PyTorch takes where no fused kernel fits, and MultiheadAttention's fast
-// path are counted.
+// cuDNN's kernel for masks. The separate steps, which PyTorch takes where no fused kernel fits, and
+// MultiheadAttention's fast path are counted.
 #pragma once
 
 #include <ATen/Context.h>

@@ -111,8 +111,8 @@ inline bool has_mask(const Call &c) { return c.attn_mask && c.attn_mask->defined
 inline bool is(const SymInt &x, int64_t y) { return TORCH_GUARD_OR_FALSE(x.sym_eq(y)); }
 inline bool differ(const SymInt &x, const SymInt &y) { return TORCH_GUARD_OR_FALSE(x.sym_ne(y)); }
 
-// key_ranges of a mask that is the same for all heads and gives each query an interval of keys; else nothing. Bool, or a
-// bias in q's dtype that is 0 or -inf: PyTorch makes one of a bool mask.
+// key_ranges of a mask that is the same for all heads and gives each query an interval of keys; else nothing. Bool, or
+// a bias in q's dtype that is 0 or -inf: PyTorch makes one of a bool mask.
 inline MaybeTensor ranges_of_mask(const Call &c) {
     const std::array<int64_t, 4> shape = {c.q.size(0), c.q.size(1), c.q.size(2), c.k.size(2)};
     Tensor seen = *c.attn_mask;
@@ -279,8 +279,8 @@ inline MaybeTensor mask_of(const Call &c, const Views &views) {
     return mask.expand_symint(shape).flatten(0, -4);
 }
 
-// Whether nothing traces the call, transforms it or watches it, or differentiates the mask: then its contents may decide
-// now.
+// Whether nothing traces the call, transforms it or watches it, or differentiates the mask: then its contents may
+// decide now.
 inline bool may_look_at_mask(const Call &c) {
     using Key = c10::DispatchKey;
     constexpr c10::DispatchKeySet ordinary{Key::CPU, Key::AutogradCPU, Key::AutocastCPU, Key::BackendSelect,
@@ -298,8 +298,8 @@ inline bool takes_pairs(const Call &c) {
     return !wants_grad && has_fast_pairs(c.q) && has_fast_pairs(c.v);
 }
 
-// Whether a call with dropout is served. On a CPU PyTorch computes it in separate steps. On a GPU its kernels are faster
-// without a mask and with d up to 128 (docs/dropout.md).
+// Whether a call with dropout is served. On a CPU PyTorch computes it in separate steps. On a GPU its kernels are
+// faster without a mask and with d up to 128 (docs/dropout.md).
 inline bool serves_dropout(const Call &c) {
     if (c.dropout_p == 0) return false;
     const bool is_wide = TORCH_GUARD_OR_FALSE(c.q.sym_size(-1).sym_gt(128) | c.v.sym_size(-1).sym_gt(128));

@@ -49,8 +49,8 @@ inline bool has_aligned_rows(const Tensor &t) {
 }
 #endif
 
-// A dense tensor of q's shape, but with d columns, in the order of q's strides, so that transpose(1, 2) of it is as free
-// as of q.
+// A dense tensor of q's shape, but with d columns, in the order of q's strides, so that transpose(1, 2) of it is as
+// free as of q.
 inline Tensor empty_like_q(const Tensor &q, const SymInt &d, at::ScalarType dtype) {
     const auto stride = q.sym_strides();
     auto size = q.sym_sizes().vec();
@@ -84,8 +84,8 @@ inline Tensor empty_like_q(const Tensor &q, const SymInt &d, at::ScalarType dtyp
     return at::empty_strided_symint(size, strides, q.options().dtype(dtype));
 }
 
-// As int32, dense in the last dimension (of three: the last two). Values beyond int32 are clamped, which changes a result
-// only if an offset and a window both are that large. Rows that all batches share (stride 0) stay one.
+// As int32, dense in the last dimension (of three: the last two). Values beyond int32 are clamped, which changes a
+// result only if an offset and a window both are that large. Rows that all batches share (stride 0) stay one.
 inline Tensor int32_of(const MaybeTensor &t) {
     if (!t) return {};
     constexpr int64_t most = std::numeric_limits<int>::max();

@@ -3,8 +3,8 @@
 // of keys. Threads add to it in the order of the keys, so its bits don't depend on the number of threads.
 //
 // A tile of keys waits only for tiles that were taken before it. So the earliest unfinished tile never waits, and all
-// tiles end. The first tiles of all key heads are taken first, so that threads rarely wait. Where a bias wants its gradient
-// a thread takes several tiles at once (bias_gradient.h).
+// tiles end. The first tiles of all key heads are taken first, so that threads rarely wait. Where a bias wants its
+// gradient a thread takes several tiles at once (bias_gradient.h).
 
 #include "flash.h"
 
@@ -82,8 +82,8 @@ struct GradientBuffers {
     }
 };
 
-// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l). lse is
-// +inf where terms (scores.h) hide all keys: then P = 0.
+// A row in the backward pass. Where lse is large, m and log_l replace it: P = exp(softmax_scale (S - m) - log_l). lse
+// is +inf where terms (scores.h) hide all keys: then P = 0.
 struct GradientRow {
     float lse, D, D_low;  // D + D_low = rowsum(dO o O) - dlse
     double m, log_l;      // m is a score before the scaling

@@ -1,7 +1,7 @@
-// cpu/bias_gradient.h: the gradient of a bias. An element of the bias is added to the scores of one or more pairs (query,
-// key), and its gradient is the sum of their dS. A work item is the set of tiles of keys that contribute to the same
-// elements. One thread computes a work item, so each sum has a fixed order. If no bias wants a gradient, a work item is
-// one tile of keys.
+// cpu/bias_gradient.h: the gradient of a bias. An element of the bias is added to the scores of one or more pairs
+// (query, key), and its gradient is the sum of their dS. A work item is the set of tiles of keys that contribute to the
+// same elements. One thread computes a work item, so each sum has a fixed order. If no bias wants a gradient, a work
+// item is one tile of keys.
 #pragma once
 
 namespace minimal_attn::cpu {

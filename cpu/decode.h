@@ -14,8 +14,8 @@ inline Vec update_softmax_of_row(int n, float *Si, float *mi, float *li) {
     return alpha;
 }
 
-// Steps 9 to 11 for one row of a tile: Pij, or with dropout Pij Zij, and alpha. The first row prefetches the rows of the
-// next tile, up to key `prefetch_end`.
+// Steps 9 to 11 for one row of a tile: Pij, or with dropout Pij Zij, and alpha. The first row prefetches the rows of
+// the next tile, up to key `prefetch_end`.
 [[gnu::noinline]] inline void compute_P(const Attention &a, const AnyMask &mask, const QueryTile &t, int row,
                                         const KeyTile &tile, int prefetch_end, const Buffers &buffers, Vec *alpha) {
     const int64_t D = D_of(a), D_v = D_v_of(a);

@@ -1,5 +1,5 @@
-// cpu/gradient.h: Algorithm 4 for one tile of keys. backward.cpp includes it once for each instruction set, in a namespace
-// that gives W, max_R and sums as kernel.h has them.
+// cpu/gradient.h: Algorithm 4 for one tile of keys. backward.cpp includes it once for each instruction set, in a
+// namespace that gives W, max_R and sums as kernel.h has them.
 //
 // Each lane has a key: scores are (query, key). Since lse and D are known, no maximum or sum over a row is needed. All
 // products read their right operand by rows. Only Kj and Vj are transposed, once a tile:
@@ -17,7 +17,8 @@ namespace {
 #include "cpu/drop.h"
 
 // C(x, column) = sum over y < n of A(x, y) B(y, column), plus C's old value if it `adds`, for x < rows. `columns` is a
-// multiple of W. A_x, A_y, B_y and C_x are strides. All products are calls of this one function, which is long to compile.
+// multiple of W. A_x, A_y, B_y and C_x are strides. All products are calls of this one function, which is long to
+// compile.
 template <int R = max_R>
 [[gnu::noinline]] void multiply_matrices(int rows, int columns, int n, const float *A, int64_t A_x, int64_t A_y,
                                          const float *B, int64_t B_y, float *C, int64_t C_x, bool adds) {
@@ -32,8 +33,8 @@ template <int R = max_R>
             multiply_matrices<R / 2>(rows, columns - first, n, A, A_x, A_y, B + first, B_y, C + first, C_x, adds);
 }
 
-// scores(x, column) = sum over d channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums are as short as in the
-// forward pass, for the same bits.
+// scores(x, column) = sum over d channels c of A(x, c) B_T(c, column), with Bc scores a row. Sums are as short as in
+// the forward pass, for the same bits.
 inline void multiply_channels(const Attention &a, int d, int rows, int columns, const float *A, const float *B_T,
                               float *scores) {
     const int channels = channels_per_sum(a);
@@ -173,8 +174,8 @@ inline void fill_Z_of_tile(const Attention &a, const QueryTile &t, int j0, int k
     if (buffers.Zij) fill_Z_of_lanes(a, t, 0, t.rows, j0, keys, buffers.Zij);
 }
 
-// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. The tile of keys begins at `first_key`, this part of
-// it at j0. dSij without slope and scale is the gradient of what is added to scores.
+// Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. The tile of keys begins at `first_key`, this part
+// of it at j0. dSij without slope and scale is the gradient of what is added to scores.
 void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int first_key, int j0, int keys,
                   Keys seen_by_all, const GradientRow *rows, const GradientBuffers &buffers, BiasSums &sums) {
     const int64_t D = D_of(a), D_v = D_v_of(a);

@@ -33,8 +33,8 @@ const Number *from_key(const Attention &a, const Number *row, const PairStrides 
     for_keys(a.terms.mask_stride.key, [&](int c, int64_t at) { to[c] = mask[at] ? to[c] : -INFINITY; });
 }
 
-// What terms do to the scores of `count` lanes from `first` on and n keys from j on: they hide all, so that no product is
-// needed; they are 0; or it is not known.
+// What terms do to the scores of `count` lanes from `first` on and n keys from j on: they hide all, so that no product
+// is needed; they are 0; or it is not known.
 enum class TermsOfTile { hide, are_zero, any };
 [[gnu::noinline]] inline TermsOfTile terms_of_tile(const Attention &a, const QueryTile &t, int first, int count, int j,
                                                    int n) {

@@ -147,8 +147,8 @@ template <int R, int C, class Use>
     if constexpr (C > 1) multiply<R, smaller(C)>(x0, x1, n, A, A_x, A_y, B, B_y, use);
 }
 
-// For few rows (decode.h): the scores of n keys with one row q, times `scale`. W dot products are a vector each; transposed,
-// their sum is one. visit(j) is called once for each key, W keys at a time.
+// For few rows (decode.h): the scores of n keys with one row q, times `scale`. W dot products are a vector each;
+// transposed, their sum is one. visit(j) is called once for each key, W keys at a time.
 template <class Visit>
 [[gnu::always_inline]] inline void dot_products(int n, int64_t D, const float *q, const float *K, int64_t K_row,
                                                 float scale, float *Si, const Visit &visit) {

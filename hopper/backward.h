@@ -16,8 +16,8 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
                          CUstream_st *stream);
 const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiprocessors, CUstream_st *stream);
 
-// dS^T (B, Hq, Nk, Nq) in q's dtype, rows padded for TMA, which the fused kernel stores for the gradient of a bias. Above
-// kMostBytesOfdS portable/bias_gradient.cu computes it again.
+// dS^T (B, Hq, Nk, Nq) in q's dtype, rows padded for TMA, which the fused kernel stores for the gradient of a bias.
+// Above kMostBytesOfdS portable/bias_gradient.cu computes it again.
 constexpr int64_t kMostBytesOfdS = int64_t(4) << 30;
 MINIMAL_ATTN_HOST_DEVICE inline Strides dS_stride(const Attention &a) {
     const int64_t row = (a.Nq + 7) / 8 * 8;

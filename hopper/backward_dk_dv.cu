@@ -305,8 +305,9 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the launch
 
-// D, stages of Q and of dO, D_v. A consumer's thread has 48 + D / 2 registers in accumulators and operands, of 232. Bytes of
-// shared memory: 128 (D + D_v) (1 + Stages) and 16 KB of P^T. 128 queries at d 192: 2 % faster, causal 6 % slower.
+// D, stages of Q and of dO, D_v. A consumer's thread has 48 + D / 2 registers in accumulators and operands, of 232.
+// Bytes of shared memory: 128 (D + D_v) (1 + Stages) and 16 KB of P^T. 128 queries at d 192: 2 % faster, causal 6 %
+// slower.
 using Tiles = TileList<DkDvTile<192, 3>, DkDvTile<256, 2>, DkDvTile<192, 4, 128>>;
 int tile_of(const Attention &a) { return most_columns(a) > 192 ? 1 : a.d_v <= 128 ? 2 : 0; }
 

@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 
 // ------------------------------------------------------------------------------ the launch
 
-// D, stages of K, of V, D_v. A consumer's thread has 80 + D / 2 registers in accumulators and operands, at most 208 of 232.
-// Bytes of shared memory: 128 D (2 + KStages) + 128 D_v (2 + VStages).
+// D, stages of K, of V, D_v. A consumer's thread has 80 + D / 2 registers in accumulators and operands, at most 208 of
+// 232. Bytes of shared memory: 128 D (2 + KStages) + 128 D_v (2 + VStages).
 using Tiles = TileList<
     // Two stages of K and 80 keys were 8 to 15 % slower
     DqTile<192, 3, 2>,

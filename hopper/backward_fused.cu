@@ -25,8 +25,8 @@
 // computed one tile later. By then the other consumer has stored its half of dS, so the consumers rarely wait.
 //
 // Two things are not in the drawing (portable/gradient_rows.h). lse is two numbers a row, m and log2_l. There are two
-// kernels: with has_large_rows m is subtracted from S. In float16 P is 2^15 times as large, and dP - D and dV are divided
-// by 2^15.
+// kernels: with has_large_rows m is subtracted from S. In float16 P is 2^15 times as large, and dP - D and dV are
+// divided by 2^15.
 //
 // A consumer's step, for one tile of queries. Each product runs beside what follows, until a line waits for it:
 //
@@ -50,8 +50,8 @@
 // "in order": of the keys that the part's queries see, the last come first (tile_in_order, KeySlice::tiles_before).
 //
 // Warp 3 does what is bound by memory, beside the products. A unit is 64 queries of one query head. First the warp
-// computes log2_l and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit once
-// dQ of its key head is complete.
+// computes log2_l and D of units, unless gradient_rows.cu has done so (fills_rows). Then it converts dQ to dq: a unit
+// once dQ of its key head is complete.
 //
 // | role                | warps           | registers a thread | does                                            |
 // |---------------------|-----------------|--------------------|-------------------------------------------------|
@@ -61,15 +61,16 @@
 // | rows                | 3               | 24 or 40           | computes log2_l and D of units; converts dQ     |
 // | consumer warpgroups | 4 to 7, 8 to 11 | 240 or 232         | S^T, dP^T, dK and dV of 64 keys; 64 x 64 of dQi |
 //
-// Registers are those at d 64 or d 128. At d 64 the kernels of a band spill 88 and 96 bytes, outside the consumers' loop.
-// Those of ranges spill 160 bytes (they grow) and 188, some of it within the loop.
+// Registers are those at d 64 or d 128. At d 64 the kernels of a band spill 88 and 96 bytes, outside the consumers'
+// loop. Those of ranges spill 160 bytes (they grow) and 188, some of it within the loop.
 //
 // | barrier                 | arrives                      | waits             | then                          |
 // |-------------------------|------------------------------|-------------------|-------------------------------|
 // | tile_queue full         | thread 0                     | adders, consumers | a work tile is published      |
 // | tile_queue empty        | adders, consumers            | thread 0          | its slot is free              |
 // | KV full                 | thread 0, for each load; TMA | consumers         | Kj and Vj have arrived        |
-// | Q full, dO full         | thread 0, for each load; TMA | consumers         | Qi or dOi has arrived         |
+// | Q full, dO full         | thread 0, for each load; TMA | consumers         | Qi or dOi has arrived, with   |
+// |                         |                              |                   | Qi `is_whole`, too            |
 // | KV, Q, dO empty         | consumers                    | thread 0          | all products have read it     |
 // | dS full                 | both consumers               | both consumers    | dS of all keys is stored      |
 // | dS empty                | both consumers               | both consumers    | both products dQ have read dS |
@@ -97,10 +98,11 @@
 // | steps_stored      | 16 keys of a | consumer warp: stored dK and dV of so   | no role  |                      |
 // |                   | split tile   | many steps                              |          |                      |
 //
-// No wait is circular, even if only some blocks run: these take all work tiles, and all units for log2_l and D. Thread 0
-// waits for these, which wait for no other role. An adder waits only for a store that has begun. In order it waits
+// No wait is circular, even if only some blocks run: these take all work tiles, and all units for log2_l and D. Thread
+// 0 waits for these, which wait for no other role. An adder waits only for a store that has begun. In order it waits
 // for work tiles taken earlier. A block ends its tiles in the order in which it took them: so of all unfinished tiles
 // the one taken first never waits. No role waits for dq, or to sum slices.
+// An adder releases dS of a step before it waits for dQ of that step.
 #include "hopper/backward_fused.h"
 
 #include "hopper/backward_rows.h"
@@ -454,7 +456,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
 }
 
 // Whether the kernel with large rows runs: a row is large (large_rows.cu sets any_large), a batch has ranges that don't
-// grow, or scores change. All threads of a block call it.
+// grow, or the call is general. All threads of a block call it.
 template <class Mask>
 __device__ bool takes_large_rows(const FusedParameters &p) {
     if constexpr (kIsGeneral<Mask>) return true;
@@ -466,8 +468,8 @@ __device__ bool takes_large_rows(const FusedParameters &p) {
     return takes;
 }
 
-// Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or m
-// for all rows, made d 128 6 to 9 % slower (docs/backward.md).
+// Each call but a general one launches two kernels, of which one returns at once. In one kernel a branch behind S^T, or
+// m for all rows, made d 128 6 to 9 % slower (docs/backward.md).
 template <class T, class Tile, class Mask, bool has_large_rows>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
     fused_backward_kernel(const __grid_constant__ FusedParameters p) {
@@ -527,9 +529,9 @@ auto kernel_for(const Attention &a) {
     });
 }
 
-// The workspace behind GradientRows: counters, dQ, dK and dV of slices, then dS. The counters are tile_counter, any_large,
-// units_taken, `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each warp of a
-// split tile. Zeros may place them in memory of its own instead.
+// The workspace behind GradientRows: counters, dQ, dK and dV of slices, then dS. The counters are tile_counter,
+// any_large, units_taken, `added` and `filled` for each key head, `stored` for each part of dQ, `steps_stored` for each
+// warp of a split tile. Zeros may place them in memory of its own instead.
 template <class Tile>
 struct Workspace {
     Split split;

@@ -42,8 +42,8 @@ struct FusedStorage {
     KeyWorkOf<Mask> work[kQueueStages];
     StageBarriers tile_queue[kQueueStages], KV[1], Q[Tile::QStages], dO[Tile::dOStages];
     StageBarriers dS_ready[Tile::dSStages], dQ[Tile::Consumers][1], buffer_ready[1];
-    // With terms, of each Qi: whether an attn_mask shows the tile of scores as a whole, and no range cuts it. A bias may
-    // still hide pairs. Last, and there with all ranges: plan_fused asks for the size with Ranges.
+    // With terms, of each Qi: whether an attn_mask shows the tile of scores as a whole, and no range cuts it. A bias
+    // may still hide pairs. Last, and there with all ranges: plan_fused asks for the size with Ranges.
     std::conditional_t<kIsRanges<Mask>, int[Tile::QStages], char> is_whole;
 };
 

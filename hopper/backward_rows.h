@@ -1,4 +1,5 @@
-// backward_rows.h: what warp 3 of backward_fused.cu computes of rows, beside the products: log2_l and D before, dq after.
+// backward_rows.h: what warp 3 of backward_fused.cu computes of rows, beside the products: log2_l and D before, dq
+// after.
 #pragma once
 #include "hopper/backward_fused.h"
 
@@ -72,8 +73,8 @@ __device__ void fill_rows(const FusedParameters &p, FusedStorage<Tile, Mask> &sh
     if (lane == 0) add_release(p.filled[unit.key_head], 1);
 }
 
-// Returns an interval of queries. The kernel has stored the dQ of these, and memory of other queries' dQ isn't initialised.
-// The interval may be larger than the unit of 64 queries. With ranges it is the whole unit or empty.
+// Returns an interval of queries. The kernel has stored the dQ of these, and memory of other queries' dQ isn't
+// initialised. The interval may be larger than the unit of 64 queries. With ranges it is the whole unit or empty.
 template <class Mask>
 __device__ Interval queries_that_see(const FusedParameters &p, const Unit &unit) {
     const Mask mask = mask_of_batch<Mask>(p, unit.b);
@@ -133,8 +134,8 @@ __device__ void convert_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &s
     }
 }
 
-// log2_l and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block could
-// wait for one that another kernel keeps from starting.
+// log2_l and D come first, since thread 0 waits for them. Their units come from a counter: in fixed shares a block
+// could wait for one that another kernel keeps from starting.
 template <class T, class Tile, class Mask>
 __device__ void fill_rows_and_convert_dQ(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
     Pipeline buffer{shared.buffer_ready};

@@ -1,12 +1,13 @@
-// bias_gradient.cu: the gradient of a bias from dS^T, which backward_fused.cu has stored (docs/scores.md). A block owns a
-// tile of 64 queries x 32 keys of the bias. It walks the heads and tiles that share its numbers, in a fixed order: no
+// bias_gradient.cu: the gradient of a bias from dS^T, which backward_fused.cu has stored (docs/scores.md). A block owns
+// a tile of 64 queries x 32 keys of the bias. It walks the heads and tiles that share its numbers, in a fixed order: no
 // atomics, and the same bits on every run. Memory bounds it: each number of dS is read once.
 //
 //     role         | warps | does
 //     every thread | 8     | adds up 8 queries of one key, 16 bytes of each head; then all store the tile
 //
-// One __syncthreads orders the sums in shared memory. Uses portable/bias_sums.cuh: Part, Sum, store_sums; ranges.h: which
-// pairs are visible, since what is hidden may never have been stored; device.h: launch_overlapping.
+// One __syncthreads orders the sums in shared memory. Uses portable/bias_sums.cuh: Part, Sum, store_sums; ranges.h:
+// ranges_of, is_shown: which pairs are visible, since what is hidden may never have been stored; params.h: Divisor;
+// backward.h: dS_stride; device.h: launch_overlapping, let_next_kernel_start, wait_for_kernel_before, why_not.
 #include "hopper/backward.h"
 #include "hopper/params.h"
 #include "portable/bias_sums.cuh"

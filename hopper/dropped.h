@@ -1,6 +1,6 @@
-// dropped.h: dropout (dropout.h) of a thread's numbers in a wgmma accumulator, in general kernels of half types. A thread
-// has rows `lane / 4` and 8 further of its warp's 16, and columns 8 n + 2 (lane % 4) and the next one. Tiles begin at
-// multiples of 16.
+// dropped.h: dropout (dropout.h) of a thread's numbers in a wgmma accumulator, in general kernels of half types. A
+// thread has rows `lane / 4` and 8 further of its warp's 16, and columns 8 n + 2 (lane % 4) and the next one. Tiles
+// begin at multiples of 16.
 //
 // P is multiplied by 0 or 1 alone: float16 ends at 65504. O and dV get the factor 1 / (1 - p) where they are stored,
 // dP where D is subtracted.

@@ -26,9 +26,10 @@
 // |-------------------------|---------------------------|-----------------------------------|-------------------------|
 // | tile_queue full         | thread 0; or 96, and TMA  | threads (0), 32, 64; consumers    | work tile is published  |
 // | tile_queue empty        | the threads that wait     | thread 0 or 96                    | its slot is free        |
-// | Q full, K full, V full  | threads 32, 0, 64; TMA    | consumers                         | the tile has arrived    |
+// | Q full, K full, V full  | threads 32, 0, 64; TMA    | consumers                         | the tile has arrived,   |
+// |                         |                           |                                   | with Kj `behind`, too   |
 // | Q empty (per consumer)  | that consumer             | thread 32                         | Qi is read, O staged    |
-// | K empty                 | consumers                 | thread 0                          | Kj is read              |
+// | K empty                 | consumers                 | thread 0                          | Kj, `behind` are read   |
 // | V empty                 | consumers                 | thread 64; consumers that stage O | Vj is read              |
 // | O_staged (per consumer) | that consumer             | thread 64                         | O is in a stage of V    |
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
@@ -43,9 +44,9 @@
 // |             | load_tiles: one Kj or Vj after another. PingPong: the turns. issue_ABt, issue_AB: begin a product.  |
 // |             | PagedTile: a Kj or Vj from pages. pack_operand: Pij to the half type                                |
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
-// |             | ShownTile (ranges.h), next_tile: with terms, the next tile of keys that an attn_mask shows          |
 // |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
-// | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles         |
+// | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles.        |
+// |             | ShownTile: with terms, the next tile of keys that an attn_mask shows                                |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj outside of the batch's keys              |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
@@ -73,8 +74,8 @@ enum class StoreO {
     through_V,  // staged where a later Vj will be, then stored by TMA
 };
 
-// QStages stages of Q for each consumer, Stages of K and of V; BlocksPerSM blocks share a multiprocessor. V and O have D_v
-// columns.
+// QStages stages of Q for each consumer, Stages of K and of V; BlocksPerSM blocks share a multiprocessor. V and O have
+// D_v columns.
 template <int D_, int Br_, int Bc_, int QStages_, int Stages_, StoreO O_, int BlocksPerSM_ = 1, int D_v_ = D_>
 struct Tile {
     static constexpr int D = D_, D_v = D_v_, Br = Br_, Bc = Bc_, QStages = QStages_, Stages = Stages_;
@@ -221,7 +222,8 @@ template <class T, class Tile, class Mask>
 constexpr bool kChangesLate = kIsGeneral<Mask> && !kHasTerms<Mask> && (kApproximates<T> || Tile::Consumers == 2);
 
 // Steps 10 and 11 by the maximum of earlier tiles, for the scores Begin to End of a thread. Adds them to sum. If they
-// change here, Sij are products. In float16 `largest`, of their absolute values, tells whether all were near 0 (scores.h).
+// change here, Sij are products. In float16 `largest`, of their absolute values, tells whether all were near 0
+// (scores.h).
 template <class T, int Begin, int End, bool changes_here, int Count>
 __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], float (&largest)[2], const float (&Sij)[Count],
                               const SoftmaxState &softmax, float c, const Scores &scores, float last) {
@@ -242,7 +244,8 @@ __device__ void stale_softmax(float (&P)[Count], float (&sum)[2], float (&larges
 constexpr float kMostByStaleMax = 256.f;
 
 // A thread computes so many exponentials before the wait for Pij Vj. Three consumers have no registers for more than 2.
-// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time. Beside terms 22 spill.
+// With two, 16 and 28 were 3 % slower at d 128; at d 256 any count from 8 on gives the same time. Beside terms 22
+// spill.
 template <class Tile, class Mask>
 constexpr int kEarly = Tile::Consumers > 2 || kHasTerms<Mask> ? 2 : 22;
 

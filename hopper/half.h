@@ -32,8 +32,8 @@ struct PagedTile {
     }
 };
 
-// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load. With terms `behind` gets
-// the tile that follows, for consumers, unless it is null.
+// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load. With terms
+// `behind` gets the tile that follows, for consumers, unless it is null.
 template <class Tile, class Mask, int Stages, int Bytes, class BeforeLoad>
 __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const WorkTileOf<Mask> &work,
                            Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
@@ -81,8 +81,8 @@ struct RangeEntries {
     Keys rows[Tile::Br];
 };
 
-// With ranges thread 96 is the scheduler: the reads of tables would delay thread 0's loads of Kj. Thread 96 takes a work
-// tile as soon as the queue has a place. TMA copies the tile's entries to shared memory.
+// With ranges thread 96 is the scheduler: the reads of tables would delay thread 0's loads of Kj. Thread 96 takes a
+// work tile as soon as the queue has a place. TMA copies the tile's entries to shared memory.
 template <class Tile, class Mask, class SharedStorage>
 __device__ void schedule(const Parameters &p, SharedStorage &shared) {
     Pipeline tile_queue{shared.tile_queue};

@@ -58,9 +58,9 @@ __device__ KeyEntry<Mask> key_entry(const KeyParameters &p, int n) {
     return {};
 }
 
-// Tile n of keys, from j0 on, and the queries i0 <= i < i1 of the heads from h0 on. Of a band they are those that see one
-// of its keys: an interval, since the bounds only grow with i. With ranges they are from the first to the last 128 that
-// meet one (ranges.h).
+// Tile n of keys, from j0 on, and the queries i0 <= i < i1 of the heads from h0 on. Of a band they are those that see
+// one of its keys: an interval, since the bounds only grow with i. With ranges they are from the first to the last 128
+// that meet one (ranges.h).
 template <class Tile, class Mask>
 struct KeyTile : KeyEntry<Mask> {
     static constexpr bool is_ranges = kIsRanges<Mask>;
@@ -98,8 +98,8 @@ struct KeyTile : KeyEntry<Mask> {
         else
             return (band);
     }
-    // Which queries see key j: of a band, or of ranges that grow. Unlike queries_of_key it takes any j, and its bounds may
-    // lie outside 0 to Nq.
+    // Which queries see key j: of a band, or of ranges that grow. Unlike queries_of_key it takes any j, and its bounds
+    // may lie outside 0 to Nq.
     __device__ Interval queries(int j) const {
         if constexpr (is_ranges) {
             const int2 two = *(const int2 *)(mask().seeing + j);  // one load
@@ -127,8 +127,8 @@ struct KeyTile : KeyEntry<Mask> {
         else
             return max(queries(j).begin, 0) < min(queries(j).end, Nq);
     }
-    // Whether the tile of queries from i on meets these keys. Of a band all from i0 to i1 do; of ranges that grow, all in
-    // which a query sees a key.
+    // Whether the tile of queries from i on meets these keys. Of a band all from i0 to i1 do; of ranges that grow, all
+    // in which a query sees a key.
     __device__ bool is_met(int i) const {
         if constexpr (may_skip)
             if (p.a.mask_tables.shown) return unseen || is_shown(p.a, opaque(b), i, j0);

@@ -27,9 +27,9 @@ inline void set_heads_and_mask(Parameters &p) {
 }
 
 // Launches the kernels one after the other, with the parameters that all kernels have. A kernel may begin while the one
-// before it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64 of
-// q. With pages these rows are cut where a page may end. work_tiles: how many there are, or 0 where each is Br queries of
-// a head.
+// before it in the stream ends (programmatic dependent launch). A box that TMA loads has k_rows rows of K or V, or 64
+// of q. With pages these rows are cut where a page may end. work_tiles: how many there are, or 0 where each is Br
+// queries of a head.
 template <class Tile, class Parameters>
 const char *launch_kernels(std::initializer_list<void (*)(Parameters)> kernels, Parameters &p, const Plan &plan,
                            const Zeros &counters, cudaStream_t stream, int k_rows = Tile::Bc, int work_tiles = 0) {

@@ -1,13 +1,14 @@
 // scheduler.h: which work tile a block computes next, and how many blocks there are.
 //
 // A block computes one work tile after another. Where a mask makes tiles differ, blocks take them from a counter in
-// memory, head after head. The tiles of the last heads are interleaved, longest first. In half.cu a kernel sorts them by
-// length if there are ranges.
+// memory, head after head. The tiles of the last heads are interleaved, longest first. In half.cu a kernel sorts them
+// by length if there are ranges.
 //
 // If tiles are few or all alike, their order is fixed: round after round, and every second round is reversed. So the
 // block with the longest tile of one round gets the shortest of the next. A fixed order needs no counter.
 //
-// By sequence (sequences.h) blocks take tiles from a counter in the tables: all heads of a tile of queries, then the next.
+// By sequence (sequences.h) blocks take tiles from a counter in the tables: all heads of a tile of queries, then the
+// next.
 //
 // With a float32 workspace (float32/forward.cu, produce), in backward_fused.cu and in backward_dq.cu, blocks always
 // take work tiles from a counter. In backward_dk_dv.cu each block has one work tile.
@@ -143,8 +144,8 @@ struct TileScheduler {
         Keys visible = keys_of_any(of_batch, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
-        // hopper/terms.h reads two neighbours at once, and hopper/dropped.h wants multiples of 16. Keys before keys.begin may
-        // be anything: with dropout consumers set them to 0.
+        // hopper/terms.h reads two neighbours at once, and hopper/dropped.h wants multiples of 16. Keys before
+        // keys.begin may be anything: consumers set them to 0.
         if (kHasTerms<Mask>) visible.begin = max(visible.begin / 16 * 16, has_dropout(p.a) ? 0 : mask.keys.begin);
         if (Tile::AlignKeys || skips_tiles<Tile, Mask>(p.a)) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;

@@ -38,8 +38,8 @@ __device__ float with_number(float unit, float s, Number x) {
     return (float)x == -INFINITY ? -INFINITY : fmaf(unit, s, (float)x);
 }
 
-// Where a thread's numbers of a bias or mask are: of its two rows, from the tile's first column on. Columns are `step` bytes
-// apart, and `last` is the last one that exists: tiles reach beyond queries and keys.
+// Where a thread's numbers of a bias or mask are: of its two rows, from the tile's first column on. Columns are `step`
+// bytes apart, and `last` is the last one that exists: tiles reach beyond queries and keys.
 template <class Number>
 struct Numbers {
     const Number *rows[2];
@@ -161,8 +161,8 @@ __device__ void clear_hidden(float (&dP)[Count], const float (&P)[Count]) {
         if (P[x] == 0.f) dP[x] = 0.f;
 }
 
-// A row whose log2_l is inf sees no key, so its numbers may be NaN. This sets such rows of a tile of queries to 0, since
-// 0 * NaN is NaN. All 128 threads of a consumer call it.
+// A row whose log2_l is inf sees no key, so its numbers may be NaN. This sets such rows of a tile of queries to 0,
+// since 0 * NaN is NaN. All 128 threads of a consumer call it.
 template <int Rows, int Boxes>
 __device__ void zero_hidden_rows(unsigned char *tile, const float (&log2_l)[Rows], int barrier) {
     bool any = false;

@@ -1,7 +1,8 @@
 // bias_gradient.cu: the gradient of a bias (scores.h) on a GPU, where no kernel of the other gradients stores dS
 // (docs/scores.md). It is dS, summed over all pairs that share one of the bias's numbers, which are many where it is
-// broadcast. A block owns a tile of 64 x 64 of these numbers. It walks the batches, heads and tiles of scores that share
-// them, in a fixed order, keeps the sums in registers and writes them once: no atomics, and the same bits on every run.
+// broadcast. A block owns a tile of 64 x 64 of these numbers. It walks the batches, heads and tiles of scores that
+// share them, in a fixed order, keeps the sums in registers and writes them once: no atomics, and the same bits on
+// every run.
 //
 //     role       | warps | does
 //     every warp | 8     | loads a part of all operands; computes S^T, dP^T and dS^T of 32 keys and 16 queries
@@ -12,9 +13,9 @@
 //     sums            | 64 x 65 | once, at last              | by all: what is broadcast in the tile is added up
 //
 // The barriers are those of add_product (rows_tile.cuh), and one before the sums are read. m, log2_l and D of the rows
-// are those of the other gradients: gradient_rows.cu and large_rows.cu compute them first. Uses rows_tile.cuh: add_product;
-// bias_sums.cuh: Part, Sum, store_sums; scores.h: TermsOfRow, changed_in; gradient_rows.h: GradientRows; device.h:
-// launch_all, launch_overlapping.
+// are those of the other gradients: gradient_rows.cu and large_rows.cu compute them first. Uses rows_tile.cuh:
+// add_product; bias_sums.cuh: Part, Sum, store_sums; scores.h: TermsOfRow, changed_in; gradient_rows.h: GradientRows;
+// device.h: launch_all, launch_overlapping.
 #include "portable/bias_sums.cuh"
 #include "portable/gradient_rows.h"
 #include "portable/rows_tile.cuh"
@@ -50,7 +51,8 @@ struct RowOfGradient {
     }
 };
 
-// Adds dS^T of the keys from j0 on and the queries from i0 on. This thread has queries i0 + 8 n + 0, 1 and keys j0 + 8 r.
+// Adds dS^T of the keys from j0 on and the queries from i0 on. This thread has queries i0 + 8 n + 0, 1 and keys j0 + 8
+// r.
 template <class T>
 __device__ void add_dS(const Gradient &g, const GradientRows &rows, const General &mask, int64_t b, int64_t h, int i0,
                        int j0, bool may_be_large, const float (&S)[RowsTile::M][RowsTile::N][4],

@@ -1,5 +1,5 @@
-// bias_sums.cuh: what the kernels of a bias's gradient share. A block owns a tile of the bias's numbers, and adds up the
-// pairs of queries and keys that share one of them, over batches, heads, rows or keys.
+// bias_sums.cuh: what the kernels of a bias's gradient share. A block owns a tile of the bias's numbers, and adds up
+// the pairs of queries and keys that share one of them, over batches, heads, rows or keys.
 #pragma once
 #include "portable/common.cuh"
 

@@ -43,7 +43,8 @@ MINIMAL_ATTN_HOST_DEVICE inline int items_of(const Attention &a, int chunks, int
 }
 
 // An upper bound. A document of n keys has at most kChunks / Hkv or n / kMostChunk chunks, whichever is more, and never
-// more than n / kLeastChunk; 3 for rounding and ends. Each of several entries adds one, and there is one for each query.
+// more than n / kLeastChunk; 3 for rounding and ends. Each of several entries adds one, and there is one for each
+// query.
 inline int64_t most_chunks_of_documents(const Attention &a) {
     return std::min<int64_t>(a.documents * (kChunks / a.Hkv + 4) + a.Nk / kMostChunk,
                              a.documents * int64_t(4) + a.Nk / kLeastChunk);

@@ -71,8 +71,8 @@ __device__ constexpr bool on_tensor_cores() {
 #endif
 }
 
-// A file's Kernels lists its tiles for d and d_v up to 64, 128, 256 and 512 (D64, D128, D256, D512). For launch_kernel it has
-// kernel<T, Tile, Mask>().
+// A file's Kernels lists its tiles for d and d_v up to 64, 128, 256 and 512 (D64, D128, D256, D512). For launch_kernel
+// it has kernel<T, Tile, Mask>().
 template <class Kernels, class Use>
 constexpr auto with_tiles_for(int d, const Use &use) {
     if (d <= 64) return use(typename Kernels::D64());
@@ -285,8 +285,8 @@ Plan plan_kernel(const Attention &a, const Device &device, const char *name) {
                                    [&](auto tiles) { return plan_tile<Kernels>(a, device, name, tiles); });
 }
 
-// Several launches take more blocks than a grid can have or the workspace has sums for. `overlaps`: a kernel may begin while
-// that before it, of the same call, ends.
+// Several launches take more blocks than a grid can have or the workspace has sums for. `overlaps`: a kernel may begin
+// while that before it, of the same call, ends.
 template <class Kernels, class T, class Tile, class Mask>
 cudaError_t launch_tile(const Attention &a, const Plan &plan, bool aligned, float *sums, bool overlaps,
                         CUstream_st *stream) {

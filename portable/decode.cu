@@ -318,8 +318,8 @@ Share share_for(const Attention &a, const Device &device, const Decode &p, int s
     return rows >= kLeastFull * waves * resident ? kWholeRow : kOneChunk;
 }
 
-// Whether all batches share their keys (a stride of 0), and differ in seqlens_k and leftpad_k. Each could see all of the
-// keys, so the workspace would grow with the square of the number of batches.
+// Whether all batches share their keys (a stride of 0), and differ in seqlens_k and leftpad_k. Each could see all of
+// the keys, so the workspace would grow with the square of the number of batches.
 bool share_keys(const Attention &a) {
     return a.B > 1 && (a.block_table ? a.block_table_stride == 0 : a.k_stride.batch == 0);
 }

@@ -57,8 +57,8 @@ __device__ Chunks chunks_of(const Attention &a, const Decode &p, int b) {
     return chunks_of<BySequence>(a, b);
 }
 
-// Where the partial results of a tile's chunk 0 are, and how far apart are those of its chunks. By batch, key head, tile,
-// chunk; by sequence in the order of the items.
+// Where the partial results of a tile's chunk 0 are, and how far apart are those of its chunks. By batch, key head,
+// tile, chunk; by sequence in the order of the items.
 struct Slots {
     int64_t first, step;  // in rows
     __device__ int64_t operator[](int chunk) const { return first + chunk * step; }

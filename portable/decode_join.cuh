@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kJoinThreads)
     constexpr int D = Tile::D, Groups = minimal_attn::Groups<D>;
     __shared__ float2 lm[Groups];
     __shared__ float4 O[Groups][D / 4];
-    // fill_sequences has ended: decode_sequences_kernel waits for it, then lets this kernel start. Of whole rows nothing
-    // is left to join. Block 0 stays, so that the next kernel can't start before decode_sequences_kernel ends.
+    // fill_sequences has ended: decode_sequences_kernel waits for it, then lets this kernel start. Of whole rows
+    // nothing is left to join. Block 0 stays, so that the next kernel can't start before decode_sequences_kernel ends.
     if (BySequence && a.sequences.counts->whole_rows && blockIdx.x > 0) return;
     if (!p.same_chunks) let_next_kernel_start(), wait_for_kernel_before();
     const int head = blockIdx.x / p.rows, r = blockIdx.x - head * p.rows, b = head / (int)a.Hkv;

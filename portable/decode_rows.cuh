@@ -29,8 +29,8 @@ constexpr int parts_in_shared(Share share) {
     return kWarps * chunks_at_once(share) + (share == kWholeRow ? kFour - 1 : 0);
 }
 
-// Bytes of shared memory of a block. static_bytes: (li, mi) of the parts. shared_bytes: these, the stages, Qi, and Oi of
-// the parts.
+// Bytes of shared memory of a block. static_bytes: (li, mi) of the parts. shared_bytes: these, the stages, Qi, and Oi
+// of the parts.
 template <class Tile>
 int static_bytes(Share share) {
     return parts_in_shared(share) * Tile::Rows * (int)sizeof(float2);

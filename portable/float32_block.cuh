@@ -1,6 +1,6 @@
-// float32_block.cuh: one block of attention in float32 on the FMA units: Br queries of a head, by Tile::Threads threads.
-// common.cuh has the steps and the barriers, float32.cu the kernel. hopper/float32/fallback.h computes by it what
-// tensor cores can't.
+// float32_block.cuh: one block of attention in float32 on the FMA units: Br queries of a head, by Tile::Threads
+// threads. common.cuh has the steps and the barriers, float32.cu the kernel. hopper/float32/fallback.h computes by it
+// what tensor cores can't.
 //
 //     shared memory | size    | row padded by | written                    | read
 //     Qi            | Br x D  | 4             | once                       | step 9, by the warps that have its rows
@@ -112,7 +112,8 @@ __device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0,
         for (int c = 0; c < CO; ++c)
 #pragma unroll
             for (int x = 0; x < 4; ++x) Oi[r][c][x] *= alpha;
-        // li is the sum before dropout, of this thread's keys. The TX threads of the row add theirs up after the last tile.
+        // li is the sum before dropout, of this thread's keys. The TX threads of the row add theirs up after the last
+        // tile.
         float l = 0.f;
 #pragma unroll
         for (int c = 0; c < CS; ++c) {
@@ -125,8 +126,8 @@ __device__ void softmax(const Attention &a, const Block<T, Mask> &block, int j0,
     }
 }
 
-// Sets a thread's Kahan sums in the workspace to 0 (docs/numerics.md). A row there has the mi of the last flush, to which
-// the sums are relative, then each sum and what it lost.
+// Sets a thread's Kahan sums in the workspace to 0 (docs/numerics.md). A row there has the mi of the last flush, to
+// which the sums are relative, then each sum and what it lost.
 template <int Count, int Stride, int R>
 __device__ void start_sums(float *sums) {
 #pragma unroll 1

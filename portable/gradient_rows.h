@@ -22,8 +22,8 @@ struct LargeRow {
 constexpr float kLarge = 0x1p-100f;
 
 // What the kernels read of a row, at (b * Hq + h) * head_stride + i. In half types P is exp2(c (S - m) - log2_l), in
-// float32 exp2(c S - log2_l). A usual row has m = 0, and its log2_l is lse in base 2. A row that sees no key, and one of
-// the padding, have log2_l = +inf, so that P = 0, and D = 0.
+// float32 exp2(c S - log2_l). A usual row has m = 0, and its log2_l is lse in base 2. A row that sees no key, and one
+// of the padding, have log2_l = +inf, so that P = 0, and D = 0.
 struct GradientRows {
     float *m;           // of large rows a score before the scaling; null for float32
     float *log2_l, *D;  // log2_l_of, D_of_dS; in large rows of float32 kLarge and, behind large_rows.cu, 0

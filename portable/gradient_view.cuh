@@ -66,7 +66,8 @@ struct View<pass, Band> {
         return {seen.begin - column0, seen.end - column0};
     }
 
-    // Rows of Qi and dOi that see nothing may hold NaN and are read as zeros: here they lie outside `rows` or `columns`.
+    // Rows of Qi and dOi that see nothing may hold NaN and are read as zeros: here they lie outside `rows` or
+    // `columns`.
     __device__ EachRow is_read(int) const { return {}; }
 };
 

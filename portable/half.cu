@@ -42,8 +42,8 @@
 namespace minimal_attn {
 namespace {
 
-// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used. Stages is the
-// number of tiles of K in shared memory, and of tiles of V. A block computes D_v columns of O.
+// A warp has WarpRows queries of the tile: the more, the more often an operand from shared memory is used. Stages is
+// the number of tiles of K in shared memory, and of tiles of V. A block computes D_v columns of O.
 template <int D_, int Br_, int Bc_, int WarpRows_, int BlocksPerSM_, int Stages_, int D_v_ = D_>
 struct HalfTile {
     static constexpr int D = D_, D_v = D_v_, Br = Br_, Bc = Bc_, WarpRows = WarpRows_;

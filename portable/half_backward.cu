@@ -46,8 +46,8 @@ struct Tensor {
     }
 };
 
-// 24. factor * sums to HBM: this warp's part of rows from row0 on of head h. The usual case stages it in `tile`, which no
-// warp reads any more: then a thread writes 16 bytes. Other cases stage a row in float32, so that a loop stores it:
+// 24. factor * sums to HBM: this warp's part of rows from row0 on of head h. The usual case stages it in `tile`, which
+// no warp reads any more: then a thread writes 16 bytes. Other cases stage a row in float32, so that a loop stores it:
 // unrolled stores take a third of the compile time.
 template <class T, class Tile>
 __device__ void store_sums(const Gradient &g, const float (&sums)[Tile::M][Tile::X][4], float factor,
@@ -261,8 +261,8 @@ struct Tiles {
 };
 
 // In order of preference: rows that a block owns, rows that it walks at once; rows of a warp, warps of a group, columns
-// of a warp; blocks on a multiprocessor, stages. First for dK_dV, then for dQ. Beside them: KB of shared memory, and why
-// they are in the list.
+// of a warp; blocks on a multiprocessor, stages. First for dK_dV, then for dQ. Beside them: KB of shared memory, and
+// why they are in the list.
 struct GradientKernels {
     static constexpr bool LastForFewQueries = false;
     using D64 =

@@ -85,8 +85,8 @@ __device__ void multiply(float (&S)[Tile::M][Tile::N][4], unsigned A, unsigned B
 }
 
 // 13., 20. P and dS = P o (dP - D), in the places of S and dP; c = softmax_scale * log2(e). log2_l and D are of the
-// columns (in shared memory, from this thread's first) or of the rows (registers). So is m_i, in HBM; it is null if all m are 0.
-// In a general kernel change_S_dP has subtracted D.
+// columns (in shared memory, from this thread's first) or of the rows (registers). So is m_i, in HBM; it is null if all
+// m are 0. In a general kernel change_S_dP has subtracted D.
 template <class T, class Tile, bool has_m, bool is_general>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], float c,
                              const float *log2_l, const float *D, const float *m_i) {
@@ -127,8 +127,8 @@ struct Kept {
     }
 };
 
-// 11., 18., 20. In a general kernel (scores.h): S becomes what is masked, dP becomes dP o Z - D times the slope. D as in
-// compute_P_dS; this thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.
+// 11., 18., 20. In a general kernel (scores.h): S becomes what is masked, dP becomes dP o Z - D times the slope. D as
+// in compute_P_dS; this thread has rows row0 + 8 r and columns column0 + 8 n + 0, 1.
 template <class T, class Tile>
 __device__ void change_S_dP(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], Kept<Tile> &kept,
                             const Attention &a, int64_t b, int64_t h, int row0, int column0, const float *D) {
@@ -188,8 +188,8 @@ __device__ void wait_for_group(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(32 * Tile::Group) : "memory");
 }
 
-// 16., 21., 22. First the warp's own columns of P and dS, then, behind wait_for_group, those of the group's other warps.
-// `walked` is the address of the group's first column, `operands` that of the group's operands.
+// 16., 21., 22. First the warp's own columns of P and dS, then, behind wait_for_group, those of the group's other
+// warps. `walked` is the address of the group's first column, `operands` that of the group's operands.
 template <class T, class Tile>
 __device__ void add_products(Sums<Tile> &sums, const float (&P)[Tile::M][Tile::N][4],
                              const float (&dS)[Tile::M][Tile::N][4], unsigned walked, uint4 *operands, int group,

@@ -37,8 +37,8 @@ struct RowSums {
     }
 };
 
-// Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled, or changed
-// (scores.h); c > 0.
+// Joins a tile of S^T and dP^T. This thread has queries i + 8 n + 0, 1 and keys j + 8 r. Scores are not scaled, or
+// changed (scores.h); c > 0.
 template <class T, class Sum, class Mask>
 __device__ void add_scores(const Attention &a, RowSums (&rows)[RowsTile::Columns],
                            const Sum (&S)[RowsTile::M][RowsTile::N][4], const float (&dP)[RowsTile::M][RowsTile::N][4],
@@ -128,8 +128,8 @@ __device__ void normalize_rows(const Gradient &g, const GradientRows &rows, int 
     });
 }
 
-// One block on each multiprocessor of an H100; other GPUs run a few more or fewer at a time. With 32 keys a tile and two
-// blocks a multiprocessor it was slower.
+// One block on each multiprocessor of an H100; other GPUs run a few more or fewer at a time. With 32 keys a tile and
+// two blocks a multiprocessor it was slower.
 constexpr int kMostGrid = 132;
 
 template <class T, class Mask>

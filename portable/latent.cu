@@ -1,5 +1,5 @@
-// latent.cu: decoding of latent attention (DeepSeek's MLA, after its matrices are absorbed): V is the first d_v columns of
-// K, d up to 576. So each key is read once, for both products. docs/latent.md has the budget.
+// latent.cu: decoding of latent attention (DeepSeek's MLA, after its matrices are absorbed): V is the first d_v columns
+// of K, d up to 576. So each key is read once, for both products. docs/latent.md has the budget.
 //
 // The query heads that share a key head are the rows, 16 a tile. The keys are cut into chunks. A block computes a chunk
 // for a tile of rows: its Oi, li, mi go to the workspace. join_latent joins the chunks of a row and writes O, l, m.
@@ -17,9 +17,9 @@
 //     wait_for_kernel_before      | join_latent       | latent_kernel has ended
 //     before the last join        | join_latent       | the groups' sums are in shared memory
 //
-// Uses mma.cuh: mma, load_matrices, load_matrices_transposed, lane_address, swizzle, copy16; common.cuh: update_row_max,
-// exp_fast, end_row, store_o; decode_join.cuh: join, Part, block_of; flash.h: KeyRows, keys_of_any, keys_of_row, narrow,
-// store_l_m_lse; device.h: row_max, row_sum, pack, opaque, pad_lse, launch_overlapping.
+// Uses mma.cuh: mma, load_matrices, load_matrices_transposed, lane_address, swizzle, copy16; common.cuh:
+// update_row_max, exp_fast, end_row, store_o; decode_join.cuh: join, Part, block_of; flash.h: KeyRows, keys_of_any,
+// keys_of_row, narrow, store_l_m_lse; device.h: row_max, row_sum, pack, opaque, pad_lse, launch_overlapping.
 #include "portable/decode_join.cuh"
 #include "portable/mma.cuh"
 
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(LatentTile::Threads, 1)
 #endif
 }
 
-// 12. - 13. A block joins the chunks of one row, 4 columns a thread. Each group of threads joins every kGroups-th four of
-// chunks, then the first group joins the groups' sums.
+// 12. - 13. A block joins the chunks of one row, 4 columns a thread. Each group of threads joins every kGroups-th four
+// of chunks, then the first group joins the groups' sums.
 constexpr int kGroups = 4, kGroupThreads = LatentTile::D_v / 4;
 template <class T>
 __global__ void __launch_bounds__(kGroups *kGroupThreads)

@@ -19,8 +19,8 @@ inline constexpr char kTf32[] = "float32 on tensor cores", kFloat32[] = "float32
 // 20 and 30 (the second).
 inline constexpr int kSharedMemoryOfFastTf32 = 163 << 10;
 
-// Tiles serve d and d_v up to kMostColumns; those of half.cu and half_backward.cu up to kMostOfHalf. Above, paper computes,
-// but for latent.cu. Above kMostColumns half_backward.cu needs the shared memory below, which an A100 lacks.
+// Tiles serve d and d_v up to kMostColumns; those of half.cu and half_backward.cu up to kMostOfHalf. Above, paper
+// computes, but for latent.cu. Above kMostColumns half_backward.cu needs the shared memory below, which an A100 lacks.
 inline constexpr int kMostColumns = 256, kMostOfHalf = 512;
 inline constexpr int kSharedMemoryOfWideBackward = 201 << 10;
 inline bool is_wide(const Attention &a) { return most_columns(a) > kMostColumns; }

@@ -2,8 +2,8 @@
 // bias_gradient.cu. The scores have the bits that backward kernels have. In add_product each 64 columns of d are loaded
 // behind one __syncthreads (all have read the ones before) and multiplied behind wait_for_tiles (they have arrived).
 //
-// Uses half_gradient.cuh: multiply; tf32.cuh: multiply_rows, multiply_rows_double; mma.cuh: load_swizzled, lane_address;
-// common.cuh: wait_for_tiles.
+// Uses half_gradient.cuh: multiply; tf32.cuh: multiply_rows, multiply_rows_double; mma.cuh: load_swizzled,
+// lane_address; common.cuh: wait_for_tiles.
 #pragma once
 #include "portable/half_gradient.cuh"
 #include "portable/tf32.cuh"

@@ -202,7 +202,8 @@ __device__ void tf32_block(const Attention &a, int64_t index, bool aligned, floa
     if (is_long) start_sums<Tile::Sums, Threads, ThreadRows<Tile>::R>(sums + threadIdx.x);
 
     // 5. for j: the tiles of keys that some query of this tile sees, counted from the first such key. No tile holds a
-    // key before leftpad_k; keys past the last one seen are loaded, too, and masked. A long call has a loop for each sum.
+    // key before leftpad_k; keys past the last one seen are loaded, too, and masked. A long call has a loop for each
+    // sum.
     for (int j0 = block.seen.begin; j0 < block.seen.end;) {
         const int end = is_long ? min(j0 + kTilesOfSum * Bc, block.seen.end) : block.seen.end;
 #pragma unroll 1

@@ -133,8 +133,8 @@ struct LargeScores {
 };
 
 // multiply_scores for a tile with large rows. In their columns S becomes log2(P) / c, from S as Score<float>, and D is
-// subtracted from dP: there Di is 0. A general kernel also changes S, and multiplies dP - D by the slopes. `rows` points
-// to query i0. Inlined, the code pushed the loop out of the instruction cache: (16, 12, 64, 64) was 13 % slower.
+// subtracted from dP: there Di is 0. A general kernel also changes S, and multiplies dP - D by the slopes. `rows`
+// points to query i0. Inlined, the code pushed the loop out of the instruction cache: (16, 12, 64, 64) was 13 % slower.
 template <class Tile, bool is_general>
 __device__ __noinline__ void large_scores(LargeScores<Tile> &results, const Operands &operands, const float *lse_i,
                                           float c, const LargeRow *rows, const float *K_tile, const float *Q_tile,
@@ -187,8 +187,8 @@ struct QueriesOfKey<General> : QueriesOfKey<Ranges> {
     using QueriesOfKey<Ranges>::QueriesOfKey;
 };
 
-// Sij^T and dPij^T become Pij^T o Zij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to shared
-// memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
+// Sij^T and dPij^T become Pij^T o Zij^T and dSij^T: the warp's keys from j0 on, the queries from i0 on. dSij goes to
+// shared memory, too, with the keys of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
 template <class Tile, class Mask>
 __device__ void compute_P_dS(float (&S)[Tile::M][Tile::N][4], float (&dP)[Tile::M][Tile::N][4], const float *lse_i,
                              const float *Di, const float *dS_tile, float c, const Mask &mask, const Keys *of_tile,
@@ -458,8 +458,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
 #endif
 }
 
-// Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor. Beside each:
-// shared memory, and TFLOP/s on an H100 at 16k tokens and N 2048. An A100 has 163 KB, an RTX 3090 or L4 99.
+// Tiles in order of preference: D, Br, Bc; keys, columns and queries of a warp; blocks on a multiprocessor. Beside
+// each: shared memory, and TFLOP/s on an H100 at 16k tokens and N 2048. An A100 has 163 KB, an RTX 3090 or L4 99.
 struct BackwardKernels {
     static constexpr bool LastForFewQueries = false;
     using D64 = TileList<BackwardTile<64, 64, 64, 16, 64, 32, 2>,      // 81 KB: 45

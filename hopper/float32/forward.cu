@@ -100,7 +100,8 @@ constexpr int kKeysInSum = 8192;
 // ------------------------------------------------------------------------------ producer warp
 
 // 7. for i. With ranges lane 0 does all but wait_for_split. With a workspace a block's first work tile comes from the
-// counter, too. So running blocks get the lowest numbers, and no block waits for splits of a block that has not started.
+// counter, too. So running blocks get the lowest numbers, and no block waits for splits of a block that has not
+// started.
 template <class Tile, class Mask>
 __device__ void produce(const Float32Parameters &p, SharedStorage<Tile, Mask> &shared) {
     constexpr bool by_warp = kIsRanges<Mask>;  // else one thread runs this

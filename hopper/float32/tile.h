@@ -36,8 +36,8 @@ struct Float32Work : WorkTileOf<Mask> {
     int n;          // its number, TileScheduler's
     int position;   // in the tile queue, so that a consumer needn't keep it in a register
     bool fallback;  // hi and lo can't represent K or V, or there is no key: the fallback computes all rows
-    // The largest inverse scales of the head's Kj and Vj (with ranges: of those that it sees). V's is 0 if all are zeros.
-    // With the single tile they are inf if hi and lo can't represent the numbers; `fallback` is false there.
+    // The largest inverse scales of the head's Kj and Vj (with ranges: of those that it sees). V's is 0 if all are
+    // zeros. With the single tile they are inf if hi and lo can't represent the numbers; `fallback` is false there.
     float inverse_scale_K, inverse_scale_V;
     int ends[4];                          // of the keys that each consumer's rows see
     alignas(8) Keys fully_visible[4];     // of each consumer's rows; aligned, so that one instruction reads it
