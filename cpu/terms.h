@@ -2,18 +2,19 @@
 // include it once for each instruction set.
 
 // Where n numbers of query i of a mask or bias are, from key j on. Rows are far apart in memory, so the CPU does not
-// foresee them: those of query i + 8 are prefetched.
+// foresee them: those of query i + 16 are prefetched, for backward passes, and of query i those of the next tile.
 template <class Number>
 const Number *from_key(const Attention &a, const Number *row, const PairStrides &stride, int64_t i, int j, int n) {
     const Number *const at = row + j * stride.key;
-    if (i + 8 < a.Nq) prefetch(at + 8 * stride.row, n * sizeof(Number));
+    if (i + 16 < a.Nq) prefetch(at + 16 * stride.row, n * sizeof(Number));
+    if (stride.key == 1 && j + n < a.Nk) prefetch(at + n, n * sizeof(Number));
     return at;
 }
 
 // The terms of query i of head h for n keys from j on, at most Bc. Numbers up to a multiple of W are filled.
 [[gnu::noinline]] inline void fill_terms(const Attention &a, int64_t b, int64_t h, int64_t i, int j, int n, float *to) {
     const TermsOfRow row(a, b, h, (int)i);
-    for (int c = 0; c < round_up(n, W); ++c) to[c] = row.of_position(j + c);
+    for (int c = 0; c < round_up(n, W); ++c) to[c] = a.terms.alibi_slopes ? row.of_position(j + c) : 0.f;
     n = std::min(n, a.Nk - j);
     // The compiler makes vector instructions of the first loop alone, whose keys are neighbours in memory.
     const auto for_keys = [&](int64_t stride, const auto &use) {
