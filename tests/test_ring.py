@@ -16,7 +16,7 @@ from reference import Attention, attention, gradients, visible_keys
 from ring_processes import needs_gpus, raise_first, run, unwritten_is_nan  # noqa: F401
 
 import minimal_attn
-from minimal_attn import _ring_passes, ring
+from minimal_attn import _peers, _ring_passes, ring
 from minimal_attn._ring_masks import Mask
 
 # ------------------------------------------------------------------------------------ the zigzag
@@ -359,6 +359,52 @@ def test_hidden_blocks_are_not_computed():
         assert sizes == [(200, 200)] + [(200, 100)] * rank + [(100, 200)] * (3 - rank)
     own, chunk = (200, 200), (100, 100)  # rank 3's chunks are neighbours, and count as one
     assert window == ([own, chunk], [own, chunk, chunk], [own, chunk, (100, 200)], [own, (200, 100)])
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True)], ids=["full", "causal"])
+def test_eight_ranks_share_the_work(options):
+    """Each rank's parts have the same number of visible pairs, within 2 %."""
+    N, ranks = 4099, 8
+    mask = Mask(N, N, 0, (-1, 0 if options else -1), None, ranks)
+    pairs = []
+    for rank in range(ranks):
+        positions = ring.shard(torch.arange(N), rank, ranks, dim=0)
+        seen = 0
+        for owner in range(ranks):
+            keys = ring.shard(torch.arange(N), owner, ranks, dim=0)
+            part = mask.part(rank, owner)
+            visible = keys[part.keys] <= positions[part.rows][:, None] if options else torch.ones(1)
+            seen += int(visible.expand(len(positions[part.rows]), len(keys[part.keys])).sum())
+        pairs.append(seen)
+    assert max(pairs) <= 1.02 * min(pairs)
+    assert sum(pairs) == (N * (N + 1) // 2 if options else N * N)
+
+
+def sent_blocks(rank, ranks, device):
+    """The sizes of what this rank sends, forward, then backward."""
+    sent, start = [], _peers.Peers.start
+
+    def counting(self, transfers, *events):
+        sent.append([going.numel() for going, _ in transfers])
+        return start(self, transfers, *events)
+
+    _peers.Peers.start = counting
+    x = torch.randn(1, 1, 4 * ranks, 16, requires_grad=True)
+    o = ring.forward(x, x, x, causal=True)
+    forward = list(sent)
+    sent.clear()
+    o.sum().backward()
+    return forward, sent
+
+
+def test_eight_ranks_send_each_block_once():
+    """Seven times a pass; gradients travel one step behind their block, the last one home."""
+    results = run(sent_blocks, 8)
+    raise_first(results)
+    block = 4 * 8 * 16
+    for forward, backward in results:
+        assert forward == [[block, block]] * 7
+        assert backward == [[block, block]] * (7 + 7)
 
 
 def in_a_subgroup(rank, ranks, device):
