@@ -15,10 +15,14 @@ _WORD = 0xFFFFFFFF
 def draw_seed(q: Tensor, dropout_p: object) -> Tensor | None:
     """One number of PyTorch's generator of q's device: manual_seed, graphs and checkpoints hold for it.
 
-    None where nothing is dropped, and for a q that will be refused.
+    None where nothing is dropped, and for a q or a dropout_p that will be refused.
     """
-    is_zero = isinstance(dropout_p, (int, float)) and dropout_p == 0
-    if dropout_p is None or is_zero or not isinstance(q, Tensor) or q.layout != torch.strided or q.is_nested:
+    if not isinstance(q, Tensor) or q.layout != torch.strided or q.is_nested:
+        return None
+    try:
+        if not dropout_p:
+            return None
+    except (RuntimeError, ValueError):  # several numbers, or one of a meta tensor
         return None
     return torch.randint_like(q.new_empty((1,), dtype=torch.int64), 1 << 62)
 

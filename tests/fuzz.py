@@ -314,7 +314,7 @@ def expected(call):
 
 def check_values(call, results):
     a = call.arguments
-    if max(a["q"].shape) > 300:  # but no elements
+    if max(a["q"].shape) > 300 or ("q" in call.perhaps and not a["q"].numel()):  # nothing to compare
         return
     if a.get("softcap") and abs(float(a.get("softmax_scale") or 0)) > 1e6:
         return  # tanh is 1 for many scores, which float64 tells apart

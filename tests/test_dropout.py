@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy
 import pytest
 import torch
 from conftest import SHAPES_OF_MASKS, check_o
@@ -150,6 +151,22 @@ def test_mask_of_a_seed(backend):
             minimal_attn.dropout_mask(wrong, 0.2, (1, 1, 2, 2))
     with pytest.raises(ValueError, match="^dropout_p must be from 0 to 1, but was 2"):
         minimal_attn.dropout_mask(seed, 2, (1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "zero", [0, 0.0, None, numpy.float32(0), numpy.int64(0), torch.tensor(0.0)], ids=repr
+)
+def test_no_seed_is_drawn_for_nothing(backend, zero):
+    """PyTorch's generator stays where it is, and torch.vmap refuses no random numbers."""
+    x = backend.randn(3, 1, 2, 8, 16)
+    seeds = torch.cuda.get_rng_state if backend.device.type == "cuda" else torch.get_rng_state
+    before = seeds()
+    for forward in backend.forward, second_order.forward:
+        assert torch.equal(
+            torch.vmap(lambda x, f=forward: f(x, x, x, dropout_p=zero))(x),
+            forward(*[x.flatten(0, 1)] * 3).unflatten(0, (3, 1)),
+        )
+    assert torch.equal(seeds(), before)
 
 
 def test_errors_of_python():
