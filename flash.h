@@ -112,7 +112,7 @@ struct ShownTiles {
 // Of a bool mask that heads share, on a GPU (ranges.h): tables in the memory of the others.
 struct MaskTables {
     unsigned char *tiles;  // of each tile of 128 queries x 128 keys: a MaskTile
-    ShownTiles *shown;     // of each 128 queries words_of_shown, or null
+    ShownTiles *shown;     // words_of_shown(a) entries for each 128 queries, or null
     bool skips_tiles;      // whether the kernel that computes the call reads `shown`
 };
 

@@ -161,8 +161,8 @@ __device__ void clear_hidden(float (&dP)[Count], const float (&P)[Count]) {
         if (P[x] == 0.f) dP[x] = 0.f;
 }
 
-// A row whose log2_l is inf sees no key, so its numbers may be NaN. This sets such rows of a tile of queries to 0,
-// since 0 * NaN is NaN. All 128 threads of a consumer call it.
+// The function sets hidden rows of a tile of queries to 0. Hidden are the rows whose log2_l is inf: they see no key.
+// They may hold NaN, and 0 * NaN is NaN. All 128 threads of a consumer call it.
 template <int Rows, int Boxes>
 __device__ void zero_hidden_rows(unsigned char *tile, const float (&log2_l)[Rows], int barrier) {
     bool any = false;

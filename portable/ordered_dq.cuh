@@ -39,8 +39,9 @@ __device__ KeyBlock<Mask> key_block_of(const Attention &a, int64_t index, int Br
     return tile;
 }
 
-// Returns the first step, not before `step`, whose tile of Br queries meets the block's keys, or `steps` if no tile
-// does. tile_of(step) is the index of a step's tile. Under a band each tile meets the keys.
+// A block skips tiles of Br queries that don't meet its keys. The function returns the number of the next step that it
+// computes: `step` or a later one; `steps` if there is none. tile_of(step) is the index of a step's tile. Under a band
+// each tile meets the keys.
 template <int Br, class Mask, class TileOf>
 __device__ int step_from(const KeyBlock<Mask> &block, int step, int steps, const TileOf &tile_of) {
     while (kIsRanges<Mask> && step < steps) {
