@@ -17,6 +17,14 @@ template <class X>
     return (x & 0xffffffff) * factor;
 }
 
+// All rounds for groups_at_once counters. Only the lower halves of x and y count.
+[[gnu::always_inline]] inline void philox(const DropoutOfHead &head, VecLong &x, VecLong &y) {
+    for (int round = 0; round < kDropoutRounds; ++round) {
+        const VecLong product = multiply_words(x);
+        x = (product >> 32) ^ (uint64_t)(head.key + round * kPhiloxStep) ^ y, y = product;
+    }
+}
+
 // Zij of queries i and i ^ 8 (if `other` is wanted) for n keys from j on, at most Bc.
 [[gnu::noinline]] inline void fill_Z(const DropoutOfHead &head, int i, int j, int n, float *to, float *other) {
     const int first = j & ~15;
@@ -34,10 +42,7 @@ template <class X>
         for (int g0 = 0; g0 < 8; g0 += groups_at_once) {
             VecLong x = VecLong{} + ((uint32_t)(i & ~8) ^ head.origin.x), y;
             for (int g = 0; g < groups_at_once; ++g) y[g] = (uint32_t)(j0 + g0 + g) ^ head.origin.y;
-            for (int round = 0; round < kDropoutRounds; ++round) {
-                const VecLong product = multiply_words(x);
-                x = (product >> 32) ^ (uint64_t)(head.key + round * kPhiloxStep) ^ y, y = product;
-            }
+            philox(head, x, y);
             store(i & 8 ? y : x, Z[0] + j0 - first + g0);
             if (other) store(i & 8 ? x : y, Z[1] + j0 - first + g0);
         }
@@ -57,12 +62,40 @@ inline void fill_Z_of_lanes(const Attention &a, const QueryTile &t, int first, i
     }
 }
 
-// Pij *= Zij for R vectors of queries, where Pij is (key, query).
+// Pij *= Zij for R vectors of queries, where Pij is (key, query). Counters are lanes, as queries are.
 template <int R>
 [[gnu::noinline]] void drop(const Attention &a, const QueryTile &t, int first, int j, int n, float *Pij) {
-    for_rows_of_lanes<R>(
-        first, n, Pij, [&](int lane, float *to) { fill_Z_of_lanes(a, t, lane, W, j, n, to); },
-        [](Vec &p, const Vec &z) { p *= z; });
+    VecInt even;  // the lower halves of 64-bit words
+    for (int c = 0; c < W; ++c) even[c] = 2 * c;
+    // Then queries i and i + 8 are in the same lane of two vectors, so that y of the one are the words of the other.
+    const bool in_pairs = W == 8 && R % 2 == 0 && t.group == 1 && t.query(first) % 16 == 0;
+    for (int r = 0; r < R; r += in_pairs ? 2 : 1) {
+        uint64_t of_query[W], of_head[W];
+        VecInt is_later = {};
+        for (int c = 0; c < W; ++c) {
+            const int lane = std::min(first + r * W + c, t.rows - 1), i = t.query(lane);
+            const DropoutOfHead head(a, t.b, t.head(lane));
+            of_query[c] = (uint32_t)(i & ~8) ^ head.origin.x, of_head[c] = head.origin.y, is_later[c] = i & 8;
+        }
+        VecLong x0[2], y0[2];
+        std::memcpy(x0, of_query, sizeof(x0)), std::memcpy(y0, of_head, sizeof(y0));
+        const DropoutOfHead head(a, t.b, t.h);  // all heads have its key
+        const auto drop_by = [&](VecInt words, int r, int key) {
+            for (int at = key - j; at < key - j + 16; at += 8, words = (VecInt)((VecUint)words >> 16)) {
+                if (at < 0 || at >= n) continue;
+                Vec &p = vec(Pij + (at * R + r) * W);
+                p = (words & 0xffff) >= (int)head.dropped ? head.kept * p : Vec{};
+            }
+        };
+        for (int key = j & ~15; key < j + n; key += key % 8 == 7 ? 9 : 1) {  // without the bit 8
+            VecLong x[2] = {x0[0], x0[1]}, y[2] = {y0[0] ^ (uint64_t)key, y0[1] ^ (uint64_t)key};
+            philox(head, x[0], y[0]), philox(head, x[1], y[1]);
+            const VecInt words = (VecInt)shuffle((Vec)x[0], (Vec)x[1], even);
+            const VecInt later = (VecInt)shuffle((Vec)y[0], (Vec)y[1], even);
+            drop_by(is_later ? later : words, r, key);
+            if (in_pairs) drop_by(later, r + 1, key);
+        }
+    }
 }
 
 // The same for n weights of one query.

@@ -135,10 +135,7 @@ template <class Real>
         for (int c = 0; c < n; ++c)
             S[c] = minimal_attn::changed(a.scores, S[c]), slopes[c] = minimal_attn::slope_of(S[c]);
     else
-        for (int c = 0; c < n; c += W) {
-            const Vec t = vec(S + c) = changed(a.scores, vec(S + c));
-            vec(slopes + c) = slope_of(t);
-        }
+        change_products(a.scores, n, S, [&](int64_t c, Vec t) { vec(S + c) = t, vec(slopes + c) = slope_of(t); });
 }
 
 // Steps 11 and 13 for a tile: Pij, without the mask.

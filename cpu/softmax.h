@@ -6,7 +6,7 @@ inline float scale_of_products(const Attention &a) { return changes_scores(a) ? 
 
 // Step 9: n products become scores (scores.h).
 [[gnu::noinline]] inline void change_scores(const Attention &a, int64_t n, float *Sij) {
-    for (int64_t at = 0; at < n; at += W) vec(Sij + at) = a.softmax_scale * changed(a.scores, vec(Sij + at));
+    change_products(a.scores, n, Sij, [&](int64_t at, Vec t) { vec(Sij + at) = a.softmax_scale * t; });
 }
 
 // A sum of how many terms goes through one register: more of them round more.

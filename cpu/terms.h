@@ -11,27 +11,38 @@ const Number *from_key(const Attention &a, const Number *row, const PairStrides 
     return at;
 }
 
-// The terms of query i of head h for n keys from j on, at most Bc. Numbers up to a multiple of W are filled.
-[[gnu::noinline]] inline void fill_terms(const Attention &a, int64_t b, int64_t h, int64_t i, int j, int n, float *to) {
-    const TermsOfRow row(a, b, h, (int)i);
-    for (int c = 0; c < round_up(n, W); ++c) to[c] = a.terms.alibi_slopes ? row.of_position(j + c) : 0.f;
+// The terms of head h for queries from i on, `rows` of them, and n keys from j on, at most Bc. Each row has Bc numbers,
+// of which those up to a multiple of W are filled.
+[[gnu::noinline]] inline void fill_terms(const Attention &a, int64_t b, int64_t h, int64_t i, int rows, int j, int n,
+                                         float *to) {
+    const Terms &terms = a.terms;
+    const TermsOfRow first(a, b, h, (int)i);
+    const int filled = round_up(n, W);
     n = std::min(n, a.Nk - j);
     // The compiler makes vector instructions of the first loop alone, whose keys are neighbours in memory.
-    const auto for_keys = [&](int64_t stride, const auto &use) {
-        if (stride == 1)
-            for (int c = 0; c < n; ++c) use(c, c);
-        else
-            for (int c = 0; c < n; ++c) use(c, c * stride);
+    const auto for_pairs = [&](const auto *row, const PairStrides &stride, const auto &use) {
+        for (int r = 0; r < rows; ++r, row += stride.row) {
+            const auto *const from = from_key(a, row, stride, i + r, j, n);
+            float *const Si = to + r * Bc;
+            if (stride.key == 1)
+                for (int c = 0; c < n; ++c) use(Si[c], from[c]);
+            else
+                for (int c = 0; c < n; ++c) use(Si[c], from[c * stride.key]);
+        }
     };
-    if (a.terms.bias)
-        with_type(a.terms.bias_is_float32 ? Dtype::float32 : a.dtype, [&](auto zero) {
-            const auto *const bias =
-                from_key(a, (const decltype(zero) *)a.terms.bias + row.bias, a.terms.bias_stride, i, j, n);
-            for_keys(a.terms.bias_stride.key, [&](int c, int64_t at) { to[c] += (float)bias[at]; });
+    for (int r = 0; r < rows; ++r) std::fill(to + r * Bc + (terms.bias ? n : 0), to + r * Bc + filled, 0.f);
+    if (terms.bias)
+        with_type(terms.bias_is_float32 ? Dtype::float32 : a.dtype, [&](auto zero) {
+            for_pairs((const decltype(zero) *)terms.bias + first.bias, terms.bias_stride,
+                      [](float &term, auto bias) { term = (float)bias; });
         });
-    if (!row.mask) return;
-    const unsigned char *const mask = from_key(a, row.mask, a.terms.mask_stride, i, j, n);
-    for_keys(a.terms.mask_stride.key, [&](int c, int64_t at) { to[c] = mask[at] ? to[c] : -INFINITY; });
+    for (int r = 0; r < rows && terms.alibi_slopes; ++r) {
+        const TermsOfRow row(a, b, h, (int)i + r);
+        for (int c = 0; c < filled; ++c) to[r * Bc + c] += row.of_position(j + c);
+    }
+    if (terms.mask)
+        for_pairs(first.mask, terms.mask_stride,
+                  [](float &term, unsigned char is_seen) { term = is_seen ? term : -INFINITY; });
 }
 
 // What terms do to the scores of `count` lanes from `first` on and n keys from j on: they hide all, so that no product
@@ -68,7 +79,7 @@ enum class TermsOfTile { hide, are_zero, any };
 template <class Real>
 [[gnu::noinline]] void add_terms(const Attention &a, int64_t b, int64_t h, int64_t i, int j, int n, Real *Si) {
     alignas(64) float terms[Bc];
-    fill_terms(a, b, h, i, j, n, terms);
+    fill_terms(a, b, h, i, 1, j, n, terms);
     int c = 0;
     if constexpr (std::is_same_v<Real, float>)  // of numbers the compiler makes branches
         for (; c + W <= n; c += W) {
@@ -78,29 +89,28 @@ template <class Real>
     for (; c < n; ++c) Si[c] = whole(a, Si[c], terms[c]);
 }
 
-// use(vector of (key, query), its numbers) for R vectors of queries and n keys. fill(lane, rows) gives the numbers of W
-// queries, Bc each, key by key: they are transposed, W x W at a time.
-template <int R, class Fill, class Use>
-[[gnu::always_inline]] inline void for_rows_of_lanes(int first, int n, float *vectors, const Fill &fill,
-                                                     const Use &use) {
-    alignas(64) float rows[W * Bc] = {}, transposed[W * W];
-    for (int r = 0; r < R; ++r) {
-        fill(first + r * W, rows);
-        for (int c = 0; c < n; ++c) {
-            if (c % W == 0) transpose(rows + c, Bc, transposed, W);
-            use(vec(vectors + (c * R + r) * W), vec(transposed + c % W * W));
-        }
-    }
-}
-
-// Scores of R vectors of queries become whole ones, where Sij is (key, query).
+// Scores of R vectors of queries become whole ones, where Sij is (key, query): terms are transposed, W x W at a time.
 template <int R>
 [[gnu::noinline]] void add_terms(const Attention &a, const QueryTile &t, int first, int j, int n, float *Sij) {
-    for_rows_of_lanes<R>(
-        first, n, Sij,
-        [&](int first, float *to) {
-            for (int lane = first; lane < std::min(first + W, t.rows); ++lane, to += Bc)
-                fill_terms(a, t.b, t.head(lane), t.query(lane), j, n, to);
-        },
-        [&](Vec &s, const Vec &term) { s = whole(a, s, term); });
+    alignas(64) float rows[W * Bc];  // of W queries
+    if (first + R * W > t.rows) std::fill(rows, rows + W * Bc, 0.f);
+    const int neighbours = t.group == 1 ? W : 1;  // queries of one head
+    for (int r = 0; r < R; ++r) {
+        const int begin = first + r * W, end = std::min(begin + W, t.rows);
+        for (int lane = begin; lane < end; lane += neighbours)
+            fill_terms(a, t.b, t.head(lane), t.query(lane), std::min(neighbours, end - lane), j, n,
+                       rows + (lane - begin) * Bc);
+        for (int c0 = 0; c0 < n; c0 += W) {
+            Vec terms[W];
+#pragma GCC unroll 16
+            for (int lane = 0; lane < W; ++lane) terms[lane] = vec(rows + lane * Bc + c0);
+            transpose(terms);
+#pragma GCC unroll 16
+            for (int c = 0; c < W; ++c) {
+                if (c0 + c >= n) break;
+                Vec &s = vec(Sij + ((c0 + c) * R + r) * W);
+                s = whole(a, s, terms[c]);
+            }
+        }
+    }
 }

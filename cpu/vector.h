@@ -55,24 +55,45 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
     return p * (Vec)((VecInt)shifted << 23);
 }
 
-// The error is at most 2 units in the last place.
+// tanh, with an error of at most 2 units in the last place. If all |x| are below 0.625, all_near_0 saves the exponential.
+constexpr float kNear0 = 0.625f;
+template <bool all_near_0 = false>
 [[gnu::always_inline]] inline Vec tanh(Vec x) {
-    const Vec z = x * x, magnitude = x < 0.f ? -x : x;
+    const Vec z = x * x;
     Vec p = z * -0x1.72edd2p-8f + 0x1.515ce8p-6f;
     p = p * z - 0x1.b8152ap-5f;
     p = p * z + 0x1.110586p-3f;
     p = p * z - 0x1.55553ep-2f;
-    const Vec near_0 = x + x * z * p, e = exp(-2.f * magnitude), far = (1.f - e) / (1.f + e);
-    return magnitude < 0.625f ? near_0 : x < 0.f ? -far : far;
+    const Vec near_0 = x + x * z * p;
+    if constexpr (all_near_0) return near_0;
+    const Vec magnitude = x < 0.f ? -x : x, e = exp(-2.f * magnitude), far = (1.f - e) / (1.f + e);
+    return magnitude < kNear0 ? near_0 : x < 0.f ? -far : far;
 }
 
 // Those of scores.h.
-[[gnu::always_inline]] inline Vec changed(const Scores &scores, Vec QK) { return tanh(QK * scores.ratio); }
+template <bool all_near_0 = false>
+[[gnu::always_inline]] inline Vec changed(const Scores &scores, Vec QK) {
+    return tanh<all_near_0>(QK * scores.ratio);
+}
 [[gnu::always_inline]] inline Vec slope_of(Vec t) { return 1.f - t * t; }
 [[gnu::always_inline]] inline Vec whole(const Attention &a, Vec t, Vec term) {
     return term == -INFINITY ? Vec{} - INFINITY : a.terms.unit * t + term;
 }
 using minimal_attn::whole;
+
+// use(vector of t) in place of each vector of n products. Most tiles are near 0 as a whole.
+template <class Use>
+[[gnu::always_inline]] inline void change_products(const Scores &scores, int64_t n, float *S, const Use &use) {
+    Vec largest = {};
+    for (int64_t at = 0; at < n; at += W) {
+        const Vec x = vec(S + at) * scores.ratio;
+        largest = max(x < 0.f ? -x : x, largest);
+    }
+    if (max_of(largest) < kNear0)
+        for (int64_t at = 0; at < n; at += W) use(at, changed<true>(scores, vec(S + at)));
+    else
+        for (int64_t at = 0; at < n; at += W) use(at, changed(scores, vec(S + at)));
+}
 
 // use(T()) for the type of a tensor. What differs between types is here alone; all other code is compiled once.
 template <class Use>
