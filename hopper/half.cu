@@ -46,13 +46,13 @@
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
 // |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
 // | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles.        |
-// |             | ShownTile: with terms, the next tile of keys that an attn_mask shows                                |
+// |             | ShownTile: with a mask, the next tile of keys that it shows                                         |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj outside of the batch's keys              |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
 // | scores.h    | change: all scores of a thread. changed_approximately, changed_near_0, is_near_0: beside exponentials |
 // | dropped.h   | for_each_weight: which weights are kept. factor_of_kept: of O                                      |
-// | terms.h     | add_terms: ALiBi, a bias and a mask. with_or_without_terms: which general kernel                    |
+// | terms.h     | add_terms: ALiBi, a bias and a mask. hide_by_mask: that alone. with_kind_of_scores: which kernel    |
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
@@ -91,6 +91,7 @@ struct Tile {
     static constexpr bool AlignKeys = false;
     // Which kernels this tile has (tile_of): general ones, ones with terms, no others.
     static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;
+    static constexpr bool has_mask = D <= 128 && Br == kMaskTile && Bc == kMaskTile;  // hidden tiles are its tiles
     static constexpr bool only_terms = D == 64 && Br == 128, has_terms = has_general && !(D == 64 && Br == 192);
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && D_v % 32 == 0 && Br % 64 == 0);
@@ -190,10 +191,13 @@ template <class T, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
                                    const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible,
                                    bool is_whole = false) {
-    if constexpr (kHasTerms<Mask>)
+    if constexpr (kHasTerms<Mask>) {
         add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0, is_whole);
-    else if constexpr (kIsGeneral<Mask>)
+    } else if constexpr (kHasMask<Mask>) {
+        if (!is_whole) hide_by_mask(Sij, a.terms, OfQueries{a, work.b, work.h, work.i0 + row, j0, 2 * Count});
+    } else if constexpr (kIsGeneral<Mask>) {
         change<T, true>(a.scores, Sij);
+    }
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
     if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
@@ -219,7 +223,7 @@ __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], S
 // Whether scores change beside the exponentials, unless the mask hides some or the state is wanted. Else they change
 // before, as where there are terms. With the polynomial of float16 three consumers have no registers for it.
 template <class T, class Tile, class Mask>
-constexpr bool kChangesLate = kIsGeneral<Mask> && !kHasTerms<Mask> && (kApproximates<T> || Tile::Consumers == 2);
+constexpr bool kChangesLate = kHasSoftcap<Mask> && (kApproximates<T> || Tile::Consumers == 2);
 
 // Steps 10 and 11 by the maximum of earlier tiles, for the scores Begin to End of a thread. Adds them to sum. If they
 // change here, Sij are products. In float16 `largest`, of their absolute values, tells whether all were near 0
@@ -284,14 +288,14 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         const int i0 = work.i0 + 64 * warpgroup, end = work.visible.end, my_end = end_of_keys(work, i0);
         const Keys fully_visible = fully_visible_keys(p, work, i0);
         int j0 = work.visible.begin;
-        // With terms the next tile is the next one that a mask shows; thread 0 has published it.
+        // Where tiles may be skipped, the next tile is the next one that a mask shows; thread 0 has published it.
         ShownTile shown = {}, behind = {};
-        const auto next = [&] { return kHasTerms<Mask> ? shown.j0() : j0 + Bc; };
+        const auto next = [&] { return kMaySkip<Mask> ? shown.j0() : j0 + Bc; };
         const auto read_next = [&](ShownTile &tile) {
-            if constexpr (kHasTerms<Mask>) tile = shared.behind[K.stage()];
+            if constexpr (kMaySkip<Mask>) tile = shared.behind[K.stage()];
         };
         read_next(shown);
-        K.consumer_release(kHasTerms<Mask> ? (float)shown.bits : 0.f);
+        K.consumer_release(kMaySkip<Mask> ? (float)shown.bits : 0.f);
         softmax = SoftmaxState();
         const auto drop_from = [&](int j) {
             return [&, j](float (&P)[Bc / 2]) {
@@ -301,12 +305,14 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
                                                        [&](int x, bool is_kept) { P[x] = is_kept ? P[x] : 0.f; });
             };
         };
-        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
+        bool is_whole = false;
+        if constexpr (kMaySkip<Mask>) is_whole = work.mask.first_is_whole;
+        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible, is_whole);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0));
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
 
-        if constexpr (kIsPaged<Mask> || kHasTerms<Mask>)  // rows before the first key may hold anything
+        if constexpr (kIsPaged<Mask> || kMaySkip<Mask>)  // rows before the first key may hold anything
             if (j0 < work.mask.keys.begin) {
                 V.consumer_wait();
                 zero_rows_outside<Bc, Tile::VBoxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,
@@ -370,8 +376,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             for (j0 = next(); j0 < end; j0 = next()) {
                 K.consumer_wait();
                 read_next(shown);
-                if constexpr (kHasTerms<Mask>) __syncwarp();  // all lanes have read it
-                K.consumer_release();
+                if constexpr (kMaySkip<Mask>) __syncwarp();  // all lanes have read it
+                K.consumer_release(kMaySkip<Mask> ? (float)shown.bits : 0.f);
                 ping_pong.wait_turn();
                 ping_pong.pass_turn();
                 V.skip_stage();
@@ -422,7 +428,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if constexpr (kHasTerms<Mask>) {
+        if constexpr (kMaySkip<Mask>) {
             if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared, shared.behind);
         } else {
             if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared);
@@ -514,10 +520,11 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             constexpr bool exists = kIsGeneral<Wanted> ? Tile::has_general : !Tile::only_terms;
             if (!exists) return "this tile has no such kernel";
             using Mask = std::conditional_t<exists, Wanted, std::conditional_t<Tile::only_terms, General, Ranges>>;
-            const auto kernel = with_or_without_terms<Mask>(a, [&](auto wanted) {
+            const auto kernel = with_kind_of_scores<Mask, Tile::has_mask>(a, [&](auto wanted) {
                 using Wanted = decltype(wanted);
                 constexpr bool with_terms = Tile::only_terms || (kHasTerms<Wanted> && Tile::has_terms);
-                using Any = std::conditional_t<with_terms, WithTerms, Mask>;
+                using Any =
+                    std::conditional_t<kHasMask<Wanted>, WithMask, std::conditional_t<with_terms, WithTerms, Mask>>;
                 return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Any>
                                                  : half_hopper_kernel<__nv_bfloat16, Tile, Any>;
             });

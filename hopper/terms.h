@@ -12,11 +12,13 @@
 
 namespace minimal_attn::hopper {
 
-// use(a Mask): of general kernels there are those with softcap, and those with terms or dropout; both at once are
-// portable's. In one kernel for all ptxas spilled accumulators, of calls with softcap, too; with a branch at the top it
-// serialised products (C7512).
-template <class Mask, class Use>
-auto with_or_without_terms(const Attention &a, const Use &use) {
+// use(a Mask): of general kernels there are those with softcap, those with terms or dropout, and, if has_mask, those with
+// a bool mask alone. Softcap beside terms is portable's. In one kernel for all ptxas spilled accumulators, of calls with
+// softcap, too; with a branch at the top it serialised products (C7512).
+template <class Mask, bool has_mask = false, class Use>
+auto with_kind_of_scores(const Attention &a, const Use &use) {
+    if constexpr (kIsGeneral<Mask> && has_mask)
+        if (has_listed_mask_alone(a)) return use(WithMask());
     if constexpr (kIsGeneral<Mask>)
         if (has_terms(a) || has_dropout(a)) return use(WithTerms());
     return use(Mask());
@@ -96,6 +98,40 @@ __device__ void add_bias_and_mask(float (&S)[Count], const Terms &terms, bool is
     if (terms.mask && !is_whole) add_numbers(S, unit, numbers_of(terms.mask, terms.mask_stride));
 }
 
+// Of a tile whose rows are queries i and i + 8, and whose `count` columns keys from j0 on.
+struct OfQueries {
+    const Attention &a;
+    int b, h, i, j0, count;
+    template <class Number>
+    __device__ Numbers<Number> operator()(const Number *x, const PairStrides &stride) const {
+        x += b * stride.batch + h * stride.head + j0 * stride.key;
+        return {{x + min(i, a.Nq - 1) * stride.row, x + min(i + 8, a.Nq - 1) * stride.row},
+                (int)stride.key * (int)sizeof(*x),
+                a.Nk - 1 - j0,
+                a.terms.in_pairs && j0 % 2 == 0 && j0 + count <= a.Nk};
+    }
+};
+
+// Of a tile whose rows are keys j and j + 8, and whose columns queries from i0 on.
+struct OfKeys {
+    const Attention &a;
+    int b, h, i0, j;
+    template <class Number>
+    __device__ Numbers<Number> operator()(const Number *x, const PairStrides &stride) const {
+        x += b * stride.batch + h * stride.head + i0 * stride.row;
+        return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},
+                (int)stride.row * (int)sizeof(*x),
+                a.Nq - 1 - i0,
+                false};
+    }
+};
+
+// -inf for the scores that a bool mask hides.
+template <int Count, class NumbersOf>
+__device__ void hide_by_mask(float (&S)[Count], const Terms &terms, const NumbersOf &numbers_of) {
+    add_numbers(S, 1.f, numbers_of(terms.mask, terms.mask_stride));
+}
+
 // Rows are queries i and i + 8; the tile's keys begin at j0. Products become whole scores. is_whole: a mask shows the
 // tile as a whole, so it isn't read.
 template <class T, int Count>
@@ -112,15 +148,7 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
             S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms, is_whole,
-                         [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
-                             x += b * stride.batch + h * stride.head + j0 * stride.key;
-                             const bool in_pairs = terms.in_pairs && j0 % 2 == 0 && j0 + 2 * Count <= a.Nk;
-                             return {{x + min(i, a.Nq - 1) * stride.row, x + min(i + 8, a.Nq - 1) * stride.row},
-                                     (int)stride.key * (int)sizeof(*x),
-                                     a.Nk - 1 - j0,
-                                     in_pairs};
-                         });
+    add_bias_and_mask<T>(S, terms, is_whole, OfQueries{a, b, h, i, j0, 2 * Count});
 }
 
 // Rows are keys j and j + 8; the tile's queries begin at i0.
@@ -143,14 +171,7 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
         }
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms, is_whole,
-                         [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
-                             x += b * stride.batch + h * stride.head + i0 * stride.row;
-                             return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},
-                                     (int)stride.row * (int)sizeof(*x),
-                                     a.Nq - 1 - i0,
-                                     false};
-                         });
+    add_bias_and_mask<T>(S, terms, is_whole, OfKeys{a, b, h, i0, j});
 }
 
 // dP = 0 where P = 0: there dP may be anything.
