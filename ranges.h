@@ -193,16 +193,20 @@ constexpr bool kHasGeneral = false;
 #else
 constexpr bool kHasGeneral = true;
 #endif
-// In hopper/ there are three kinds of general kernels. General is of those with softcap alone. Those WithTerms add
-// terms or drop weights. Those WithMask have a bool mask alone, of whose hidden tiles there are tables.
+// In hopper/ there are four kinds of general kernels. General is of those with softcap alone. Those WithTerms add any
+// terms or drop weights. Those WithMask have a bool mask alone, of whose hidden tiles there are tables, and those
+// WithSlopes ALiBi alone.
 struct WithTerms : General {};
 struct WithMask : General {};
+struct WithSlopes : General {};
 template <class Mask>
 constexpr bool kIsGeneral = std::is_base_of_v<General, Mask>;
 template <class Mask>
 constexpr bool kHasTerms = std::is_same_v<Mask, WithTerms>;
 template <class Mask>
 constexpr bool kHasMask = std::is_same_v<Mask, WithMask>;
+template <class Mask>
+constexpr bool kHasSlopes = std::is_same_v<Mask, WithSlopes>;
 template <class Mask>
 constexpr bool kHasSoftcap = std::is_same_v<Mask, General>;
 template <class Mask>

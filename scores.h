@@ -41,6 +41,9 @@ MINIMAL_ATTN_HOST_DEVICE inline bool has_mask_alone(const Attention &a) {
 }
 // And kernels of hopper skip its hidden tiles: those WithMask compute the call (ranges.h).
 inline bool has_listed_mask_alone(const Attention &a) { return has_mask_alone(a) && a.mask_tables.skips_tiles; }
+inline bool has_slopes_alone(const Attention &a) {
+    return a.terms.alibi_slopes && !a.terms.mask && !a.terms.bias && !has_softcap(a) && !has_dropout(a);
+}
 MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return has_softcap(a) || has_terms(a); }
 MINIMAL_ATTN_HOST_DEVICE inline bool needs_general(const Attention &a) { return changes_scores(a) || has_dropout(a); }
 

@@ -38,9 +38,9 @@
 //                                                               dQ          stage dQi of the previous tile
 //                                                               dK          release Qi
 //
-// There are three kinds of general kernels (terms.h: with_kind_of_scores). The one with softcap (scores.h: change,
+// There are four kinds of general kernels (terms.h: with_kind_of_scores). The one with softcap (scores.h: change,
 // slope_of) waits for dP^T before P^T, which takes the place of the scores. The one with terms computes dS^T before it
-// drops P^T. The one with a bool mask alone is as those of ranges, and hides scores before P^T:
+// drops P^T. Those with a bool mask alone or ALiBi alone are as those of ranges, but for S^T:
 //
 //     terms.h      add_terms_transposed: ALiBi, masks and biases, beside dP^T; hide_by_mask: a mask alone
 //     dropped.h    KeptWeights: which weights dropout keeps; pack_kept: P^T without the others, as an operand
@@ -331,13 +331,17 @@ struct Hide<Tile, WithTerms> : Hide<Tile, General> {
     using Hide<Tile, General>::Hide;
 };
 template <class Tile>
+struct Hide<Tile, WithSlopes> : Hide<Tile, General> {
+    using Hide<Tile, General>::Hide;
+};
+template <class Tile>
 struct Hide<Tile, WithMask> : Hide<Tile, Ranges> {  // where a mask has tables, no batch counts as growing
     using Hide<Tile, Ranges>::Hide;
 };
 
 // Kernels that subtract m where a row is large, by a branch. Of others there are two.
 template <class Mask>
-constexpr bool kAsksForLarge = kIsGeneral<Mask> && !kHasMask<Mask>;
+constexpr bool kAsksForLarge = kIsGeneral<Mask> && !kHasMask<Mask> && !kHasSlopes<Mask>;
 
 template <class T, class Tile, class Mask, bool has_large_rows>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
@@ -415,6 +419,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 if (has_dropout(a)) kept.template draw<true>({a, keys.b, h}, j, i0);
                 add_terms_transposed<T>(S, a, keys.b, h, i0, j, is_whole);
             }
+            if constexpr (kHasSlopes<Mask>) add_slopes_transposed(S, a, keys.b, h, i0, j);
             if (has_large_rows && (!kAsksForLarge<Mask> || may_be_large))
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
             if constexpr (kHasMask<Mask>)
@@ -468,12 +473,12 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
 }
 
 // Whether the kernel with large rows runs: a row is large (large_rows.cu sets any_large), a batch has ranges that don't
-// grow, or the call is general, but for a bool mask alone. All threads of a block call it.
+// grow, or the call is general, but for a bool mask or ALiBi alone. All threads of a block call it.
 template <class Mask>
 __device__ bool takes_large_rows(const FusedParameters &p) {
     if constexpr (kAsksForLarge<Mask>) return true;
     bool takes = __ldcg(p.rows.any_large);
-    if constexpr (kIsRanges<Mask> && !kHasMask<Mask>) {
+    if constexpr (kIsRanges<Mask> && !kIsGeneral<Mask>) {
         for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) takes |= !p.a.ranges.batches[b].grows;
         takes = __syncthreads_or(takes);
     }
@@ -533,7 +538,7 @@ auto kernel_for(const Attention &a) {
     return with_mask_and_scores(a, [&](auto mask) {
         return with_kind_of_scores<Narrow<decltype(mask)>, true>(a, [&](auto mask) {
             using Any = decltype(mask);
-            constexpr bool is_other = !has_large_rows && kIsRanges<Any> && !kHasMask<Any>;
+            constexpr bool is_other = !has_large_rows && kIsRanges<Any> && !kHasMask<Any> && !kHasSlopes<Any>;
             using Mask = std::conditional_t<is_other, GrowingRanges, Any>;
             return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
                                              : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows>;
@@ -613,7 +618,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         if (p.stores_dS && !make_tensor_map(p.dS, a.dtype, dS, dS_stride(a), a.B, a.Hq, a.Nk, a.Nq, 64))
             return "cuTensorMapEncodeTiled refused the workspace";
         const int work_tiles = workspace.split.work_tiles();
-        if (!a.is_general || has_listed_mask_alone(a))
+        if (!a.is_general || has_listed_mask_alone(a) || has_slopes_alone(a))
             return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64, work_tiles);
         const char *why = launch_kernels<Tile>({with_large_rows}, p, plan, counters, stream, 64, work_tiles);
         return why || !p.stores_dS ? why : launch_dS_sums(g, dS, stream);

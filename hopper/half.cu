@@ -91,7 +91,7 @@ struct Tile {
     static constexpr bool AlignKeys = false;
     // Which kernels this tile has (tile_of): general ones, ones with terms, no others.
     static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;
-    static constexpr bool has_mask = D <= 128 && Br == kMaskTile && Bc == kMaskTile;  // hidden tiles are its tiles
+    static constexpr bool has_single = D <= 128 && Br == kMaskTile && Bc == kMaskTile;  // hidden tiles are its tiles
     static constexpr bool only_terms = D == 64 && Br == 128, has_terms = has_general && !(D == 64 && Br == 192);
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && D_v % 32 == 0 && Br % 64 == 0);
@@ -189,12 +189,14 @@ __device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
 // the mask and the tracking by one branch.
 template <class T, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
-                                   const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible,
-                                   bool is_whole = false) {
+                                   const WorkTileOf<Mask> &work, const SlopeOfRows &slope, int row, int j0,
+                                   Keys fully_visible, bool is_whole = false) {
     if constexpr (kHasTerms<Mask>) {
         add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0, is_whole);
     } else if constexpr (kHasMask<Mask>) {
         if (!is_whole) hide_by_mask(Sij, a.terms, OfQueries{a, work.b, work.h, work.i0 + row, j0, 2 * Count});
+    } else if constexpr (kHasSlopes<Mask>) {
+        slope.add(Sij, a.terms.unit, j0);
     } else if constexpr (kIsGeneral<Mask>) {
         change<T, true>(a.scores, Sij);
     }
@@ -307,7 +309,9 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         };
         bool is_whole = false;
         if constexpr (kMaySkip<Mask>) is_whole = work.mask.first_is_whole;
-        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible, is_whole);
+        SlopeOfRows slope;
+        if constexpr (kHasSlopes<Mask>) slope = SlopeOfRows(a, work.b, work.h, work.i0 + row);
+        mask_and_track_max<T>(Sij, softmax, a, work, slope, row, j0, fully_visible, is_whole);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0));
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
@@ -331,9 +335,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if constexpr (changes_late)
                 needs_max |= a.l || next() < fully_visible.begin || next() + Bc > fully_visible.end;
             else
-                mask_and_track_max<T>(Sij, softmax, a, work, row, next(), fully_visible, shown.is_whole());
+                mask_and_track_max<T>(Sij, softmax, a, work, slope, row, next(), fully_visible, shown.is_whole());
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
+            if constexpr (kHasSlopes<Mask>) needs_max |= next() < slope.growth_end;
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
             if (!needs_max)
                 stale_softmax<T, 0, kEarly<Tile, Mask>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
@@ -351,7 +356,8 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
-                if constexpr (changes_late) mask_and_track_max<T>(Sij, softmax, a, work, row, next(), fully_visible);
+                if constexpr (changes_late)
+                    mask_and_track_max<T>(Sij, softmax, a, work, slope, row, next(), fully_visible);
                 needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(next()));
                 rescale(Oi, softmax);
             }
@@ -520,11 +526,11 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             constexpr bool exists = kIsGeneral<Wanted> ? Tile::has_general : !Tile::only_terms;
             if (!exists) return "this tile has no such kernel";
             using Mask = std::conditional_t<exists, Wanted, std::conditional_t<Tile::only_terms, General, Ranges>>;
-            const auto kernel = with_kind_of_scores<Mask, Tile::has_mask>(a, [&](auto wanted) {
+            const auto kernel = with_kind_of_scores<Mask, Tile::has_single>(a, [&](auto wanted) {
                 using Wanted = decltype(wanted);
                 constexpr bool with_terms = Tile::only_terms || (kHasTerms<Wanted> && Tile::has_terms);
-                using Any =
-                    std::conditional_t<kHasMask<Wanted>, WithMask, std::conditional_t<with_terms, WithTerms, Mask>>;
+                using Any = std::conditional_t<kHasMask<Wanted> || kHasSlopes<Wanted>, Wanted,
+                                               std::conditional_t<with_terms, WithTerms, Mask>>;
                 return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Any>
                                                  : half_hopper_kernel<__nv_bfloat16, Tile, Any>;
             });

@@ -157,7 +157,8 @@ struct TileScheduler {
         if (kHasTerms<Mask>) visible.begin = max(visible.begin / 16 * 16, has_dropout(p.a) ? 0 : mask.keys.begin);
         const bool skips = skips_tiles<Tile, Mask>(p.a);
         if (Tile::AlignKeys || skips) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
-        if constexpr (kMaySkip<Mask>) mask.first_is_whole = skips && is_shown_whole(p.a, b, i0, visible.begin);
+        if constexpr (kMaySkip<Mask>)  // a batch of no keys may begin behind the tables
+            mask.first_is_whole = skips && visible.begin < p.a.Nk && is_shown_whole(p.a, b, i0, visible.begin);
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};
     }

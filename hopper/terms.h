@@ -12,13 +12,15 @@
 
 namespace minimal_attn::hopper {
 
-// use(a Mask): of general kernels there are those with softcap, those with terms or dropout, and, if has_mask, those with
-// a bool mask alone. Softcap beside terms is portable's. In one kernel for all ptxas spilled accumulators, of calls with
+// use(a Mask): of general kernels there are those with softcap, those with terms or dropout, and, if has_single, those with
+// a bool mask alone or ALiBi alone. Softcap beside terms is portable's. In one kernel for all ptxas spilled accumulators, of calls with
 // softcap, too; with a branch at the top it serialised products (C7512).
-template <class Mask, bool has_mask = false, class Use>
+template <class Mask, bool has_single = false, class Use>
 auto with_kind_of_scores(const Attention &a, const Use &use) {
-    if constexpr (kIsGeneral<Mask> && has_mask)
+    if constexpr (kIsGeneral<Mask> && has_single) {
         if (has_listed_mask_alone(a)) return use(WithMask());
+        if (has_slopes_alone(a)) return use(WithSlopes());
+    }
     if constexpr (kIsGeneral<Mask>)
         if (has_terms(a) || has_dropout(a)) return use(WithTerms());
     return use(Mask());
@@ -132,6 +134,58 @@ __device__ void hide_by_mask(float (&S)[Count], const Terms &terms, const Number
     add_numbers(S, 1.f, numbers_of(terms.mask, terms.mask_stride));
 }
 
+// ALiBi of a thread's queries i and i + 8.
+struct SlopeOfRows {
+    float slope = 0.f;
+    int position[2] = {};
+    int growth_end = -1;  // keys up to there raise the maximum, tile by tile, where a slope is steep
+
+    __device__ SlopeOfRows() {}
+    __device__ SlopeOfRows(const Attention &a, int b, int h, int i)
+        : slope(a.terms.alibi_slopes[b * a.terms.slopes_stride + h * a.terms.slope_stride]) {
+        const int *const positions = a.terms.positions + b * range_rows(a) + i;
+        position[0] = positions[0], position[1] = positions[8];
+        if (slope > kSteep) growth_end = position[1];
+    }
+    // The tile's keys begin at j0.
+    template <int Count>
+    __device__ void add(float (&S)[Count], float unit, int j0) const {
+        const int j = j0 + threadIdx.x % 4 * 2;
+        const float distance[2] = {(float)(position[0] - j), (float)(position[1] - j)};
+#pragma unroll
+        for (int x = 0; x < Count; ++x)
+            S[x] = fmaf(unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
+    }
+    // With a steeper slope the sum by a stale maximum (half.cu) always exceeds its bound: e^(128 / 40) is 25, and about
+    // 40 keys count.
+    static constexpr float kSteep = 1.f / 40;
+};
+
+// Rows are keys j and j + 8; the tile's queries begin at i0. Those of documents begin anew, others count on from the
+// first one.
+template <int Count>
+__device__ void add_slopes_transposed(float (&S)[Count], const Attention &a, int b, int h, int i0, int j) {
+    const Terms &terms = a.terms;
+    const float slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
+    const int *const positions = terms.positions + b * range_rows(a) + i0 + threadIdx.x % 4 * 2;
+    if (!a.cu_seqlens_q) {
+        const float distance = (float)(positions[0] - j);
+#pragma unroll
+        for (int x = 0; x < Count; ++x)
+            S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance + (x / 4 * 8 + x % 2 - x / 2 % 2 * 8)));
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < Count; x += 4) {
+        const int2 p = *(const int2 *)(positions + 2 * x);
+        const float distance[2] = {(float)(p.x - j), (float)(p.y - j)};
+#pragma unroll
+        for (int y = x; y < x + 4; ++y)
+            S[y] = fmaf(terms.unit, S[y], term_of_distance(slope, distance[y % 2] - y / 2 % 2 * 8));
+        if (x % 16 == 12) __syncwarp();
+    }
+}
+
 // Rows are queries i and i + 8; the tile's keys begin at j0. Products become whole scores. is_whole: a mask shows the
 // tile as a whole, so it isn't read.
 template <class T, int Count>
@@ -139,13 +193,7 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
     const Terms &terms = a.terms;
     if (!has_terms(a)) return;  // but dropout
     if (terms.alibi_slopes) {
-        const float slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
-        const int *const positions = terms.positions + b * range_rows(a) + i;
-        const int j = j0 + threadIdx.x % 4 * 2;
-        const float distance[2] = {(float)(positions[0] - j), (float)(positions[8] - j)};
-#pragma unroll
-        for (int x = 0; x < Count; ++x)
-            S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
+        SlopeOfRows(a, b, h, i).add(S, terms.unit, j0);
         if (!may_hide(a)) return;
     }
     add_bias_and_mask<T>(S, terms, is_whole, OfQueries{a, b, h, i, j0, 2 * Count});
@@ -158,17 +206,7 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
     const Terms &terms = a.terms;
     if (!has_terms(a)) return;
     if (terms.alibi_slopes) {
-        const float slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
-        const int *const positions = terms.positions + b * range_rows(a) + i0 + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int x = 0; x < Count; x += 4) {
-            const int2 p = *(const int2 *)(positions + 2 * x);
-            const float distance[2] = {(float)(p.x - j), (float)(p.y - j)};
-#pragma unroll
-            for (int y = x; y < x + 4; ++y)
-                S[y] = fmaf(terms.unit, S[y], term_of_distance(slope, distance[y % 2] - y / 2 % 2 * 8));
-            if (x % 16 == 12) __syncwarp();
-        }
+        add_slopes_transposed(S, a, b, h, i0, j);
         if (!may_hide(a)) return;
     }
     add_bias_and_mask<T>(S, terms, is_whole, OfKeys{a, b, h, i0, j});
