@@ -193,12 +193,13 @@ constexpr bool kHasGeneral = false;
 #else
 constexpr bool kHasGeneral = true;
 #endif
-// In hopper/ there are four kinds of general kernels. General is of those with softcap alone. Those WithTerms add any
+// In hopper/ there are five kinds of general kernels. General is of those with softcap alone. Those WithTerms add any
 // terms or drop weights. Those WithMask have a bool mask alone, of whose hidden tiles there are tables, and those
-// WithSlopes ALiBi alone.
+// WithSlopes ALiBi alone. Forward those WithBias have a bias alone, which TMA loads.
 struct WithTerms : General {};
 struct WithMask : General {};
 struct WithSlopes : General {};
+struct WithBias : General {};
 template <class Mask>
 constexpr bool kIsGeneral = std::is_base_of_v<General, Mask>;
 template <class Mask>
@@ -207,6 +208,8 @@ template <class Mask>
 constexpr bool kHasMask = std::is_same_v<Mask, WithMask>;
 template <class Mask>
 constexpr bool kHasSlopes = std::is_same_v<Mask, WithSlopes>;
+template <class Mask>
+constexpr bool kHasBias = std::is_same_v<Mask, WithBias>;
 template <class Mask>
 constexpr bool kHasSoftcap = std::is_same_v<Mask, General>;
 template <class Mask>

@@ -36,8 +36,8 @@ struct PagedTile {
 // tiles may be skipped, `behind` gets the tile that follows, for consumers, unless it is null.
 template <class Tile, class Mask, int Stages, int Bytes, class BeforeLoad>
 __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const WorkTileOf<Mask> &work,
-                           Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
-                           const BeforeLoad &before_load, ShownTile *behind = nullptr) {
+                           Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes], BeforeLoad before_load,
+                           ShownTile *behind = nullptr) {
     constexpr int Rows = Tile::Bc, Boxes = Bytes / (Rows * 128);
     if constexpr (kIsPaged<Mask>)
         if (p.rows_of_piece) {

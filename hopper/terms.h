@@ -4,6 +4,8 @@
 //     add_terms               rows are queries, columns keys: half.cu, backward_dq.cu
 //     add_terms_transposed    rows are keys, columns queries: the other gradients
 //
+//     add_loaded_bias         as add_terms, of a bias alone that TMA has loaded: half.cu
+//
 // A bias or ALiBi gives the bits of `whole`, which large_rows.cu calls.
 #pragma once
 #include "hopper/tma.h"
@@ -210,6 +212,38 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
         if (!may_hide(a)) return;
     }
     add_bias_and_mask<T>(S, terms, is_whole, OfKeys{a, b, h, i0, j});
+}
+
+// Whether TMA may load tiles of a bias alone, in q's dtype.
+inline bool loads_bias(const Attention &a) {
+    const Terms &terms = a.terms;
+    const PairStrides &stride = terms.bias_stride;
+    const auto fits = [](int64_t x, bool may_be_0) { return x % 8 == 0 && (may_be_0 ? x >= 0 : x > 0); };
+    return terms.bias && !terms.bias_is_float32 && !terms.mask && !terms.alibi_slopes && !has_dropout(a) &&
+           (stride.key == 1 || a.Nk == 1) && (fits(stride.row, false) || a.Nq == 1) && fits(stride.head, true) &&
+           fits(stride.batch, true) && (uintptr_t)terms.bias % 16 == 0 && most_columns(a) <= 128;
+}
+
+// The lower or upper half of two numbers.
+template <class T>
+__device__ T half_of(uint32_t two, bool upper) {
+    const uint16_t bits = upper ? two >> 16 : two;
+    return *(const T *)&bits;
+}
+
+// Scores of a warp's 16 rows become whole ones. `tile` has 64 rows of the bias in q's dtype, boxes of 64 keys as TMA
+// stores them.
+template <class T, int Count>
+__device__ void add_loaded_bias(float (&S)[Count], float unit, const unsigned char *tile) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int first = row * 128 + (lane / 16 ^ row % 8) * 16;
+#pragma unroll
+    for (int x = 0; x < Count; x += 8) {  // 16 keys
+        uint32_t two[4];
+        load_matrices(two, tile + x / 32 * (64 * 128) + (first ^ x / 8 % 4 * 32));
+#pragma unroll
+        for (int y = 0; y < 8; ++y) S[x + y] = with_number(unit, S[x + y], half_of<T>(two[y / 2], y % 2));
+    }
 }
 
 // dP = 0 where P = 0: there dP may be anything.
