@@ -88,8 +88,7 @@ struct PairStrides {
 
 // What is added to a scaled score, by the pair of query i and key j: scores.h computes it.
 struct Terms {
-    // Multiplies the product, or with softcap its tanh, before terms are added. Then Attention::softmax_scale is 1. For a
-    // bool mask alone, unit is 1, and softmax_scale the caller's, if that is positive.
+    // Multiplies the product, or with softcap its tanh, before terms are added. Attention::softmax_scale is 1.
     float unit;
     // ALiBi (else null): -slope |p_i - j|, with the slope alibi_slopes[b * slopes_stride + h * slope_stride].
     const float *alibi_slopes;

@@ -193,27 +193,12 @@ constexpr bool kHasGeneral = false;
 #else
 constexpr bool kHasGeneral = true;
 #endif
-// In hopper/ there are five kinds of general kernels. General is of those with softcap alone. Those WithTerms add any
-// terms or drop weights. Those WithMask have a bool mask alone, of whose hidden tiles there are tables, and those
-// WithSlopes ALiBi alone. Forward those WithBias have a bias alone, which TMA loads.
+// In hopper/, of general kernels that add terms or drop weights. There General is of those with softcap alone.
 struct WithTerms : General {};
-struct WithMask : General {};
-struct WithSlopes : General {};
-struct WithBias : General {};
 template <class Mask>
 constexpr bool kIsGeneral = std::is_base_of_v<General, Mask>;
 template <class Mask>
 constexpr bool kHasTerms = std::is_same_v<Mask, WithTerms>;
-template <class Mask>
-constexpr bool kHasMask = std::is_same_v<Mask, WithMask>;
-template <class Mask>
-constexpr bool kHasSlopes = std::is_same_v<Mask, WithSlopes>;
-template <class Mask>
-constexpr bool kHasBias = std::is_same_v<Mask, WithBias>;
-template <class Mask>
-constexpr bool kHasSoftcap = std::is_same_v<Mask, General>;
-template <class Mask>
-constexpr bool kMaySkip = kHasTerms<Mask> || kHasMask<Mask>;  // tiles that a mask hides
 
 MINIMAL_ATTN_HOST_DEVICE inline Ranges narrow(const Ranges &ranges) { return ranges; }
 MINIMAL_ATTN_HOST_DEVICE inline General narrow(const General &ranges) { return ranges; }

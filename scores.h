@@ -7,9 +7,8 @@
 //     s = -inf                               where attn_mask(b, h, i, j) is False
 //
 // If a call has a softcap, what follows the change sees t = tanh(s / softcap), and Attention::softmax_scale is softcap.
-// If it has a number for the pair (i, j), what follows sees the whole s, and softmax_scale is 1. A bool mask alone, which
-// sets s to -inf, leaves products and a positive softmax_scale as they are. The backward pass multiplies dS by
-// slope_of(t), and by scores.scale, the caller's softmax_scale, in the end.
+// If it has a term of the pair (i, j), what follows sees the whole s, and softmax_scale is 1. The backward pass
+// multiplies dS by slope_of(t), and by scores.scale, the caller's softmax_scale, in the end.
 //
 // On a GPU a kernel is plain or general. A plain one has no code for this, nor for dropout (dropout.h). General is the
 // mask type of the others (ranges.h): their mask is always in tables, so each kernel has one general form.
@@ -33,16 +32,6 @@ namespace minimal_attn {
 MINIMAL_ATTN_HOST_DEVICE inline bool has_softcap(const Attention &a) { return a.scores.softcap != 0.f; }
 MINIMAL_ATTN_HOST_DEVICE inline bool has_terms(const Attention &a) {
     return a.terms.alibi_slopes || a.terms.mask || a.terms.bias;
-}
-// A bool mask, and nothing else beside the products: these are not scaled, as where scores don't change.
-MINIMAL_ATTN_HOST_DEVICE inline bool has_mask_alone(const Attention &a) {
-    const bool has_more = a.terms.alibi_slopes || a.terms.bias || has_softcap(a) || has_dropout(a);
-    return a.terms.mask && !has_more && a.terms.unit == 1.f && a.softmax_scale > 0.f;
-}
-// And kernels of hopper skip its hidden tiles: those WithMask compute the call (ranges.h).
-inline bool has_listed_mask_alone(const Attention &a) { return has_mask_alone(a) && a.mask_tables.skips_tiles; }
-inline bool has_slopes_alone(const Attention &a) {
-    return a.terms.alibi_slopes && !a.terms.mask && !a.terms.bias && !has_softcap(a) && !has_dropout(a);
 }
 MINIMAL_ATTN_HOST_DEVICE inline bool changes_scores(const Attention &a) { return has_softcap(a) || has_terms(a); }
 MINIMAL_ATTN_HOST_DEVICE inline bool needs_general(const Attention &a) { return changes_scores(a) || has_dropout(a); }

@@ -132,11 +132,7 @@ void set_terms(Attention &attention, const Arguments &a) {
         terms.bias = expanded(*bias, terms.bias_stride);
         terms.bias_is_float32 = bias->scalar_type() == at::kFloat;
     }
-    const bool has_numbers = terms.alibi_slopes || terms.bias || has_softcap(attention);
-    if (has_terms(attention) && (has_numbers || attention.softmax_scale <= 0.f))
-        terms.unit = std::exchange(attention.softmax_scale, 1.f);
-    else
-        terms.unit = 1.f;
+    if (has_terms(attention)) terms.unit = std::exchange(attention.softmax_scale, 1.f);
 }
 
 void set_dropout(Attention &attention, const Arguments &a) {

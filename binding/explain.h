@@ -12,7 +12,6 @@ using Reasons = decltype(Explanation::others);
 // What follows the kernel's name: which tables it reads.
 const char *tables_of(const Attention &a) {
     return a.by_sequence                    ? ", by sequence"
-           : has_listed_mask_alone(a)       ? ", general, a mask alone, hidden tiles skipped"
            : a.mask_tables.skips_tiles      ? ", general, hidden tiles skipped"
            : a.is_general                   ? ", general"
            : a.key_ranges || a.cu_seqlens_q ? ", ranges"

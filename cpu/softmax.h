@@ -1,8 +1,8 @@
 // cpu/softmax.h: steps 10 to 12 of Algorithm 1 on vectors: mi, li, alpha, and sums that are held. kernel.h includes it
 // once for each instruction set.
 
-// What step 9 multiplies products by: those that change are scaled afterwards.
-inline float scale_of_products(const Attention &a) { return has_softcap(a) ? 1.f : a.softmax_scale; }
+// What step 9 multiplies products by: those that change or have terms are scaled afterwards.
+inline float scale_of_products(const Attention &a) { return changes_scores(a) ? 1.f : a.softmax_scale; }
 
 // Step 9: n products become scores (scores.h).
 [[gnu::noinline]] inline void change_scores(const Attention &a, int64_t n, float *Sij) {

@@ -350,7 +350,7 @@ const char *launch_dK_dV(const Gradient &g, const GradientRows &rows, const Plan
             return "cuTensorMapEncodeTiled refused do";
         return with_mask_and_scores(a, [&](auto mask) {
             using Mask = Narrow<decltype(mask)>;
-            const auto kernel = with_kind_of_scores<Mask>(a, [&](auto mask) {
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto mask) {
                 using Mask = decltype(mask);
                 return a.dtype == Dtype::float16 ? dK_dV_kernel<__half, Tile, Mask>
                                                  : dK_dV_kernel<__nv_bfloat16, Tile, Mask>;

@@ -280,7 +280,7 @@ const char *launch_dQ(const Gradient &g, const GradientRows &rows, int multiproc
             using Mask = Narrow<decltype(mask)>;
             const Plan plan =
                 make_plan<Tile, SharedStorage<Tile, Mask>>(a, {multiprocessors, 0}, "half backward, dQ", tile_of(a));
-            const auto kernel = with_kind_of_scores<Mask>(a, [&](auto mask) {
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto mask) {
                 using Mask = decltype(mask);
                 return a.dtype == Dtype::float16 ? dQ_kernel<__half, Tile, Mask> : dQ_kernel<__nv_bfloat16, Tile, Mask>;
             });

@@ -38,11 +38,10 @@
 //                                                               dQ          stage dQi of the previous tile
 //                                                               dK          release Qi
 //
-// There are four kinds of general kernels (terms.h: with_kind_of_scores). The one with softcap (scores.h: change,
-// slope_of) waits for dP^T before P^T, which takes the place of the scores. The one with terms computes dS^T before it
-// drops P^T. Those with a bool mask alone or ALiBi alone are as those of ranges, but for S^T:
+// There are two general kernels (terms.h: with_or_without_terms). The one with softcap (scores.h: change, slope_of)
+// waits for dP^T before P^T, which takes the place of the scores. The one with terms computes dS^T before it drops P^T:
 //
-//     terms.h      add_terms_transposed: ALiBi, masks and biases, beside dP^T; hide_by_mask: a mask alone
+//     terms.h      add_terms_transposed: ALiBi, masks and biases, beside dP^T
 //     dropped.h    KeptWeights: which weights dropout keeps; pack_kept: P^T without the others, as an operand
 //     gradient.h   dP_less_D, with the factor of kept weights
 //
@@ -148,7 +147,7 @@ __device__ void schedule_and_load(const FusedParameters &p, FusedStorage<Tile, M
         const KeySlice<Tile, Mask> keys(p, work, work);
         if (p.fills_rows) wait_for(p.filled[work.tile / p.Tc], p.units_of_group);
         keys.for_each_step([&](int h, int i0, bool is_first) {
-            if constexpr (kMaySkip<Mask>)
+            if constexpr (kHasTerms<Mask>)
                 Q.producer_acquire(), shared.is_whole[Q.stage()] = is_shown_whole(p.a, keys.b, i0, keys.j0);
             load_query_tile<Tile>(p, keys.b, h, i0, p.Q, {p.rows.m, p.rows.log2_l}, Q, shared.Qi, shared.m_l);
             load_query_tile<Tile>(p, keys.b, h, i0, p.dO, {p.rows.D}, dO, shared.dOi, shared.Di);
@@ -307,9 +306,9 @@ struct Hide<Tile, Ranges> {
     template <class Slice>
     __device__ Hide(const Slice &, int j64, int) : j64(j64) {}
     template <int Count, class Slice>
-    __device__ void operator()(float (&P)[Count], const Slice &keys, int i0, int j, float hidden = 0.f) const {
+    __device__ void operator()(float (&P)[Count], const Slice &keys, int i0, int j) const {
         const Keys all = keys_of_all(keys.mask(), i0, i0 + Tile::Br);
-        if (all.begin > j64 || all.end < j64 + 64) hide_keys(P, keys.mask(), i0, j, hidden);
+        if (all.begin > j64 || all.end < j64 + 64) hide_keys(P, keys.mask(), i0, j);
     }
 };
 template <class Tile>
@@ -330,18 +329,6 @@ template <class Tile>
 struct Hide<Tile, WithTerms> : Hide<Tile, General> {
     using Hide<Tile, General>::Hide;
 };
-template <class Tile>
-struct Hide<Tile, WithSlopes> : Hide<Tile, General> {
-    using Hide<Tile, General>::Hide;
-};
-template <class Tile>
-struct Hide<Tile, WithMask> : Hide<Tile, Ranges> {  // where a mask has tables, no batch counts as growing
-    using Hide<Tile, Ranges>::Hide;
-};
-
-// Kernels that subtract m where a row is large, by a branch. Of others there are two.
-template <class Mask>
-constexpr bool kAsksForLarge = kIsGeneral<Mask> && !kHasMask<Mask> && !kHasSlopes<Mask>;
 
 template <class T, class Tile, class Mask, bool has_large_rows>
 __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shared) {
@@ -355,7 +342,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
     Pipeline<Tile::dOStages> dO{shared.dO};
     Pipeline<Tile::dSStages> dS_written{shared.dS_ready}, dS_read{shared.dS_ready};  // of this tile; of the previous
 
-    const bool may_be_large = kAsksForLarge<Mask> && __ldcg(p.rows.any_large);
+    const bool may_be_large = kIsGeneral<Mask> && __ldcg(p.rows.any_large);
     for_each_key_work(shared, [&](const KeyWorkOf<Mask> &published) {
         const KeyWork work = {broadcast_lane0(published.tile), broadcast_lane0(published.slice)};
         const KeySlice<Tile, Mask> keys = KeySlice<Tile, Mask>(p, work, published).of_warp();
@@ -369,7 +356,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                                                    Tile::kZeroed + consumer);
         };
         const auto zero_blind = [&](unsigned char *tile, int i0) {
-            if constexpr (kMaySkip<Mask>)
+            if constexpr (kHasTerms<Mask>)
                 if (may_hide(a))
                     return zero_hidden_rows<Br, Tile::Boxes>(tile, shared.m_l[Q.stage()][1], Tile::kZeroed + consumer);
             if constexpr (keys.is_ranges)
@@ -401,7 +388,7 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             KeptWeights<Br / 2> kept;
             Q.consumer_wait();
             bool is_whole = false;
-            if constexpr (kMaySkip<Mask>) is_whole = shared.is_whole[Q.stage()];
+            if constexpr (kHasTerms<Mask>) is_whole = shared.is_whole[Q.stage()];
             zero_blind(shared.Qi[Q.stage()], i0);
             ping_pong.wait_turn();
             issue_ABt<T, D>(S, descriptor(shared.Kj[consumer]), descriptor(shared.Qi[Q.stage()]));
@@ -410,7 +397,8 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             issue_ABt<T, D>(dP, descriptor(shared.Vj[consumer]), descriptor(shared.dOi[dO.stage()]));
             ping_pong.pass_turn();
             wgmma_wait<1>(S);
-            if constexpr (kHasSoftcap<Mask>) {  // dP^T waits for no P^T, which takes the place of S^T
+            if constexpr (kIsGeneral<Mask> &&
+                          !kHasTerms<Mask>) {  // dP^T waits for no P^T, which takes the place of S^T
                 change<T, true>(a.scores, S);
                 wgmma_wait<0>(dP);
                 multiply_by_slopes<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);
@@ -419,15 +407,10 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
                 if (has_dropout(a)) kept.template draw<true>({a, keys.b, h}, j, i0);
                 add_terms_transposed<T>(S, a, keys.b, h, i0, j, is_whole);
             }
-            if constexpr (kHasSlopes<Mask>) add_slopes_transposed(S, a, keys.b, h, i0, j);
-            if (has_large_rows && (!kAsksForLarge<Mask> || may_be_large))
+            if (has_large_rows && (!kIsGeneral<Mask> || may_be_large))
                 subtract_m<T>(S, shared.m_l[Q.stage()], thread % 4 * 2, p.c);
-            if constexpr (kHasMask<Mask>)
-                if (!is_whole)  // one branch, since two take more registers
-                    hide_by_mask(S, a.terms, OfKeys{a, keys.b, h, i0, j}), hide(S, keys, i0, j, -INFINITY);
             compute_P(S, shared.m_l[Q.stage()][1] + thread % 4 * 2, p.c);  // beside dP^T
-            if constexpr (!kHasMask<Mask>)
-                if (!is_whole) hide(S, keys, i0, j);
+            if (!is_whole) hide(S, keys, i0, j);
             if constexpr (kHasTerms<
                               Mask>) {  // dS^T comes before P^T, which is dropped, and needs no registers behind it
                 wgmma_wait<0>(dP);
@@ -440,10 +423,10 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
             } else {
                 pack_operand<T>(P, S);
             }
-            if constexpr (!kAsksForLarge<Mask>) wgmma_wait<0>(dP);
+            if constexpr (!kIsGeneral<Mask>) wgmma_wait<0>(dP);
             issue_AB<T>(dV, P, descriptor(shared.dOi[dO.stage()]));
             __syncwarp();  // keeps what follows behind the products
-            if constexpr (kHasSoftcap<Mask>)
+            if constexpr (kIsGeneral<Mask> && !kHasTerms<Mask>)
                 multiply_elements(dP, S), hide(dP, keys, i0, j);  // P^T = 0 times the slope of a hidden NaN is NaN
             else if constexpr (!kHasTerms<Mask>)
                 compute_dS<T>(dP, S, shared.Di[dO.stage()][0] + thread % 4 * 2);  // beside dV
@@ -473,12 +456,12 @@ __device__ void consume(const FusedParameters &p, FusedStorage<Tile, Mask> &shar
 }
 
 // Whether the kernel with large rows runs: a row is large (large_rows.cu sets any_large), a batch has ranges that don't
-// grow, or the call is general, but for a bool mask or ALiBi alone. All threads of a block call it.
+// grow, or the call is general. All threads of a block call it.
 template <class Mask>
 __device__ bool takes_large_rows(const FusedParameters &p) {
-    if constexpr (kAsksForLarge<Mask>) return true;
+    if constexpr (kIsGeneral<Mask>) return true;
     bool takes = __ldcg(p.rows.any_large);
-    if constexpr (kIsRanges<Mask> && !kIsGeneral<Mask>) {
+    if constexpr (kIsRanges<Mask>) {
         for (int b = threadIdx.x; b < p.a.B; b += blockDim.x) takes |= !p.a.ranges.batches[b].grows;
         takes = __syncthreads_or(takes);
     }
@@ -536,10 +519,10 @@ int interleaved_heads(const Attention &a, int multiprocessors) {
 template <class Tile, bool has_large_rows>
 auto kernel_for(const Attention &a) {
     return with_mask_and_scores(a, [&](auto mask) {
-        return with_kind_of_scores<Narrow<decltype(mask)>, true>(a, [&](auto mask) {
-            using Any = decltype(mask);
-            constexpr bool is_other = !has_large_rows && kIsRanges<Any> && !kHasMask<Any> && !kHasSlopes<Any>;
-            using Mask = std::conditional_t<is_other, GrowingRanges, Any>;
+        using Any = Narrow<decltype(mask)>;
+        using Mask = std::conditional_t<kIsRanges<Any> && !has_large_rows, GrowingRanges, Any>;
+        return with_or_without_terms<Mask>(a, [&](auto mask) {
+            using Mask = decltype(mask);
             return a.dtype == Dtype::float16 ? fused_backward_kernel<__half, Tile, Mask, has_large_rows>
                                              : fused_backward_kernel<__nv_bfloat16, Tile, Mask, has_large_rows>;
         });
@@ -618,7 +601,7 @@ const char *launch_fused(const Gradient &g, const GradientRows &rows, const Plan
         if (p.stores_dS && !make_tensor_map(p.dS, a.dtype, dS, dS_stride(a), a.B, a.Hq, a.Nk, a.Nq, 64))
             return "cuTensorMapEncodeTiled refused the workspace";
         const int work_tiles = workspace.split.work_tiles();
-        if (!a.is_general || has_listed_mask_alone(a) || has_slopes_alone(a))
+        if (!a.is_general)
             return launch_kernels<Tile>({with_large_rows, kernel}, p, plan, counters, stream, 64, work_tiles);
         const char *why = launch_kernels<Tile>({with_large_rows}, p, plan, counters, stream, 64, work_tiles);
         return why || !p.stores_dS ? why : launch_dS_sums(g, dS, stream);

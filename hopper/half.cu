@@ -17,8 +17,7 @@
 // |---------------------|---------------|----------------------|-----------------------------------------------------|
 // | scheduler, K        | 0 (thread 0)  | 32                   | takes work tiles, publishes them, loads Kj          |
 // | Q                   | 1 (thread 32) | 32                   | loads Qi; stores O that was staged in a stage of Q  |
-// | V                   | 2 (thread 64) | 32                   | loads Vj, and a bias alone (WithBias) before it;    |
-// |                     |               |                      | stores O that was staged in a stage of V            |
+// | V                   | 2 (thread 64) | 32                   | loads Vj; stores O that was staged in a stage of V  |
 // | scheduler of ranges | 3 (thread 96) | 32                   | takes work tiles in thread 0's place; else it ends  |
 // | consumer warpgroups | 4 to 15       | 128, 232 or 160 for  | Sij, softmax, Oi of 64 rows each; writes O, or      |
 // |                     |               | 1, 2 or 3 consumers  | stages it for TMA                                   |
@@ -33,9 +32,6 @@
 // | K empty                 | consumers                 | thread 0                          | Kj, `behind` are read   |
 // | V empty                 | consumers                 | thread 64; consumers that stage O | Vj is read              |
 // | O_staged (per consumer) | that consumer             | thread 64                         | O is in a stage of V    |
-// | bias full (per consumer)| thread 64; TMA            | that consumer                     | its 64 rows of the bias |
-// |                         |                           |                                   | of a tile have arrived  |
-// | bias empty              | that consumer             | thread 64                         | they are added          |
 // | named kTurn + index     | the consumer before it    | that consumer                     | it may issue products   |
 // | named kVZeroed + index  | that consumer             | that consumer                     | hidden rows of Vj are 0 |
 //
@@ -50,13 +46,13 @@
 // | scheduler.h | TileScheduler, WorkTileOf: what a block computes next. end_of_keys, fully_visible_keys: of 64 rows. |
 // |             | PagedBand: the mask of the kernel that reads pages and the tables of sequences.h                    |
 // | ranges.h    | Ranges, General: masks of the kernels for ranges. sort_tiles_cuda: the order of their tiles.        |
-// |             | ShownTile: with a mask, the next tile of keys that it shows                                         |
+// |             | ShownTile: with terms, the next tile of keys that an attn_mask shows                                |
 // | tma.h       | load_Q: Qi of all consumers. zero_rows_outside: rows of Vj outside of the batch's keys              |
 // | pipeline.h  | Pipeline: producer_acquire waits for empty, consumer_wait for full, consumer_release arrives at     |
 // |             | empty. run_roles: gives registers to the roles and starts them                                      |
 // | scores.h    | change: all scores of a thread. changed_approximately, changed_near_0, is_near_0: beside exponentials |
 // | dropped.h   | for_each_weight: which weights are kept. factor_of_kept: of O                                      |
-// | terms.h     | add_terms: ALiBi, a bias and a mask. hide_by_mask: that alone. with_kind_of_scores: which kernel    |
+// | terms.h     | add_terms: ALiBi, a bias and a mask. with_or_without_terms: which general kernel                    |
 // | softmax.h   | SoftmaxState, mask_scores; update_row_max, exponentiate, rescale: steps 10 to 12                    |
 // | epilogue.h  | store_O, stage_O, store_lse, store_state: steps 12 and 13                                           |
 // | ptx.h       | one function for each instruction: wgmma_wait, descriptor, tma_store, wait, arrive                  |
@@ -91,17 +87,11 @@ struct Tile {
     static constexpr int ProducerRegisters = 32;
     static constexpr int Boxes = (D + kBoxColumns - 1) / kBoxColumns, VBoxes = (D_v + kBoxColumns - 1) / kBoxColumns;
     static constexpr int QBytes = 64 * Boxes * 128, KBytes = Bc * Boxes * 128, VBytes = Bc * VBoxes * 128;
-    static constexpr int OBytes = 64 * VBoxes * 128, kBiasBytes = 64 * Bc * 2;
+    static constexpr int OBytes = 64 * VBoxes * 128;
     static constexpr bool AlignKeys = false;
     // Which kernels this tile has (tile_of): general ones, ones with terms, no others.
     static constexpr bool has_general = (D == 64 && Br > 64) || D == 128 || D == 256;
-    static constexpr bool has_single = D <= 128 && Br == kMaskTile && Bc == kMaskTile;  // hidden tiles are its tiles
     static constexpr bool only_terms = D == 64 && Br == 128, has_terms = has_general && !(D == 64 && Br == 192);
-    // Places of Qi that a loaded bias takes: 64 x Bc numbers for each consumer.
-    template <class Mask>
-    static constexpr int bias_places = kHasBias<Mask> ? Consumers * kBiasBytes / (QStages * QBytes) : 0;
-    template <class Mask>
-    using MaskOfKernel = std::conditional_t<kHasBias<Mask> && !has_single, General, Mask>;
     enum NamedBarrier { kTurn = 1, kVZeroed = kTurn + Consumers };  // + the consumer; 0 is __syncthreads
     static_assert(Bc % 16 == 0 && D % 32 == 0 && D_v % 32 == 0 && Br % 64 == 0);
     static_assert(O != StoreO::through_Q || (Consumers > 1 && QStages == 2 && kQueueStages == 2 && OBytes <= QBytes));
@@ -112,28 +102,18 @@ struct Tile {
 // Qi               | 16          | 48   | 96   | 64    | 48    | 64    | 48
 // Kj               | 16          | 64   | 48   | 64    | 84    | 80    | 96
 // Vj               | 16          | 64   | 48   | 64    | 84    | 80    | 64
-// sum              | 48          | 176  | 192  | 192   | 216   | 224   | 208, and less than 1 KB for the rest; d64_terms 160; WithBias 32 more.
+// sum              | 48          | 176  | 192  | 192   | 216   | 224   | 208, and less than 1 KB for the rest; d64_terms 160.
 // With ranges RangeEntries take 17 bytes more for each query of Br.
 template <class Tile, class Mask>
 struct SharedStorage {
-    static constexpr int QPlaces = Tile::Consumers + Tile::template bias_places<Mask>;
-    alignas(1024) unsigned char Qi[QPlaces][Tile::QStages][Tile::QBytes];
+    alignas(1024) unsigned char Qi[Tile::Consumers][Tile::QStages][Tile::QBytes];
     unsigned char Kj[Tile::Stages][Tile::KBytes], Vj[Tile::Stages][Tile::VBytes];
     WorkTileOf<Mask> work[kQueueStages];
-    StageBarriers tile_queue[kQueueStages], Q[QPlaces][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
+    StageBarriers tile_queue[kQueueStages], Q[Tile::Consumers][Tile::QStages], K[Tile::Stages], V[Tile::Stages];
     Barrier O_staged[Tile::Consumers];  // only for StoreO::through_V
     std::conditional_t<kIsRanges<Mask>, RangeEntries<Tile>[kQueueStages], char> ranges;
     std::conditional_t<kIsGeneral<Mask>, ShownTile[Tile::Stages], char> behind;  // of each Kj: the next tile
-    // A loaded bias has places behind those of Qi, and barriers as Qi has.
-    __device__ unsigned char *bias(int consumer) { return Qi[Tile::Consumers][0] + consumer * Tile::kBiasBytes; }
-    __device__ Pipeline<1> bias_pipeline(int consumer) { return {Q[Tile::Consumers] + consumer}; }
 };
-
-struct BiasParameters : Parameters {
-    TensorMap bias;  // for kernels WithBias
-};
-template <class Mask>
-using ParametersOf = std::conditional_t<kHasBias<Mask>, BiasParameters, Parameters>;
 
 // Whether a consumer stages O for TMA, which stores 64 rows: all of them must belong to the work tile. With through_V
 // each stage must also have received a Vj of this work tile: thread 64 loads it only after it has stored the O that was
@@ -176,27 +156,11 @@ __device__ void load_Q_and_store_O(const Parameters &p, SharedStorage<Tile, Mask
     });
 }
 
-// Of one consumer, for the tile of keys from j0 on.
-template <class Work>
-__device__ void load_bias(const BiasParameters &p, unsigned char *tile, Pipeline<1> &bias, const Work &work,
-                          int consumer, int j0) {
-    constexpr int Boxes = 2;
-    bias.producer_acquire();
-    arrive_expect_tx(bias.full(), Boxes * 64 * 128);
-    for (int box = 0; box < Boxes; ++box)
-        tma_load(tile + box * 64 * 128, p.bias.map, j0 + box * kBoxColumns, work.i0 + 64 * consumer,
-                 work.h * p.bias.head, work.b * p.bias.batch, bias.full());
-    bias.advance();
-}
-
 // Thread 64 loads Vj. With through_V it also stores O of the work tile before (step 13). Each of the first Vj goes
 // where one consumer has staged its O, so the thread waits for that consumer alone and stores its O before the load.
 template <class Tile, class Mask>
-__device__ void load_V_and_store_O(const ParametersOf<Mask> &p, SharedStorage<Tile, Mask> &shared) {
+__device__ void load_V_and_store_O(const Parameters &p, SharedStorage<Tile, Mask> &shared) {
     Pipeline V{shared.V};
-    Pipeline<1> bias[Tile::Consumers];
-    if constexpr (kHasBias<Mask>)
-        for (int n = 0; n < Tile::Consumers; ++n) bias[n] = shared.bias_pipeline(n);
     uint32_t phases = 0;  // of O_staged, one bit for each consumer
     for_each_work_tile(shared, [&](const auto &work, const auto &previous) {
         Pipeline O = V;  // where the next O is staged: in the stages of the next Vj
@@ -212,17 +176,7 @@ __device__ void load_V_and_store_O(const ParametersOf<Mask> &p, SharedStorage<Ti
             O.advance();
             ++warpgroup;
         };
-        if (work.b >= 0) {
-            if constexpr (kHasBias<Mask>) {
-                int j0 = work.visible.begin;
-                load_tiles<Tile>(p, p.V, work, V, shared.Vj, [&] {  // consumers wait for a tile's bias first
-                    for (int n = 0; n < Tile::Consumers; ++n) load_bias(p, shared.bias(n), bias[n], work, n, j0);
-                    j0 += Tile::Bc;
-                });
-            } else {
-                load_tiles<Tile>(p, p.V, work, V, shared.Vj, store_next_O);
-            }
-        }
+        if (work.b >= 0) load_tiles<Tile>(p, p.V, work, V, shared.Vj, store_next_O);
         while (warpgroup < Tile::Consumers) store_next_O();
     });
 }
@@ -234,17 +188,12 @@ __device__ void load_V_and_store_O(const ParametersOf<Mask> &p, SharedStorage<Ti
 // the mask and the tracking by one branch.
 template <class T, class Mask, int Count>
 __device__ void mask_and_track_max(float (&Sij)[Count], SoftmaxState &softmax, const Attention &a,
-                                   const WorkTileOf<Mask> &work, const SlopeOfRows &slope, int row, int j0,
-                                   Keys fully_visible, bool is_whole = false) {
-    if constexpr (kHasTerms<Mask>) {
+                                   const WorkTileOf<Mask> &work, int row, int j0, Keys fully_visible,
+                                   bool is_whole = false) {
+    if constexpr (kHasTerms<Mask>)
         add_terms<T>(Sij, a, work.b, work.h, work.i0 + row, j0, is_whole);
-    } else if constexpr (kHasMask<Mask>) {
-        if (!is_whole) hide_by_mask(Sij, a.terms, OfQueries{a, work.b, work.h, work.i0 + row, j0, 2 * Count});
-    } else if constexpr (kHasSlopes<Mask>) {
-        slope.add(Sij, a.terms.unit, j0);
-    } else if constexpr (kHasSoftcap<Mask>) {
+    else if constexpr (kIsGeneral<Mask>)
         change<T, true>(a.scores, Sij);
-    }
     const bool is_cut = j0 < fully_visible.begin || j0 + 2 * Count > fully_visible.end;
     if (!is_cut && !a.l) return;
     if (is_cut) mask_scores(Sij, a, work.mask, work.i0 + row, j0);
@@ -270,7 +219,7 @@ __device__ bool exact_softmax(uint32_t (&Pij)[Count], float (&Sij)[2 * Count], S
 // Whether scores change beside the exponentials, unless the mask hides some or the state is wanted. Else they change
 // before, as where there are terms. With the polynomial of float16 three consumers have no registers for it.
 template <class T, class Tile, class Mask>
-constexpr bool kChangesLate = kHasSoftcap<Mask> && (kApproximates<T> || Tile::Consumers == 2);
+constexpr bool kChangesLate = kIsGeneral<Mask> && !kHasTerms<Mask> && (kApproximates<T> || Tile::Consumers == 2);
 
 // Steps 10 and 11 by the maximum of earlier tiles, for the scores Begin to End of a thread. Adds them to sum. If they
 // change here, Sij are products. In float16 `largest`, of their absolute values, tells whether all were near 0
@@ -328,16 +277,6 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         if (has_work) Q.consumer_wait(), K.consumer_wait();
         issue_ABt<T, D>(Sij, descriptor(shared.Qi[warpgroup][Q.stage()]), descriptor(shared.Kj[K.stage()]));
     };
-    Pipeline<1> bias{};
-    if constexpr (kHasBias<Mask>) bias = shared.bias_pipeline(warpgroup);
-    const auto add_bias = [&] {
-        if constexpr (kHasBias<Mask>) {
-            bias.consumer_wait();
-            add_loaded_bias<T>(Sij, a.terms.unit, shared.bias(warpgroup));
-            __syncwarp();
-            bias.consumer_release(Sij[Bc / 2 - 1]);
-        }
-    };
     begin_work_tile();
     wgmma_wait<0>(Sij);
     while (has_work) {
@@ -345,14 +284,14 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
         const int i0 = work.i0 + 64 * warpgroup, end = work.visible.end, my_end = end_of_keys(work, i0);
         const Keys fully_visible = fully_visible_keys(p, work, i0);
         int j0 = work.visible.begin;
-        // Where tiles may be skipped, the next tile is the next one that a mask shows; thread 0 has published it.
+        // With terms the next tile is the next one that a mask shows; thread 0 has published it.
         ShownTile shown = {}, behind = {};
-        const auto next = [&] { return kMaySkip<Mask> ? shown.j0() : j0 + Bc; };
+        const auto next = [&] { return kHasTerms<Mask> ? shown.j0() : j0 + Bc; };
         const auto read_next = [&](ShownTile &tile) {
-            if constexpr (kMaySkip<Mask>) tile = shared.behind[K.stage()];
+            if constexpr (kHasTerms<Mask>) tile = shared.behind[K.stage()];
         };
         read_next(shown);
-        K.consumer_release(kMaySkip<Mask> ? (float)shown.bits : 0.f);
+        K.consumer_release(kHasTerms<Mask> ? (float)shown.bits : 0.f);
         softmax = SoftmaxState();
         const auto drop_from = [&](int j) {
             return [&, j](float (&P)[Bc / 2]) {
@@ -362,17 +301,12 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
                                                        [&](int x, bool is_kept) { P[x] = is_kept ? P[x] : 0.f; });
             };
         };
-        bool is_whole = false;
-        if constexpr (kMaySkip<Mask>) is_whole = work.mask.first_is_whole;
-        SlopeOfRows slope;
-        if constexpr (kHasSlopes<Mask>) slope = SlopeOfRows(a, work.b, work.h, work.i0 + row);
-        add_bias();
-        mask_and_track_max<T>(Sij, softmax, a, work, slope, row, j0, fully_visible, is_whole);
+        mask_and_track_max<T>(Sij, softmax, a, work, row, j0, fully_visible);
         bool needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(j0));
 #pragma unroll
         for (int x = 0; x < D_v / 2; ++x) Oi[x] = 0.f;
 
-        if constexpr (kIsPaged<Mask> || kMaySkip<Mask>)  // rows before the first key may hold anything
+        if constexpr (kIsPaged<Mask> || kHasTerms<Mask>)  // rows before the first key may hold anything
             if (j0 < work.mask.keys.begin) {
                 V.consumer_wait();
                 zero_rows_outside<Bc, Tile::VBoxes>(shared.Vj[V.stage()], work.mask.keys.begin - j0, Bc,
@@ -388,14 +322,12 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             issue_AB<T>(Oi, Pij, descriptor(shared.Vj[V.stage()]));  // step 12 for j
             ping_pong.pass_turn();
             wgmma_wait<1>(Sij);
-            add_bias();
             if constexpr (changes_late)
                 needs_max |= a.l || next() < fully_visible.begin || next() + Bc > fully_visible.end;
             else
-                mask_and_track_max<T>(Sij, softmax, a, work, slope, row, next(), fully_visible, shown.is_whole());
+                mask_and_track_max<T>(Sij, softmax, a, work, row, next(), fully_visible, shown.is_whole());
             // Most tiles raise no row's maximum by enough to matter. The stale maximum saves them the reduction over
             // lanes and the rescaling of Oi. Sij is kept for exact_softmax.
-            if constexpr (kHasSlopes<Mask>) needs_max |= next() < slope.growth_end;
             float P[Bc / 2], sum[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};  // of this tile alone, as in exponentiate
             if (!needs_max)
                 stale_softmax<T, 0, kEarly<Tile, Mask>, changes_late>(P, sum, largest, Sij, softmax, c, a.scores, last);
@@ -413,8 +345,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             if (__all_sync(~0u, fits)) {
                 for (int r = 0; r < 2; ++r) softmax.l[r] += sum[r];
             } else {
-                if constexpr (changes_late)
-                    mask_and_track_max<T>(Sij, softmax, a, work, slope, row, next(), fully_visible);
+                if constexpr (changes_late) mask_and_track_max<T>(Sij, softmax, a, work, row, next(), fully_visible);
                 needs_max = exact_softmax<T>(Pij, Sij, softmax, c, drop_from(next()));
                 rescale(Oi, softmax);
             }
@@ -439,11 +370,10 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
             for (j0 = next(); j0 < end; j0 = next()) {
                 K.consumer_wait();
                 read_next(shown);
-                if constexpr (kMaySkip<Mask>) __syncwarp();  // all lanes have read it
-                K.consumer_release(kMaySkip<Mask> ? (float)shown.bits : 0.f);
+                if constexpr (kHasTerms<Mask>) __syncwarp();  // all lanes have read it
+                K.consumer_release();
                 ping_pong.wait_turn();
                 ping_pong.pass_turn();
-                if constexpr (kHasBias<Mask>) bias.skip_stage();
                 V.skip_stage();
             }
         }
@@ -481,7 +411,7 @@ __device__ void consume(const Parameters &p, SharedStorage<Tile, Mask> &shared) 
 
 template <class T, class Tile, class Mask>
 __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
-    half_hopper_kernel(const __grid_constant__ ParametersOf<Mask> p) {
+    half_hopper_kernel(const __grid_constant__ Parameters p) {
     auto &shared = shared_storage<SharedStorage<Tile, Mask>>();
     const auto init_barriers = [&] {
         constexpr int warps = 4 * Tile::Consumers;
@@ -492,13 +422,13 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::BlocksPerSM)
             for (Barrier &staged : shared.O_staged) init(staged, 4);
     };
     const auto produce = [&] {
-        if constexpr (kMaySkip<Mask>) {
+        if constexpr (kHasTerms<Mask>) {
             if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared, shared.behind);
         } else {
             if (threadIdx.x == 0) load_K<Tile, Mask>(p, shared);
         }
         if (threadIdx.x == 32) load_Q_and_store_O(p, shared);
-        if (threadIdx.x == 64) load_V_and_store_O<Tile, Mask>(p, shared);
+        if (threadIdx.x == 64) load_V_and_store_O(p, shared);
         if constexpr (kIsRanges<Mask>)
             if (threadIdx.x == 96) schedule<Tile, Mask>(p, shared);
     };
@@ -548,7 +478,7 @@ constexpr int kOrderBegin = 256;  // in the workspace, behind the counter
 template <class Use>
 auto with_mask_of(const Attention &a, const Use &use) {
     if constexpr (kHasGeneral)
-        if (a.is_general) return loads_bias(a) ? use(WithBias()) : use(General());
+        if (a.is_general) return use(General());
     if (has_ranges(a)) return use(Ranges());
     return a.block_table || a.by_sequence ? use(PagedBand()) : use(BandOf<int>());
 }
@@ -560,8 +490,7 @@ Plan plan_half(const Attention &a, const Device &device) {
     return with_tile(choice, Tiles(), [&](auto tile) {
         return with_mask_of(a, [&](auto mask) {
             using Tile = decltype(tile);
-            using Mask = typename Tile::template MaskOfKernel<decltype(mask)>;
-            Plan plan = make_plan<Tile, SharedStorage<Tile, Mask>>(a, device, "half", choice);
+            Plan plan = make_plan<Tile, SharedStorage<Tile, decltype(mask)>>(a, device, "half", choice);
             if (sorts_tiles(a, plan))
                 plan.workspace = kOrderBegin + a.B * ((a.Nq + plan.Br - 1) / plan.Br) * sizeof(int);
             return plan;
@@ -581,32 +510,20 @@ const char *launch_half(const Attention &a, const Plan &plan, void *workspace, C
             if (const char *why = sort_tiles_cuda(a, Tile::Br, p.order, stream)) return why;
         }
         return with_mask_of(a, [&](auto mask) -> const char * {
-            using Wanted = typename Tile::template MaskOfKernel<decltype(mask)>;
+            using Wanted = decltype(mask);
             constexpr bool exists = kIsGeneral<Wanted> ? Tile::has_general : !Tile::only_terms;
             if (!exists) return "this tile has no such kernel";
             using Mask = std::conditional_t<exists, Wanted, std::conditional_t<Tile::only_terms, General, Ranges>>;
+            const auto kernel = with_or_without_terms<Mask>(a, [&](auto wanted) {
+                using Wanted = decltype(wanted);
+                constexpr bool with_terms = Tile::only_terms || (kHasTerms<Wanted> && Tile::has_terms);
+                using Any = std::conditional_t<with_terms, WithTerms, Mask>;
+                return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Any>
+                                                 : half_hopper_kernel<__nv_bfloat16, Tile, Any>;
+            });
             if (a.by_sequence) p.tile_counter = &a.sequences.counts->tiles_taken;
             const Zeros counter(workspace, std::min<int64_t>(plan.workspace, sizeof(int)), stream);
-            if constexpr (kHasBias<Mask>) {
-                const PairStrides &stride = a.terms.bias_stride;
-                BiasParameters with_bias{p};
-                if (!make_tensor_map(with_bias.bias, a.dtype, a.terms.bias, {stride.batch, stride.head, stride.row},
-                                     a.B, a.Hq, a.Nq, a.Nk, 64))
-                    return "cuTensorMapEncodeTiled refused bias";
-                const auto kernel = a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Mask>
-                                                              : half_hopper_kernel<__nv_bfloat16, Tile, Mask>;
-                return launch_kernels<Tile>({kernel}, with_bias, plan, counter, stream);
-            } else {
-                const auto kernel = with_kind_of_scores<Mask, Tile::has_single>(a, [&](auto wanted) {
-                    using Wanted = decltype(wanted);
-                    constexpr bool with_terms = Tile::only_terms || (kHasTerms<Wanted> && Tile::has_terms);
-                    using Any = std::conditional_t<kHasMask<Wanted> || kHasSlopes<Wanted>, Wanted,
-                                                   std::conditional_t<with_terms, WithTerms, Mask>>;
-                    return a.dtype == Dtype::float16 ? half_hopper_kernel<__half, Tile, Any>
-                                                     : half_hopper_kernel<__nv_bfloat16, Tile, Any>;
-                });
-                return launch_kernels<Tile>({kernel}, p, plan, counter, stream);
-            }
+            return launch_kernels<Tile>({kernel}, p, plan, counter, stream);
         });
     });
 }

@@ -32,12 +32,12 @@ struct PagedTile {
     }
 };
 
-// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load. Where
-// tiles may be skipped, `behind` gets the tile that follows, for consumers, unless it is null.
+// Loads the tiles of a work tile's visible keys, Bc rows each. Calls before_load() before each load. With terms
+// `behind` gets the tile that follows, for consumers, unless it is null.
 template <class Tile, class Mask, int Stages, int Bytes, class BeforeLoad>
 __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const WorkTileOf<Mask> &work,
-                           Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes], BeforeLoad before_load,
-                           ShownTile *behind = nullptr) {
+                           Pipeline<Stages> &pipeline, unsigned char (&tiles)[Stages][Bytes],
+                           const BeforeLoad &before_load, ShownTile *behind = nullptr) {
     constexpr int Rows = Tile::Bc, Boxes = Bytes / (Rows * 128);
     if constexpr (kIsPaged<Mask>)
         if (p.rows_of_piece) {
@@ -50,11 +50,11 @@ __device__ void load_tiles(const Parameters &p, const TensorMap &tensor, const W
             return;
         }
     ShownTile next;
-    for (int j0 = work.visible.begin; j0 < work.visible.end; j0 = kMaySkip<Mask> ? next.j0() : j0 + Rows) {
+    for (int j0 = work.visible.begin; j0 < work.visible.end; j0 = kHasTerms<Mask> ? next.j0() : j0 + Rows) {
         before_load();
-        if constexpr (kMaySkip<Mask>) next = next_tile<Tile>(p.a, work, j0);
+        if constexpr (kHasTerms<Mask>) next = next_tile<Tile>(p.a, work, j0);
         pipeline.producer_acquire();
-        if (kMaySkip<Mask> && behind) behind[pipeline.stage()] = next;
+        if (kHasTerms<Mask> && behind) behind[pipeline.stage()] = next;
         load_tile<Rows, Boxes>(tiles[pipeline.stage()], tensor, j0, work.key_head, work.b, pipeline.full());
         pipeline.advance();
     }

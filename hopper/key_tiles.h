@@ -138,7 +138,7 @@ struct KeyTile : KeyEntry<Mask> {
             return true;
     }
     // Whether tables of an attn_mask may say which tiles of queries meet these keys.
-    static constexpr bool may_skip = kMaySkip<Mask> && Tile::AddsDQ;
+    static constexpr bool may_skip = kHasTerms<Mask> && Tile::AddsDQ;
 };
 
 // Loads a tile of Qi with m_i and log2_l_i, or of dOi with Di. A box of the tensor map has 64 rows.
@@ -175,9 +175,9 @@ __device__ void zero_blind_rows(unsigned char *tile, const Ranges &ranges, int i
     zero_rows<Tile::Br, Boxes>(tile, [&](int row) { return empty(keys_of_row(ranges, i0 + row)); }, barrier);
 }
 
-// P^T = `hidden` where query i0 + column doesn't see key j, or j + 8 in a thread's second row.
+// P^T = 0 where query i0 + column doesn't see key j, or j + 8 in a thread's second row.
 template <int Count>
-__device__ void hide_keys(float (&P)[Count], const Ranges &ranges, int i0, int j, float hidden = 0.f) {
+__device__ void hide_keys(float (&P)[Count], const Ranges &ranges, int i0, int j) {
     const int4 *const two_queries = (const int4 *)(ranges.rows + i0 + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int x = 0; x < Count; x += 4) {
@@ -185,7 +185,7 @@ __device__ void hide_keys(float (&P)[Count], const Ranges &ranges, int i0, int j
 #pragma unroll
         for (int y = 0; y < 4; ++y) {
             const int key = j + y / 2 * 8, begin = y % 2 ? two.z : two.x, end = y % 2 ? two.w : two.y;
-            if (key < begin || key >= end) P[x + y] = hidden;
+            if (key < begin || key >= end) P[x + y] = 0.f;
         }
     }
 }

@@ -55,33 +55,25 @@ __device__ inline Keys keys_of_all(const RangesOfTile &mask, int i0, int) {
     return mask.tiles[(i0 - mask.i0) / kRangeTile].all;
 }
 
-// With terms or a mask, of an attn_mask, too.
-struct ShownRangesOfTile : RangesOfTile {
-    bool first_is_whole;  // the mask shows all of the first tile of keys
-};
-template <class Mask>
-using MaskOfTile =
-    std::conditional_t<kMaySkip<Mask>, ShownRangesOfTile, std::conditional_t<kIsRanges<Mask>, RangesOfTile, Mask>>;
-
 // Queries i0 <= i < i1 of head h in batch b. Aligned, so that fewer instructions read it (up to 2 % at d 64). Mask is
 // BandOf<int> (flash.h), PagedBand or Ranges (ranges.h).
 template <class Mask>
 struct alignas(16) WorkTileOf {
-    int b, h, i0, i1;       // b < 0: no more work tiles
-    Keys visible;           // the keys that any of its rows sees
-    MaskOfTile<Mask> mask;  // a band is its batch's
-    int key_head;           // the head of K and V that head h reads
+    int b, h, i0, i1;                                              // b < 0: no more work tiles
+    Keys visible;                                                  // the keys that any of its rows sees
+    std::conditional_t<kIsRanges<Mask>, RangesOfTile, Mask> mask;  // a band is its batch's
+    int key_head;                                                  // the head of K and V that head h reads
 };
 
 // Whether tiles of keys are those of a mask's tables, and hidden ones are skipped.
 template <class Tile, class Mask>
 __device__ bool skips_tiles(const Attention &a) {
-    return kMaySkip<Mask> && Tile::Br == kMaskTile && Tile::Bc == kMaskTile && a.mask_tables.shown;
+    return kHasTerms<Mask> && Tile::Br == kMaskTile && Tile::Bc == kMaskTile && a.mask_tables.shown;
 }
 // The tile of keys behind the one from j0 on.
 template <class Tile, class Mask>
 __device__ ShownTile next_tile(const Attention &a, const WorkTileOf<Mask> &work, int j0) {
-    if constexpr (kMaySkip<Mask>)
+    if constexpr (kHasTerms<Mask>)
         if (skips_tiles<Tile, Mask>(a)) return next_shown(a, work.b, work.i0, j0 + Tile::Bc);
     return {j0 + Tile::Bc, false};
 }
@@ -118,9 +110,9 @@ template <class Tile, class Mask>
 struct TileScheduler {
     const Parameters &p;
 
-    __device__ static MaskOfTile<Mask> of_tile(const Mask &mask, int i0) {
+    __device__ static auto of_tile(const Mask &mask, int i0) {
         if constexpr (kIsRanges<Mask>)
-            return {mask.keys, mask.tiles + i0 / kRangeTile, mask.rows + i0, i0};
+            return RangesOfTile{mask.keys, mask.tiles + i0 / kRangeTile, mask.rows + i0, i0};
         else
             return mask;
     }
@@ -148,17 +140,14 @@ struct TileScheduler {
             i1 = min(i0 + Tile::Br, p.a.Nq);
         }
         const Mask of_batch = mask_of_batch<Mask>(p, b);
-        auto mask = of_tile(of_batch, i0);
+        const auto mask = of_tile(of_batch, i0);
         Keys visible = keys_of_any(of_batch, i0, i1);
         // Without a visible key one tile is computed all the same, and masked.
         if (empty(visible)) visible = {mask.keys.begin, mask.keys.begin + 1};
         // hopper/terms.h reads two neighbours at once, and hopper/dropped.h wants multiples of 16. Keys before
         // keys.begin may be anything: consumers set them to 0.
         if (kHasTerms<Mask>) visible.begin = max(visible.begin / 16 * 16, has_dropout(p.a) ? 0 : mask.keys.begin);
-        const bool skips = skips_tiles<Tile, Mask>(p.a);
-        if (Tile::AlignKeys || skips) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
-        if constexpr (kMaySkip<Mask>)  // a batch of no keys may begin behind the tables
-            mask.first_is_whole = skips && visible.begin < p.a.Nk && is_shown_whole(p.a, b, i0, visible.begin);
+        if (Tile::AlignKeys || skips_tiles<Tile, Mask>(p.a)) visible.begin = visible.begin / Tile::Bc * Tile::Bc;
         if (kIsPaged<Mask> && p.rows_of_piece) visible.begin -= visible.begin % p.rows_of_piece;
         return {b, h, i0, i1, visible, mask, h / p.group};
     }

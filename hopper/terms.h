@@ -4,8 +4,6 @@
 //     add_terms               rows are queries, columns keys: half.cu, backward_dq.cu
 //     add_terms_transposed    rows are keys, columns queries: the other gradients
 //
-//     add_loaded_bias         as add_terms, of a bias alone that TMA has loaded: half.cu
-//
 // A bias or ALiBi gives the bits of `whole`, which large_rows.cu calls.
 #pragma once
 #include "hopper/tma.h"
@@ -14,15 +12,11 @@
 
 namespace minimal_attn::hopper {
 
-// use(a Mask): of general kernels there are those with softcap, those with terms or dropout, and, if has_single, those with
-// a bool mask alone or ALiBi alone. Softcap beside terms is portable's. In one kernel for all ptxas spilled accumulators, of calls with
-// softcap, too; with a branch at the top it serialised products (C7512).
-template <class Mask, bool has_single = false, class Use>
-auto with_kind_of_scores(const Attention &a, const Use &use) {
-    if constexpr (kIsGeneral<Mask> && has_single) {
-        if (has_listed_mask_alone(a)) return use(WithMask());
-        if (has_slopes_alone(a)) return use(WithSlopes());
-    }
+// use(a Mask): of general kernels there are those with softcap, and those with terms or dropout; both at once are
+// portable's. In one kernel for all ptxas spilled accumulators, of calls with softcap, too; with a branch at the top it
+// serialised products (C7512).
+template <class Mask, class Use>
+auto with_or_without_terms(const Attention &a, const Use &use) {
     if constexpr (kIsGeneral<Mask>)
         if (has_terms(a) || has_dropout(a)) return use(WithTerms());
     return use(Mask());
@@ -102,92 +96,6 @@ __device__ void add_bias_and_mask(float (&S)[Count], const Terms &terms, bool is
     if (terms.mask && !is_whole) add_numbers(S, unit, numbers_of(terms.mask, terms.mask_stride));
 }
 
-// Of a tile whose rows are queries i and i + 8, and whose `count` columns keys from j0 on.
-struct OfQueries {
-    const Attention &a;
-    int b, h, i, j0, count;
-    template <class Number>
-    __device__ Numbers<Number> operator()(const Number *x, const PairStrides &stride) const {
-        x += b * stride.batch + h * stride.head + j0 * stride.key;
-        return {{x + min(i, a.Nq - 1) * stride.row, x + min(i + 8, a.Nq - 1) * stride.row},
-                (int)stride.key * (int)sizeof(*x),
-                a.Nk - 1 - j0,
-                a.terms.in_pairs && j0 % 2 == 0 && j0 + count <= a.Nk};
-    }
-};
-
-// Of a tile whose rows are keys j and j + 8, and whose columns queries from i0 on.
-struct OfKeys {
-    const Attention &a;
-    int b, h, i0, j;
-    template <class Number>
-    __device__ Numbers<Number> operator()(const Number *x, const PairStrides &stride) const {
-        x += b * stride.batch + h * stride.head + i0 * stride.row;
-        return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},
-                (int)stride.row * (int)sizeof(*x),
-                a.Nq - 1 - i0,
-                false};
-    }
-};
-
-// -inf for the scores that a bool mask hides.
-template <int Count, class NumbersOf>
-__device__ void hide_by_mask(float (&S)[Count], const Terms &terms, const NumbersOf &numbers_of) {
-    add_numbers(S, 1.f, numbers_of(terms.mask, terms.mask_stride));
-}
-
-// ALiBi of a thread's queries i and i + 8.
-struct SlopeOfRows {
-    float slope = 0.f;
-    int position[2] = {};
-    int growth_end = -1;  // keys up to there raise the maximum, tile by tile, where a slope is steep
-
-    __device__ SlopeOfRows() {}
-    __device__ SlopeOfRows(const Attention &a, int b, int h, int i)
-        : slope(a.terms.alibi_slopes[b * a.terms.slopes_stride + h * a.terms.slope_stride]) {
-        const int *const positions = a.terms.positions + b * range_rows(a) + i;
-        position[0] = positions[0], position[1] = positions[8];
-        if (slope > kSteep) growth_end = position[1];
-    }
-    // The tile's keys begin at j0.
-    template <int Count>
-    __device__ void add(float (&S)[Count], float unit, int j0) const {
-        const int j = j0 + threadIdx.x % 4 * 2;
-        const float distance[2] = {(float)(position[0] - j), (float)(position[1] - j)};
-#pragma unroll
-        for (int x = 0; x < Count; ++x)
-            S[x] = fmaf(unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
-    }
-    // With a steeper slope the sum by a stale maximum (half.cu) always exceeds its bound: e^(128 / 40) is 25, and about
-    // 40 keys count.
-    static constexpr float kSteep = 1.f / 40;
-};
-
-// Rows are keys j and j + 8; the tile's queries begin at i0. Those of documents begin anew, others count on from the
-// first one.
-template <int Count>
-__device__ void add_slopes_transposed(float (&S)[Count], const Attention &a, int b, int h, int i0, int j) {
-    const Terms &terms = a.terms;
-    const float slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
-    const int *const positions = terms.positions + b * range_rows(a) + i0 + threadIdx.x % 4 * 2;
-    if (!a.cu_seqlens_q) {
-        const float distance = (float)(positions[0] - j);
-#pragma unroll
-        for (int x = 0; x < Count; ++x)
-            S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance + (x / 4 * 8 + x % 2 - x / 2 % 2 * 8)));
-        return;
-    }
-#pragma unroll
-    for (int x = 0; x < Count; x += 4) {
-        const int2 p = *(const int2 *)(positions + 2 * x);
-        const float distance[2] = {(float)(p.x - j), (float)(p.y - j)};
-#pragma unroll
-        for (int y = x; y < x + 4; ++y)
-            S[y] = fmaf(terms.unit, S[y], term_of_distance(slope, distance[y % 2] - y / 2 % 2 * 8));
-        if (x % 16 == 12) __syncwarp();
-    }
-}
-
 // Rows are queries i and i + 8; the tile's keys begin at j0. Products become whole scores. is_whole: a mask shows the
 // tile as a whole, so it isn't read.
 template <class T, int Count>
@@ -195,10 +103,24 @@ __device__ void add_terms(float (&S)[Count], const Attention &a, int b, int h, i
     const Terms &terms = a.terms;
     if (!has_terms(a)) return;  // but dropout
     if (terms.alibi_slopes) {
-        SlopeOfRows(a, b, h, i).add(S, terms.unit, j0);
+        const float slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
+        const int *const positions = terms.positions + b * range_rows(a) + i;
+        const int j = j0 + threadIdx.x % 4 * 2;
+        const float distance[2] = {(float)(positions[0] - j), (float)(positions[8] - j)};
+#pragma unroll
+        for (int x = 0; x < Count; ++x)
+            S[x] = fmaf(terms.unit, S[x], term_of_distance(slope, distance[x / 2 % 2] - (x / 4 * 8 + x % 2)));
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms, is_whole, OfQueries{a, b, h, i, j0, 2 * Count});
+    add_bias_and_mask<T>(S, terms, is_whole,
+                         [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
+                             x += b * stride.batch + h * stride.head + j0 * stride.key;
+                             const bool in_pairs = terms.in_pairs && j0 % 2 == 0 && j0 + 2 * Count <= a.Nk;
+                             return {{x + min(i, a.Nq - 1) * stride.row, x + min(i + 8, a.Nq - 1) * stride.row},
+                                     (int)stride.key * (int)sizeof(*x),
+                                     a.Nk - 1 - j0,
+                                     in_pairs};
+                         });
 }
 
 // Rows are keys j and j + 8; the tile's queries begin at i0.
@@ -208,42 +130,27 @@ __device__ void add_terms_transposed(float (&S)[Count], const Attention &a, int 
     const Terms &terms = a.terms;
     if (!has_terms(a)) return;
     if (terms.alibi_slopes) {
-        add_slopes_transposed(S, a, b, h, i0, j);
+        const float slope = terms.alibi_slopes[b * terms.slopes_stride + h * terms.slope_stride];
+        const int *const positions = terms.positions + b * range_rows(a) + i0 + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int x = 0; x < Count; x += 4) {
+            const int2 p = *(const int2 *)(positions + 2 * x);
+            const float distance[2] = {(float)(p.x - j), (float)(p.y - j)};
+#pragma unroll
+            for (int y = x; y < x + 4; ++y)
+                S[y] = fmaf(terms.unit, S[y], term_of_distance(slope, distance[y % 2] - y / 2 % 2 * 8));
+            if (x % 16 == 12) __syncwarp();
+        }
         if (!may_hide(a)) return;
     }
-    add_bias_and_mask<T>(S, terms, is_whole, OfKeys{a, b, h, i0, j});
-}
-
-// Whether TMA may load tiles of a bias alone, in q's dtype.
-inline bool loads_bias(const Attention &a) {
-    const Terms &terms = a.terms;
-    const PairStrides &stride = terms.bias_stride;
-    const auto fits = [](int64_t x, bool may_be_0) { return x % 8 == 0 && (may_be_0 ? x >= 0 : x > 0); };
-    return terms.bias && !terms.bias_is_float32 && !terms.mask && !terms.alibi_slopes && !has_dropout(a) &&
-           (stride.key == 1 || a.Nk == 1) && (fits(stride.row, false) || a.Nq == 1) && fits(stride.head, true) &&
-           fits(stride.batch, true) && (uintptr_t)terms.bias % 16 == 0 && most_columns(a) <= 128;
-}
-
-// The lower or upper half of two numbers.
-template <class T>
-__device__ T half_of(uint32_t two, bool upper) {
-    const uint16_t bits = upper ? two >> 16 : two;
-    return *(const T *)&bits;
-}
-
-// Scores of a warp's 16 rows become whole ones. `tile` has 64 rows of the bias in q's dtype, boxes of 64 keys as TMA
-// stores them.
-template <class T, int Count>
-__device__ void add_loaded_bias(float (&S)[Count], float unit, const unsigned char *tile) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-    const int first = row * 128 + (lane / 16 ^ row % 8) * 16;
-#pragma unroll
-    for (int x = 0; x < Count; x += 8) {  // 16 keys
-        uint32_t two[4];
-        load_matrices(two, tile + x / 32 * (64 * 128) + (first ^ x / 8 % 4 * 32));
-#pragma unroll
-        for (int y = 0; y < 8; ++y) S[x + y] = with_number(unit, S[x + y], half_of<T>(two[y / 2], y % 2));
-    }
+    add_bias_and_mask<T>(S, terms, is_whole,
+                         [&](const auto *x, const PairStrides &stride) -> Numbers<std::decay_t<decltype(*x)>> {
+                             x += b * stride.batch + h * stride.head + i0 * stride.row;
+                             return {{x + min(j, a.Nk - 1) * stride.key, x + min(j + 8, a.Nk - 1) * stride.key},
+                                     (int)stride.row * (int)sizeof(*x),
+                                     a.Nq - 1 - i0,
+                                     false};
+                         });
 }
 
 // dP = 0 where P = 0: there dP may be anything.
