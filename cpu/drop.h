@@ -50,12 +50,11 @@ template <class X>
     if (other) std::copy(Z[1] + j - first, Z[1] + j - first + n, other);
 }
 
-// Those of `count` lanes from `first` on, Bc numbers each. Lanes behind the tile's rows may be anything.
-inline void fill_Z_of_lanes(const Attention &a, const QueryTile &t, int first, int count, int j, int n, float *to) {
-    for (int lane = first; lane < std::min(first + count, t.rows); ++lane, to += Bc) {
+// Those of a tile's rows, Bc numbers each.
+inline void fill_Z_of_tile(const Attention &a, const QueryTile &t, int j, int n, float *to) {
+    for (int lane = 0; lane < t.rows; ++lane, to += Bc) {
         const auto is_pair = [&](int x, int y) {
-            return first <= x && y < std::min(first + count, t.rows) && t.head(x) == t.head(y) &&
-                   t.query(y) == t.query(x) + 8 && !(t.query(x) & 8);
+            return 0 <= x && y < t.rows && t.head(x) == t.head(y) && t.query(y) == t.query(x) + 8 && !(t.query(x) & 8);
         };
         if (is_pair(lane - 8, lane)) continue;
         fill_Z({a, t.b, t.head(lane)}, t.query(lane), j, n, to, is_pair(lane, lane + 8) ? to + 8 * Bc : nullptr);
@@ -67,26 +66,26 @@ template <int R>
 [[gnu::noinline]] void drop(const Attention &a, const QueryTile &t, int first, int j, int n, float *Pij) {
     VecInt even;  // the lower halves of 64-bit words
     for (int c = 0; c < W; ++c) even[c] = 2 * c;
-    // Then queries i and i + 8 are in the same lane of two vectors, so that y of the one are the words of the other.
+    const DropoutOfHead head(a, t.b, t.h);  // all heads have its key
+    const auto drop_by = [&](VecInt words, int r, int key) {
+        for (int at = key - j; at < key - j + 16; at += 8, words = (VecInt)((VecUint)words >> 16)) {
+            if (at < 0 || at >= n) continue;
+            Vec &p = vec(Pij + (at * R + r) * W);
+            p = (words & 0xffff) >= (int)head.dropped ? head.kept * p : Vec{};
+        }
+    };
+    // In pairs of vectors queries i and i + 8 have the same lane: y of the first are the words of the second.
     const bool in_pairs = W == 8 && R % 2 == 0 && t.group == 1 && t.query(first) % 16 == 0;
     for (int r = 0; r < R; r += in_pairs ? 2 : 1) {
         uint64_t of_query[W], of_head[W];
         VecInt is_later = {};
         for (int c = 0; c < W; ++c) {
             const int lane = std::min(first + r * W + c, t.rows - 1), i = t.query(lane);
-            const DropoutOfHead head(a, t.b, t.head(lane));
-            of_query[c] = (uint32_t)(i & ~8) ^ head.origin.x, of_head[c] = head.origin.y, is_later[c] = i & 8;
+            const Words origin = DropoutOfHead(a, t.b, t.head(lane)).origin;
+            of_query[c] = (uint32_t)(i & ~8) ^ origin.x, of_head[c] = origin.y, is_later[c] = i & 8;
         }
         VecLong x0[2], y0[2];
         std::memcpy(x0, of_query, sizeof(x0)), std::memcpy(y0, of_head, sizeof(y0));
-        const DropoutOfHead head(a, t.b, t.h);  // all heads have its key
-        const auto drop_by = [&](VecInt words, int r, int key) {
-            for (int at = key - j; at < key - j + 16; at += 8, words = (VecInt)((VecUint)words >> 16)) {
-                if (at < 0 || at >= n) continue;
-                Vec &p = vec(Pij + (at * R + r) * W);
-                p = (words & 0xffff) >= (int)head.dropped ? head.kept * p : Vec{};
-            }
-        };
         for (int key = j & ~15; key < j + n; key += key % 8 == 7 ? 9 : 1) {  // without the bit 8
             VecLong x[2] = {x0[0], x0[1]}, y[2] = {y0[0] ^ (uint64_t)key, y0[1] ^ (uint64_t)key};
             philox(head, x[0], y[0]), philox(head, x[1], y[1]);

@@ -166,11 +166,6 @@ void compute_P(const Attention &a, const QueryTile &t, const GradientRow *rows, 
     }
 }
 
-// Step 14: a tile's Zij (dropout.h), for keys from j0 on.
-inline void fill_Z_of_tile(const Attention &a, const QueryTile &t, int j0, int keys, const GradientBuffers &buffers) {
-    if (buffers.Zij) fill_Z_of_lanes(a, t, 0, t.rows, j0, keys, buffers.Zij);
-}
-
 // Steps 11 to 20 and 22: Pij, dSij, and what they add to dKj and dVj. The tile of keys begins at `first_key`, this part
 // of it at j0. dSij without slope and scale is the gradient of what is added to scores.
 void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, int first_key, int j0, int keys,
@@ -188,7 +183,7 @@ void compute_tile(const Attention &a, const AnyMask &mask, const QueryTile &t, i
     const bool of_bias_is_wanted = !sums.sums.empty();
     // Where Pij = 0 dSij is 0, even if a hidden number is NaN.
     multiply_channels(a, a.d_v, t.rows, vectors, buffers.dOi, buffers.Vj_T, dS);
-    fill_Z_of_tile(a, t, j0, vectors, buffers);
+    if (buffers.Zij) fill_Z_of_tile(a, t, j0, vectors, buffers.Zij);  // step 14
     for (int lane = 0; lane < t.rows; ++lane) {
         const float D_of_row = rows[lane].D, D_low = rows[lane].D_low;
         alignas(64) float of_bias[Bc];
@@ -337,7 +332,7 @@ void normalize_rows(const Gradient &g, const QueryTile &t, GradientRow *rows, co
         load_keys<T>(a.d_v, {t.b, t.h, j0}, keys, a.v, a.v_stride, buffers.Kj, buffers.Vj_T);
         compute_S_double(a, t.rows, buffers);
         multiply_channels(a, a.d_v, t.rows, Bc, buffers.dOi, buffers.Vj_T, buffers.dSij);
-        fill_Z_of_tile(a, t, j0, Bc, buffers);
+        if (buffers.Zij) fill_Z_of_tile(a, t, j0, Bc, buffers.Zij);
         for_each_row(mask, t, j0, Bc, [&](int lane, int begin, int end) {
             double *const S = (double *)buffers.Sij_double + lane * Bc;
             float *const dP = buffers.dSij + lane * Bc;

@@ -55,7 +55,7 @@ inline const Vec &vec(const float *x) { return *(const Vec *)x; }
     return p * (Vec)((VecInt)shifted << 23);
 }
 
-// tanh, with an error of at most 2 units in the last place. If all |x| are below 0.625, all_near_0 saves the exponential.
+// The error is at most 2 units in the last place. If all |x| are below kNear0, all_near_0 saves the exponential.
 constexpr float kNear0 = 0.625f;
 template <bool all_near_0 = false>
 [[gnu::always_inline]] inline Vec tanh(Vec x) {
@@ -81,7 +81,7 @@ template <bool all_near_0 = false>
 }
 using minimal_attn::whole;
 
-// use(vector of t) in place of each vector of n products. Most tiles are near 0 as a whole.
+// use(at, t) for each vector of n products; t is what they change to. Most tiles are near 0 as a whole.
 template <class Use>
 [[gnu::always_inline]] inline void change_products(const Scores &scores, int64_t n, float *S, const Use &use) {
     Vec largest = {};
